@@ -1,0 +1,83 @@
+"""Median step of stock DDP over gloo and over kaitian, alternating in one run.
+
+    mpirun -np 2 python benchmarks/ddp_step.py
+    mpirun -np 4 python benchmarks/ddp_step.py --emulate-kinds gpu,gpu,mlu,mlu
+
+Prints the ratio kaitian / gloo: the median over the pairs of neighbouring steps, and the quartiles.
+Which of the two comes first changes from pair to pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import init
+from kaitian_mpi.collectives.selection import choose_algorithm
+from kaitian_mpi.models.mobilenetv2 import MobileNetV2
+
+
+class Trainer:
+    """A model, its optimizer, and stock DDP over one process group."""
+
+    def __init__(self, group: dist.ProcessGroup, batch: int) -> None:
+        torch.manual_seed(0)
+        model = MobileNetV2(10).to(memory_format=torch.channels_last)
+        self.model = DistributedDataParallel(model, process_group=group)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
+        self.labels = torch.randint(10, (batch,))
+
+    def step(self) -> float:
+        """Train one step and return its seconds."""
+        dist.barrier()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    """Run the comparison; world rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=32, help="images per rank")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps")
+    parser.add_argument("--emulate-kinds", default="")
+    options = parser.parse_args()
+
+    world = init(emulate_kinds=options.emulate_kinds)
+    group = dist.group.WORLD
+    sizes = [sum(p.numel() for p in MobileNetV2(10).parameters())]
+    choose_algorithm(group, "auto", sizes, torch.device("cpu"))
+    trainers = {
+        "gloo": Trainer(dist.new_group(backend="gloo"), options.batch),
+        "kaitian": Trainer(group, options.batch),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for pair in range(-1, options.pairs):
+        order = list(trainers) if pair % 2 else list(reversed(trainers))
+        for name in order:
+            step = torch.tensor(trainers[name].step())
+            dist.all_reduce(step, dist.ReduceOp.MAX)
+            if pair >= 0:
+                seconds[name].append(step.item())
+    if world.rank == 0:
+        ratios = [k / g for k, g in zip(seconds["kaitian"], seconds["gloo"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        emulated = " (emulated kinds)" if options.emulate_kinds else ""
+        print(f"{world.size} ranks in {len(world.groups)} group(s){emulated}, {group.algorithm}")
+        for name, times in seconds.items():
+            print(f"{name:8} median step {statistics.median(times):.4f} s")
+        print(f"kaitian / gloo {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

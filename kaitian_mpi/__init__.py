@@ -1,0 +1,40 @@
+"""kaitian_mpi: one PyTorch training job over unlike accelerators, by MPI.
+
+In a script of one's own, started by mpirun::
+
+    import kaitian_mpi
+
+    world = kaitian_mpi.init()  # torch.distributed is ready, over the backend `kaitian`
+    model = DistributedDataParallel(model.to(world.torch_device))
+
+Installing the package makes the backend `kaitian` and the rendezvous `mpi://` known to torch, so
+that `init_process_group("kaitian", init_method="mpi://")` does as well.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kaitian_mpi.collectives.gradients import WeightedSum
+    from kaitian_mpi.collectives.startup import init
+    from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+    from kaitian_mpi.mpi.world import World
+
+__version__ = "0.1.0"
+__all__ = ["LoadAdaptiveSampler", "WeightedSum", "World", "__version__", "init"]
+
+_HOMES = {
+    "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
+    "WeightedSum": "kaitian_mpi.collectives.gradients",
+    "World": "kaitian_mpi.mpi.world",
+    "init": "kaitian_mpi.collectives.startup",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for, so that a wrong flag is answered before torch and MPI are loaded.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

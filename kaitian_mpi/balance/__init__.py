@@ -1,0 +1,1 @@
+"""Pure arithmetic of load balancing: no torch, no MPI."""

@@ -1,0 +1,1 @@
+"""The `kaitian` backend of torch.distributed, and the algorithms under it."""

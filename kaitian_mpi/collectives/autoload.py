@@ -1,0 +1,35 @@
+"""Making the backend known to torch, without loading MPI.
+
+torch calls `register` at the end of `import torch`, through the entry point `torch.backends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+BACKEND = "kaitian"
+SCHEME = "mpi"
+
+
+def register() -> None:
+    """Register the backend `kaitian` and the rendezvous `mpi://`; harmless a second time."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    register_rendezvous_handler(SCHEME, _rendezvous)
+
+
+def _create(options: Any, _: Any = None) -> Any:
+    from kaitian_mpi.collectives.process_group import create
+
+    return create(options)
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
+    from kaitian_mpi.mpi.rendezvous import rendezvous
+
+    return rendezvous(options.get("timeout"))

@@ -1,0 +1,59 @@
+"""Choosing the allreduce algorithm by measurement."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.mpi.exchange import gather_values
+
+if TYPE_CHECKING:
+    from kaitian_mpi.collectives.process_group import KaitianProcessGroup
+
+_REPEATS = 5
+
+
+def choose_algorithm(
+    group: KaitianProcessGroup, request: str, sizes: list[int], device: torch.device
+) -> dict[str, float]:
+    """Set the group's allreduce algorithm; collective.
+
+    Args:
+        group: the process group.
+        request: an algorithm's name, or `auto` to take the fastest.
+        sizes: elements of the float32 buckets that training will reduce.
+        device: where they will be.
+
+    Returns:
+        Seconds for all buckets by algorithm, the slowest rank's median; empty where nothing had
+        to be measured.
+    """
+    if group.single_kind:
+        return {}
+    if request != "auto":
+        group.algorithm = request
+        return {}
+    # All algorithms in each round, so that a busy moment of the machine meets them all.
+    seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
+    buckets = [torch.zeros(size, device=device) for size in sizes]
+    for round_number in range(_REPEATS + 1):
+        for name in ALGORITHMS:
+            group.algorithm = name
+            dist.barrier(group)
+            start = time.perf_counter()
+            for bucket in buckets:
+                dist.all_reduce(bucket, group=group)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
+            if round_number > 0:  # the first warms up
+                seconds[name].append(time.perf_counter() - start)
+    own = [statistics.median(seconds[name]) for name in ALGORITHMS]
+    slowest = [max(times) for times in zip(*gather_values(group.comms.world, own), strict=True)]
+    measured = dict(zip(ALGORITHMS, slowest, strict=True))
+    group.algorithm = min(measured, key=lambda name: measured[name])
+    return measured

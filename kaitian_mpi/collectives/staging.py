@@ -1,0 +1,119 @@
+"""Bringing a device's tensors to host memory, where MPI can reach them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+# Long enough that a copy's fixed cost does not show, short enough that three of them overlap.
+_CHUNK_BYTES = 4 << 20
+_BUFFERS = 3
+
+
+Streams = AbstractContextManager[None]
+
+_side_streams: dict[torch.device, torch.Stream] = {}
+
+
+def after_caller(tensors: list[torch.Tensor]) -> Streams:
+    """Return a context in which another thread may work on `tensors`.
+
+    On an accelerator with streams, its work comes after what the calling thread has given to its
+    current stream so far, and goes on beside what that thread gives to it later.
+    """
+    device = next((t.device for t in tensors if t.device.type in ("cuda", "xpu")), None)
+    if device is None:
+        return nullcontext()
+    module = torch.get_device_module(device)
+    reached = module.Event()
+    reached.record()
+    if device not in _side_streams:
+        _side_streams[device] = module.Stream(device)
+    return _on_side_stream(module, _side_streams[device], reached)
+
+
+@contextmanager
+def _on_side_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
+    with module.stream(stream):
+        stream.wait_event(reached)
+        yield
+
+
+@contextmanager
+def on_host(tensor: torch.Tensor, *, read: bool = True, write: bool = True) -> Iterator[torch.Tensor]:
+    """Lend a contiguous host copy of `tensor`; for a contiguous host tensor, itself.
+
+    Args:
+        tensor: on any device.
+        read: whether the tensor's values are needed in the copy.
+        write: whether the copy's values go back to the tensor at the end.
+    """
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield tensor
+        return
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
+    if read:
+        host.copy_(tensor)  # blocking: MPI reads as soon as this returns
+    yield host
+    if write:
+        tensor.copy_(host)
+
+
+def relay_in_chunks(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], None]) -> None:
+    """Apply `exchange` in place to the host copy of a flat tensor, piece by piece.
+
+    On an accelerator with streams, the copy to the host of the next pieces, the exchange of this
+    one and the copy back of the last ones go on at the same time.
+    """
+    if tensor.device.type == "cpu":
+        exchange(tensor)
+        return
+    pieces = tensor.split(max(1, _CHUNK_BYTES // tensor.element_size()))
+    buffers = [
+        torch.empty_like(pieces[0], device="cpu", pin_memory=_can_pin(tensor.device))
+        for _ in range(min(_BUFFERS, len(pieces)))
+    ]
+    events: list[Callable[[], None]] = [_nothing] * len(buffers)
+
+    def fetch(index: int) -> None:
+        slot = index % len(buffers)
+        buffers[slot][: pieces[index].numel()].copy_(pieces[index], non_blocking=True)
+        events[slot] = _mark(tensor.device)
+
+    for index in range(min(len(buffers) - 1, len(pieces))):
+        fetch(index)
+    for index, piece in enumerate(pieces):
+        ahead = index + len(buffers) - 1
+        if len(buffers) > 1 and ahead < len(pieces):
+            fetch(ahead)  # into the buffer whose copy back the stream has in its order before this
+        elif len(buffers) == 1:
+            fetch(index)
+        slot = index % len(buffers)
+        # The host must wait for the event itself: a stream that waits lets the host go on and
+        # reduce stale data (pytorch/pytorch#170239).
+        events[slot]()
+        host = buffers[slot][: piece.numel()]
+        exchange(host)
+        piece.copy_(host, non_blocking=True)
+    _mark(tensor.device)()
+
+
+def _mark(device: torch.device) -> Callable[[], None]:
+    """Mark this point of the device's current stream; the result blocks the host until then."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "Event"):
+        return _nothing  # a device without streams copies before it returns
+    event = module.Event()
+    event.record()
+    return event.synchronize
+
+
+def _nothing() -> None:
+    pass
+
+
+def _can_pin(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -1,0 +1,82 @@
+"""A vendor's own collective library (NCCL and its like) for the ranks of one device kind."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class VendorGroup:
+    """The ranks of one kind, joined by their vendor's library. Tensors stay on the device."""
+
+    def __init__(
+        self, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        """Join the group. Collective over its ranks.
+
+        Args:
+            backend: the vendor's torch.distributed backend, such as `nccl`.
+            store: a store of the group's own, for the library's bootstrap.
+            rank: this rank in the group.
+            size: how many ranks the group has.
+            timeout: how long one collective may take.
+        """
+        self.rank, self.size = rank, size
+        self._backend = _create(backend, store, rank, size, timeout)
+
+    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
+        """Leave the reduction over the group in `tensor` on every rank."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._backend.allreduce([tensor], options).wait()
+
+    def reduce_shares(
+        self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp
+    ) -> None:
+        """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
+        for root, piece in enumerate(tensor.split(list(shares))):
+            options = dist.ReduceOptions()
+            options.reduceOp, options.rootRank = op, root
+            self._backend.reduce([piece], options).wait()
+
+    def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+        """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
+        for root, piece in enumerate(tensor.split(list(shares))):
+            self.broadcast(piece, root)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy `tensor` from group rank `root` to every rank."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._backend.broadcast([tensor], options).wait()
+
+    def all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Gather every rank's `tensor` into `gathered`, by rank."""
+        self._backend.allgather([gathered], [tensor]).wait()
+
+    def close(self) -> None:
+        """Release the library's resources. Collective over the group."""
+        self._backend.shutdown()
+
+
+def _create(
+    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.Backend:
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    # A vendor's plug-in has registered itself with torch when its package was imported.
+    plugin = dist.Backend._plugins[backend.upper()]
+    if plugin.extended_api:
+        options = dist.distributed_c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, size
+        options.timeout = timeout
+        return plugin.creator_fn(options, None)
+    return plugin.creator_fn(store, rank, size, timeout)

@@ -1,0 +1,154 @@
+"""Everything a training run can be told, in one place.
+
+Each field is a command-line flag of the same name (`global_batch_size` is
+`--global-batch-size`); its help text is its documentation. Nothing here imports torch or MPI, so
+that a wrong flag is answered before either is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+
+
+def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "metavar": metavar}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of one `kaitian-train` run.
+
+    Raises:
+        UserError: a value is out of its range, or two values contradict each other.
+    """
+
+    model: str = _flag(
+        "mobilenetv2",
+        "mobilenetv2, resnet18, cnn, or module:factory, a callable that takes num_classes and "
+        "returns a torch.nn.Module",
+    )
+    dataset: str = _flag(
+        "digits",
+        "digits, cifar10, mnist, synthetic, or module:factory, a callable that returns "
+        "(train, validation) or one map-style data set of (input, class) pairs",
+    )
+    data_dir: str = _flag("", "folder with the data set's official files", metavar="DIR")
+    val_split: float = _flag(
+        0.2, "fraction of the training set held out when the data set has no test set"
+    )
+    augment: str = _flag(
+        "auto",
+        "random crop and mirror, seeded by sample; auto: what suits the data set",
+        ("auto", "none", "crop", "crop-flip"),
+    )
+    workers: int = _flag(0, "data loading processes per rank; 0 loads in the rank itself")
+
+    global_batch_size: int = _flag(256, "samples per step of the whole job, shared out by score")
+    batch_policy: str = _flag(
+        "global",
+        "global: shares of --global-batch-size; paper: each rank takes "
+        "round(--batch-size x score), so the global batch grows with the devices",
+        ("global", "paper"),
+    )
+    batch_size: int = _flag(64, "samples per step of the fastest rank, with --batch-policy paper")
+    balance: str = _flag(
+        "static",
+        "static: benchmark every rank, then share by score; off: equal shares, no benchmark",
+        ("static", "off"),
+    )
+    benchmark_steps: int = _flag(3, "timed steps per batch size in the benchmark, after a warm-up")
+
+    allreduce: str = _flag(
+        "auto",
+        "how gradients cross device kinds; auto measures the three at start-up",
+        ("auto", "flat", "leader", "striped"),
+    )
+    devices: str = _flag(
+        "auto", "auto, cpu, or a list by local rank such as cuda:0,cuda:1,cpu", metavar="LIST"
+    )
+    emulate_kinds: str = _flag(
+        "",
+        "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "
+        "(results say 'emulated')",
+        metavar="LIST",
+    )
+    emulate_slowdown: str = _flag(
+        "",
+        "make ranks slower by sleeping, as rank:factor pairs such as 2:3.0,3:3.0 "
+        "(results say 'emulated')",
+        metavar="LIST",
+    )
+
+    epochs: int = _flag(10, "passes over the training set")
+    max_steps: int = _flag(0, "stop after this many steps; 0: no limit but --epochs")
+    lr: float = _flag(0.05, "peak learning rate")
+    momentum: float = _flag(0.9, "momentum of SGD")
+    nesterov: bool = _flag(True, "use Nesterov's form of momentum")
+    weight_decay: float = _flag(5e-4, "weight decay of matrices and filters; biases and norms have none")
+    label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
+    schedule: str = _flag(
+        "cosine", "learning rate after the warm-up", ("cosine", "constant")
+    )
+    warmup: float = _flag(0.25, "fraction of all steps in which the learning rate rises from near 0")
+    precision: str = _flag(
+        "fp32", "arithmetic of forward and backward; weights stay fp32", ("fp32", "bf16", "fp16")
+    )
+    memory_format: str = _flag(
+        "auto",
+        "layout of images in memory; auto times both on each rank",
+        ("auto", "contiguous", "channels_last"),
+    )
+    seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
+
+    run_dir: str = _flag("", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR")
+    log_interval: float = _flag(2.0, "seconds between progress lines")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            value = getattr(self, field.name)
+            if choices and value not in choices:
+                raise _bad(field.name, value, f"one of {', '.join(choices)}")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        for name in ("global_batch_size", "batch_size", "benchmark_steps", "epochs"):
+            if getattr(self, name) < 1:
+                raise _bad(name, getattr(self, name), "a whole number of at least 1")
+        for name in ("max_steps", "workers", "seed"):
+            if getattr(self, name) < 0:
+                raise _bad(name, getattr(self, name), "a whole number of at least 0")
+        for name in ("momentum", "label_smoothing", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise _bad(name, getattr(self, name), "a number from 0 to below 1")
+        if not 0 < self.val_split < 1:
+            raise _bad("val_split", self.val_split, "a fraction between 0 and 1")
+        if not self.lr > 0:
+            raise _bad("lr", self.lr, "a number above 0")
+        if not self.weight_decay >= 0:
+            raise _bad("weight_decay", self.weight_decay, "a number of at least 0")
+        if not self.log_interval >= 0:
+            raise _bad("log_interval", self.log_interval, "seconds, at least 0")
+        if self.nesterov and self.momentum == 0:
+            raise UserError("--nesterov needs --momentum above 0; give --no-nesterov or a momentum")
+
+    @property
+    def run_name(self) -> str:
+        """The model's name as a folder name."""
+        return Path(self.model.replace(":", "-")).name
+
+
+def flag_name(field_name: str) -> str:
+    """Return the command-line flag of a field: `max_steps` is `--max-steps`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _bad(name: str, found: object, needed: str) -> UserError:
+    return UserError(f"{flag_name(name)}: found {found!r}, needed {needed}")

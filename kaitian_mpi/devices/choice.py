@@ -1,0 +1,78 @@
+"""Which device a rank takes: a pure decision from what its host has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kaitian_mpi.devices import KINDS
+from kaitian_mpi.errors import UserError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A device of one rank."""
+
+    kind: str
+    index: int
+
+
+def choose_device(
+    request: str, counts: Mapping[str, int], local_rank: int, local_size: int, host: str
+) -> Choice:
+    """Pick this rank's device.
+
+    Args:
+        request: the value of `--devices`: `auto`, `cpu` or a list by local rank.
+        counts: how many devices of each kind the host has, in order of preference.
+        local_rank: the rank's number among those of its host.
+        local_size: how many ranks run on the host.
+        host: the host's name, for messages.
+
+    Raises:
+        UserError: the host lacks the device asked for, or has more ranks than devices.
+    """
+    if request == "auto":
+        return _automatic(counts, local_rank, local_size, host)
+    if request == "cpu":
+        return Choice("cpu", local_rank)
+    entries = [_parse(entry) for entry in request.split(",")]
+    if len(entries) < local_size:
+        raise UserError(
+            f"--devices {request}: {len(entries)} devices for {local_size} ranks on {host}; "
+            f"name one per local rank, or start {len(entries)} ranks there"
+        )
+    choice = entries[local_rank]
+    if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
+        raise UserError(
+            f"--devices {request}: local rank {local_rank} on {host} asks for "
+            f"{choice.kind}:{choice.index}, but {_inventory(counts, host)}"
+        )
+    return choice
+
+
+def _automatic(counts: Mapping[str, int], local_rank: int, local_size: int, host: str) -> Choice:
+    kind = next((k for k in counts if k != "cpu" and counts[k] > 0), "cpu")
+    if kind != "cpu" and local_size > counts[kind]:
+        spare = ["cpu"] * (local_size - counts[kind])
+        example = ",".join([f"{kind}:{i}" for i in range(counts[kind])] + spare)
+        raise UserError(
+            f"{local_size} ranks on {host}, but {_inventory(counts, host)}; start "
+            f"{counts[kind]} ranks there, or say what each takes, such as --devices {example}"
+        )
+    return Choice(kind, local_rank)
+
+
+def _parse(entry: str) -> Choice:
+    kind, _, index = entry.strip().partition(":")
+    if kind not in KINDS or not (index or "0").isdigit():
+        raise UserError(
+            f"--devices: found {entry!r}, needed auto, or entries such as cuda:0 or cpu, "
+            f"of the kinds {', '.join(KINDS)}"
+        )
+    return Choice(kind, int(index or 0))
+
+
+def _inventory(counts: Mapping[str, int], host: str) -> str:
+    found = [f"{n} {kind}" for kind, n in counts.items() if kind != "cpu" and n]
+    return f"{host} has {', '.join(found) if found else 'no accelerator'}"

@@ -1,0 +1,45 @@
+"""The host's own processor; several ranks may share it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+
+
+class CpuDevice:
+    """The host's processor. Collectives among CPU ranks are MPI's own."""
+
+    kind = "cpu"
+    vendor_backend = None
+
+    def count(self) -> int:
+        """Return one place per core, at least one: any number of ranks may share a host."""
+        return max(1, len(os.sched_getaffinity(0)))
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return `cpu`; there is only one, whatever the index."""
+        return torch.device("cpu")
+
+    def select(self, index: int) -> None:
+        """Do nothing: there is only one."""
+
+    def synchronize(self, index: int) -> None:
+        """Do nothing: CPU calls return when done."""
+
+    def name(self, index: int) -> str:
+        """Return the processor's model name."""
+        try:
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        except OSError:
+            pass
+        return platform.processor() or platform.machine()
+
+    def memory_bytes(self, index: int) -> int:
+        """Return the host's memory in bytes; its ranks share it."""
+        return int(psutil.virtual_memory().total)

@@ -1,0 +1,36 @@
+"""NVIDIA devices."""
+
+from __future__ import annotations
+
+import torch
+
+
+class CudaDevice:
+    """An NVIDIA GPU; its kind's collectives are NCCL's."""
+
+    kind = "cuda"
+    vendor_backend = "nccl"
+
+    def count(self) -> int:
+        """Return the number of visible GPUs; 0 where torch was built for another vendor."""
+        return torch.cuda.device_count() if torch.version.cuda else 0
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return `cuda:index`."""
+        return torch.device("cuda", index)
+
+    def select(self, index: int) -> None:
+        """Make this GPU the current one."""
+        torch.cuda.set_device(index)
+
+    def synchronize(self, index: int) -> None:
+        """Wait for all streams of the GPU."""
+        torch.cuda.synchronize(index)
+
+    def name(self, index: int) -> str:
+        """Return the GPU's name."""
+        return torch.cuda.get_device_name(index)
+
+    def memory_bytes(self, index: int) -> int:
+        """Return the GPU's memory in bytes."""
+        return int(torch.cuda.get_device_properties(index).total_memory)

@@ -1,0 +1,46 @@
+"""What the package asks of a device kind."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Device(Protocol):
+    """One kind of device as one process sees it.
+
+    A vendor's torch plug-in is imported inside the methods, never at module level, so that a
+    machine without it can still list the kind.
+    """
+
+    kind: str
+    """The kind's name, as in `--devices cuda:0`."""
+
+    vendor_backend: str | None
+    """Name of the torch.distributed backend that joins devices of this kind, such as `nccl`;
+    None where MPI itself reaches their memory."""
+
+    def count(self) -> int:
+        """Return how many devices of this kind the process can use; 0 if there are none."""
+        ...
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return the torch device with this index."""
+        ...
+
+    def select(self, index: int) -> None:
+        """Make this device the process's current one."""
+        ...
+
+    def synchronize(self, index: int) -> None:
+        """Wait until all work given to the device is done."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Return the device's marketing name."""
+        ...
+
+    def memory_bytes(self, index: int) -> int:
+        """Return the memory this process may use, in bytes."""
+        ...

@@ -1,0 +1,18 @@
+"""The error types of the package."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in the user's input: shown as one line, without a traceback, exit code 2.
+
+    The text says what was found, what was needed and what to do.
+    """
+
+
+class AgreedError(UserError):
+    """A `UserError` that every rank raises at the same point, so that rank 0 speaks for all."""
+
+
+class UnsupportedError(RuntimeError):
+    """A collective was asked for something the backend does not do; it is never done wrongly."""

@@ -1,0 +1,131 @@
+"""No rank dies quietly, and none is left waiting for one that has died."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.launch import read_launch
+
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def abort_guard(program: str) -> Iterator[None]:
+    """End the whole job, with a reason, when this rank cannot go on.
+
+    A `UserError` prints one line and ends with code 2; any other exception prints its traceback,
+    each line labelled `[rank@host]`, and ends with code 1; `sys.exit(n)` inside the block ends with
+    code n, and even `sys.exit(0)` ends the job, because the other ranks would wait for this one.
+    """
+    report_signals(program)
+    die_with_launcher()
+    try:
+        yield
+    except UserError as error:
+        _end_after_user_error(program, error)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        reason = "" if isinstance(error.code, int | None) else f": {error.code}"
+        say(f"{label()} sys.exit({code}) before the run was complete{reason}; ending the job")
+        end_job(code or 1)
+    except BaseException:
+        report_exception()
+        end_job(1)
+
+
+def label() -> str:
+    """Return this rank's label, `[rank@host]`."""
+    return f"[{read_launch(os.environ).world_rank}@{socket.gethostname()}]"
+
+
+def say(text: str) -> None:
+    """Write whole lines to stderr at once, so that ranks do not cut into each other's lines."""
+    sys.stdout.flush()
+    os.write(2, (text.rstrip("\n") + "\n").encode())
+
+
+def report_exception() -> None:
+    """Print the exception being handled, each line labelled with this rank."""
+    prefix = label()
+    say("\n".join(f"{prefix} {line}" for line in traceback.format_exc().splitlines()))
+
+
+def end_job(code: int) -> None:
+    """End every rank of the job with this exit code; does not return."""
+    if _mpi_is_running():
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _end_after_user_error(program: str, error: UserError) -> None:
+    everywhere = isinstance(error, AgreedError) or not _mpi_is_running()
+    if read_launch(os.environ).world_rank == 0 or not everywhere:
+        say(f"{program}: error: {error}")
+    if not everywhere:
+        end_job(2)
+    sys.exit(2)
+
+
+def _mpi_is_running() -> bool:
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def report_signals(program: str) -> None:
+    """On SIGINT and SIGTERM say so from rank 0 and end this process at once.
+
+    The main thread may be inside MPI, where Python's handlers do not run, so a small thread hears
+    of the signal through the wake-up descriptor and ends the process.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+    def wait_for_signal() -> None:
+        while True:
+            number = os.read(reader, 1)[0]
+            if number in (signal.SIGINT, signal.SIGTERM):
+                if read_launch(os.environ).world_rank == 0:
+                    _say_past_launcher(f"{program}: interrupted; the job ends")
+                os._exit(128 + number)
+
+    threading.Thread(target=wait_for_signal, name="kaitian-signals", daemon=True).start()
+
+
+def _say_past_launcher(text: str) -> None:
+    """Write to the launcher's own stderr: Open MPI's mpirun drops the ranks' output on Ctrl-C."""
+    target = f"/proc/{os.getppid()}/fd/2" if "OMPI_COMM_WORLD_RANK" in os.environ else ""
+    try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_APPEND) if target else 2
+        os.write(descriptor, (text + "\n").encode())
+    except OSError:
+        say(text)
+
+
+def die_with_launcher() -> None:
+    """Ask the kernel for a SIGKILL when the launcher's process is gone (Linux).
+
+    After a SIGKILL to mpirun, ranks that compute or sleep would live on.
+    """
+    if read_launch(os.environ).world_size == 1:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

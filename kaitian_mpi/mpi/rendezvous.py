@@ -1,0 +1,28 @@
+"""`init_process_group("kaitian", init_method="mpi://")`: rank, size and store come from MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from kaitian_mpi.mpi.runtime import start_mpi
+from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore
+from kaitian_mpi.mpi.world import World, current_world, join_world
+
+_stores: list[MPIStore] = []  # torch keeps no Python reference, and needs one
+
+
+def world_or_join() -> World:
+    """Return this process's world, starting MPI and joining it where nobody has.
+
+    Collective the first time.
+    """
+    return current_world() or join_world(start_mpi())
+
+
+def rendezvous(timeout: timedelta | None = None) -> Iterator[tuple[MPIStore, int, int]]:
+    """Yield a store, this rank and the number of ranks, as torch asks of a rendezvous handler."""
+    world = world_or_join()
+    store = MPIStore(world.comm, timeout or DEFAULT_TIMEOUT)
+    _stores.append(store)
+    yield store, world.rank, world.size

@@ -1,0 +1,93 @@
+"""Starting and ending MPI."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.launch import prepare_environment, read_launch, usable_cores
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_closers: list[Callable[[], None]] = []
+
+
+def start_mpi() -> MPI.Intracomm:
+    """Start MPI where it is not running yet and return `COMM_WORLD`.
+
+    Settings that must come before MPI are made here. Collective over all ranks, the first time.
+
+    Raises:
+        UserError: mpi4py cannot load an MPI library, somebody started MPI without
+            `MPI_THREAD_MULTIPLE`, or a launcher started copies that do not see each other.
+    """
+    launch = read_launch(os.environ)
+    prepare_environment(os.environ, launch, usable_cores())
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"found no usable MPI library ({error}); install one with "
+            'pip install "kaitian-mpi[mpi]", or load the one of this machine'
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "MPI was started without MPI_THREAD_MULTIPLE; import kaitian_mpi before mpi4py, or "
+            "leave mpi4py.rc.threads and mpi4py.rc.thread_level alone"
+        )
+    if launch.world_size > MPI.COMM_WORLD.size:
+        raise UserError(
+            f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}; "
+            "mpirun and mpi4py belong to different MPIs: use the mpirun of this environment"
+        )
+    return MPI.COMM_WORLD
+
+
+def share_cores(comm: MPI.Intracomm) -> int:
+    """Return how many threads each rank of this host should compute with: cores / local ranks.
+
+    Collective. The cores counted are those that the ranks of this host may run on together, so
+    that it is right whether the launcher bound each rank to its own cores or to none.
+    """
+    from mpi4py import MPI
+
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cores = set().union(*gather_values(local, sorted(os.sched_getaffinity(0))))
+    threads = max(1, len(cores) // local.size)
+    local.Free()
+    return threads
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call `close` before MPI is finalized; the last registered is called first.
+
+    A thread still inside MPI when the interpreter ends aborts the process, so whoever starts one
+    registers here how to stop it.
+    """
+    if not _closers:
+        atexit.register(_close_all)
+    _closers.append(close)
+
+
+def _close_all() -> None:
+    while _closers:
+        _closers.pop()()
+
+
+def wait_quietly(comm: MPI.Intracomm, first_sec: float = 20e-6, longest_sec: float = 1e-3) -> None:
+    """Wait until every rank of `comm` has come here, asleep rather than spinning.
+
+    Collective. MPI's blocking calls burn a core while they wait for a slower rank; one that
+    shares its cores with other ranks, or with its own computing thread, must not.
+    """
+    request = comm.Ibarrier()
+    pause = first_sec
+    while not request.Test():
+        time.sleep(pause)
+        pause = min(2 * pause, longest_sec)

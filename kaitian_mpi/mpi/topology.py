@@ -1,0 +1,110 @@
+"""Who is where: the ranks' devices, their groups by kind, and the communicators between them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What a rank tells the others about itself."""
+
+    world_rank: int
+    local_rank: int
+    host: str
+    kind: str
+    """Device kind, or the emulated label."""
+    device: str
+    """The torch device, such as `cuda:0`."""
+    device_name: str
+    memory_bytes: int
+    torch_version: str
+    emulated: bool = False
+    """Whether the kind is a label given to a CPU rank."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one device kind, in rank order. The first is its leader."""
+
+    kind: str
+    ranks: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The rank that crosses to the other groups when one is enough."""
+        return self.ranks[0]
+
+
+def plan_groups(kinds: Sequence[str]) -> tuple[Group, ...]:
+    """Split ranks 0, 1, … with these device kinds into groups, in order of their first ranks."""
+    members: dict[str, list[int]] = {}
+    for rank, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(rank)
+    return tuple(Group(kind, tuple(ranks)) for kind, ranks in members.items())
+
+
+@dataclass(frozen=True)
+class GroupComms:
+    """The communicators of one world of ranks, split by device kind."""
+
+    world: MPI.Intracomm
+    groups: tuple[Group, ...]
+    group: MPI.Intracomm
+    """The ranks of this rank's own kind."""
+    lane: MPI.Intracomm | None
+    """This rank's lane: the ranks with its group rank in every group; None for a rank whose group
+    rank some smaller group does not have. Lane 0 joins the groups' leaders."""
+    lanes: int
+    """How many lanes there are: the size of the smallest group."""
+
+    @property
+    def own(self) -> Group:
+        """This rank's group."""
+        return next(group for group in self.groups if self.world.rank in group.ranks)
+
+    def free(self) -> None:
+        """Give the communicators back to MPI. Collective."""
+        for comm in (self.lane, self.group, self.world):
+            if comm is not None:
+                comm.Free()
+
+
+def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intracomm:
+    """Return a new communicator of these ranks of `base`, in this order.
+
+    Collective over the members only, which is why it needs a `name` that they share.
+    """
+    tag = zlib.crc32(name.encode()) % 32_768
+    return base.Create_group(base.group.Incl(list(members)), tag)
+
+
+def positions(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
+    """Return the rank in `world` of each rank of `comm`."""
+    from mpi4py import MPI
+
+    return list(MPI.Group.Translate_ranks(comm.group, range(comm.size), world.group))
+
+
+def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
+    """Split `world` into groups by device kind and lanes across them. Collective.
+
+    Args:
+        world: a communicator of the caller's own; collectives will be called on it.
+        kinds: the device kind of each rank of `world`.
+    """
+    from mpi4py import MPI
+
+    groups = plan_groups(kinds)
+    lanes = min(len(group.ranks) for group in groups)
+    own = next(index for index, group in enumerate(groups) if world.rank in group.ranks)
+    group = world.Split(own, world.rank)
+    in_lane = group.rank < lanes
+    lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)
+    return GroupComms(world, groups, group, lane if in_lane else None, lanes)

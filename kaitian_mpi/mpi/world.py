@@ -1,0 +1,131 @@
+"""The job as one rank sees it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kaitian_mpi.devices import KINDS, Device, device_of_kind
+from kaitian_mpi.devices.choice import choose_device
+from kaitian_mpi.devices.emulation import parse_kinds
+from kaitian_mpi.mpi.agreement import check_same, faults_agreed
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.launch import read_launch
+from kaitian_mpi.mpi.runtime import share_cores
+from kaitian_mpi.mpi.topology import Group, RankInfo, plan_groups
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the job, and this rank's device."""
+
+    comm: MPI.Intracomm
+    """A communicator of our own over all ranks."""
+    infos: tuple[RankInfo, ...]
+    """What every rank told about itself, by world rank."""
+    device: Device
+    device_index: int
+    threads: int
+    """Threads this rank computes with on the host."""
+
+    @property
+    def rank(self) -> int:
+        """This process's world rank."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.comm.size
+
+    @property
+    def info(self) -> RankInfo:
+        """What this rank told the others."""
+        return self.infos[self.rank]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The device kind of every rank."""
+        return tuple(info.kind for info in self.infos)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups by device kind."""
+        return plan_groups(self.kinds)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """This rank's torch device."""
+        return self.device.torch_device(self.device_index)
+
+    def synchronize(self) -> None:
+        """Wait until this rank's device has done all it was given."""
+        self.device.synchronize(self.device_index)
+
+
+_current: World | None = None
+
+
+def current_world() -> World | None:
+    """Return the world that `join_world` made, if it has."""
+    return _current
+
+
+def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = "") -> World:
+    """Choose this rank's device, tell the others, and learn theirs. Collective.
+
+    Args:
+        comm: the ranks of the job; duplicated here.
+        devices: as `--devices`.
+        emulate_kinds: as `--emulate-kinds`.
+
+    Raises:
+        AgreedError: a device is missing, a host has more ranks than devices, or the ranks run
+            different versions of torch or of this package.
+    """
+    global _current
+    own = comm.Dup()
+    host = _host_name()
+    launch = read_launch(os.environ)
+    with faults_agreed(own):
+        counts = {kind: device_of_kind(kind).count() for kind in KINDS}
+        choice = choose_device(devices, counts, launch.local_rank, launch.local_size, host)
+        device = device_of_kind(choice.kind)
+        device.select(choice.index)
+        labels = parse_kinds(emulate_kinds, own.size)
+    # A fault would have left the block above on every rank, so the names below are bound.
+    info = RankInfo(
+        world_rank=own.rank,
+        local_rank=launch.local_rank,
+        host=host,
+        kind=labels[own.rank] if labels else choice.kind,
+        device=str(device.torch_device(choice.index)),
+        device_name=device.name(choice.index),
+        memory_bytes=device.memory_bytes(choice.index),
+        torch_version=torch.__version__,
+        emulated=bool(labels),
+    )
+    check_same(
+        own,
+        "the version of torch",
+        # The part after + names the vendor's build, which differs in a mixed job.
+        torch.__version__.partition("+")[0],
+        "install the same version on every host",
+    )
+    threads = share_cores(own)
+    torch.set_num_threads(threads)
+    infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
+    _current = World(own, infos, device, choice.index, threads)
+    return _current
+
+
+def _host_name() -> str:
+    from mpi4py import MPI
+
+    return MPI.Get_processor_name()
