@@ -91,12 +91,14 @@ class TrainConfig:
     lr: float = _flag(0.05, "peak learning rate")
     momentum: float = _flag(0.9, "momentum of SGD")
     nesterov: bool = _flag(True, "use Nesterov's form of momentum")
-    weight_decay: float = _flag(5e-4, "weight decay of matrices and filters; biases and norms have none")
-    label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
-    schedule: str = _flag(
-        "cosine", "learning rate after the warm-up", ("cosine", "constant")
+    weight_decay: float = _flag(
+        5e-4, "weight decay of matrices and filters; biases and norms have none"
     )
-    warmup: float = _flag(0.25, "fraction of all steps in which the learning rate rises from near 0")
+    label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
+    schedule: str = _flag("cosine", "learning rate after the warm-up", ("cosine", "constant"))
+    warmup: float = _flag(
+        0.25, "fraction of all steps in which the learning rate rises from near 0"
+    )
     precision: str = _flag(
         "fp32", "arithmetic of forward and backward; weights stay fp32", ("fp32", "bf16", "fp16")
     )
@@ -107,7 +109,9 @@ class TrainConfig:
     )
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
 
-    run_dir: str = _flag("", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR")
+    run_dir: str = _flag(
+        "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
+    )
     log_interval: float = _flag(2.0, "seconds between progress lines")
 
     def __post_init__(self) -> None:

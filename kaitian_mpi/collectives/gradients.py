@@ -1,7 +1,6 @@
 """The exact gradient of the global batch: a DDP communication hook."""
 
-from __future__ import annotations
-
+# No postponed annotations here: DDP reads those of its hook.
 from collections.abc import Callable
 
 import torch
@@ -48,7 +47,7 @@ class WeightedSum:
             gradient.mul_(self.weight)
         work = dist.all_reduce(gradient, group=self._group, async_op=True)
         assert work is not None
-        return work.get_future()
+        return work.get_future().then(lambda future: future.value()[0])
 
 
 def _reduce(state: WeightedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -33,9 +33,7 @@ class GroupCollectives(Protocol):
     rank: int
     size: int
 
-    def reduce_shares(
-        self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp
-    ) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
         """Reduce piece r of `tensor` to group rank r."""
         ...
 
@@ -51,9 +49,7 @@ class HostGroup:
         self._comm = comms.group
         self.rank, self.size = comms.group.rank, comms.group.size
 
-    def reduce_shares(
-        self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp
-    ) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
         """Reduce piece r of `tensor` to group rank r."""
         mpi_op = host_collectives.reduction(tensor.dtype, op)
         host_collectives.reduce_shares(self._comm, tensor, shares, mpi_op)

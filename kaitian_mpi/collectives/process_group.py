@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, comms: GroupComms, name: str, timeout: timedelta) -> None:
         """Make the group from communicators of its own."""
-        super().__init__(comms.world.rank, comms.world.size)
+        super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
         self.algorithm = "flat"
         self._store = store
@@ -57,7 +57,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Return `kaitian`."""
         return BACKEND
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> Work:
         """Reduce each tensor over all ranks, in place."""
         options = dist.AllreduceOptions() if opts is None else opts
         op = options.reduceOp
@@ -69,7 +71,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Reduce several tensors over all ranks, in place."""
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> Work:
         """Copy each tensor from rank `opts.rootRank` to every rank."""
         options = dist.BroadcastOptions() if opts is None else opts
         root = options.rootRank
@@ -80,7 +84,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
 
         return self._submit(task, tensors, options)
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank of equal shapes."""
@@ -95,10 +99,14 @@ class KaitianProcessGroup(dist.ProcessGroup):
         flat = [tensor for gathered in outputs for tensor in gathered]
         return self._submit(task, flat, opts)
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Work:
         """Gather each rank's tensor into one, along the first dimension."""
         parts = list(output.view(-1).chunk(self.size()))
         return self.allgather([parts], [tensor.reshape(-1)], opts)
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
@@ -114,8 +122,6 @@ class KaitianProcessGroup(dist.ProcessGroup):
             self._vendor_group.close()
         wait_quietly(self.comms.world)
         self.comms.free()
-
-    abort = shutdown
 
     def _submit(self, task: Callable[[], None], result: list[torch.Tensor], opts: Any) -> Work:
         in_background = getattr(opts, "asyncOp", True)
@@ -175,13 +181,11 @@ class KaitianProcessGroup(dist.ProcessGroup):
         if self._vendor_group is None:
             group = self.comms.group
             store = dist.PrefixStore(f"vendor/{self.comms.own.kind}", self._store)
-            self._vendor_group = VendorGroup(
-                backend, store, group.rank, group.size, self._timeout
-            )
+            self._vendor_group = VendorGroup(backend, store, group.rank, group.size, self._timeout)
         return self._vendor_group
 
 
-def _plain(op: dist.ReduceOp) -> dist.ReduceOp:
+def _plain(op: Any) -> Any:
     return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
 
 
@@ -207,7 +211,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
 def _communicator(world: MPI.Intracomm, options: Any) -> MPI.Intracomm:
     members = list(options.global_ranks_in_group)
     if not members:  # the default group; its ranks may be in another order than MPI's
-        return world.Split(0, options.group_rank)
+        return cast("MPI.Intracomm", world.Split(0, options.group_rank))
     default = dist.group.WORLD
     base = default.comms.world if isinstance(default, KaitianProcessGroup) else world
     return subset(base, members, str(options.group_id))

@@ -43,7 +43,9 @@ def _on_side_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
 
 
 @contextmanager
-def on_host(tensor: torch.Tensor, *, read: bool = True, write: bool = True) -> Iterator[torch.Tensor]:
+def on_host(
+    tensor: torch.Tensor, *, read: bool = True, write: bool = True
+) -> Iterator[torch.Tensor]:
     """Lend a contiguous host copy of `tensor`; for a contiguous host tensor, itself.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,7 @@ class VendorGroup:
         options.reduceOp = op
         self._backend.allreduce([tensor], options).wait()
 
-    def reduce_shares(
-        self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp
-    ) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.ReduceOptions()
@@ -65,9 +63,7 @@ class VendorGroup:
         self._backend.shutdown()
 
 
-def _create(
-    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> dist.Backend:
+def _create(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -75,8 +71,8 @@ def _create(
     # A vendor's plug-in has registered itself with torch when its package was imported.
     plugin = dist.Backend._plugins[backend.upper()]
     if plugin.extended_api:
-        options = dist.distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, rank, size
-        options.timeout = timeout
-        return plugin.creator_fn(options, None)
+        described = dist.distributed_c10d._DistributedBackendOptions()
+        described.store, described.group_rank, described.group_size = store, rank, size
+        described.timeout = timeout
+        return plugin.creator_fn(described, None)
     return plugin.creator_fn(store, rank, size, timeout)

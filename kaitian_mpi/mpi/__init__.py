@@ -1,1 +1,1 @@
-"""All that touches MPI: starting and ending it, topology, rendezvous, collectives on host memory."""
+"""All that touches MPI: start and end, topology, rendezvous, collectives on host memory."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def faults_agreed(comm: MPI.Intracomm) -> Iterator[None]:
+def faults_agreed(comm: MPI.Comm) -> Iterator[None]:
     """Turn any rank's `UserError` inside the block into the same `AgreedError` on every rank.
 
     Collective: every rank must enter and leave. Inside the block nothing may be collective, since
@@ -34,12 +34,10 @@ def describe_faults(faults: list[str]) -> str:
     """Join the faults of all ranks (empty where there is none) into one line."""
     if len(set(faults)) == 1:
         return faults[0]
-    return "; ".join(
-        f"{_ranks(faults, text)}: {text}" for text in dict.fromkeys(faults) if text
-    )
+    return "; ".join(f"{_ranks(faults, text)}: {text}" for text in dict.fromkeys(faults) if text)
 
 
-def check_same(comm: MPI.Intracomm, what: str, value: str, advice: str) -> None:
+def check_same(comm: MPI.Comm, what: str, value: str, advice: str) -> None:
     """Check that every rank has the same value.
 
     Collective.

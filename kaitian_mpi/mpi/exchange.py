@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def gather_values(comm: MPI.Intracomm, value: Any) -> list[Any]:
+def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     """Return every rank's value (anything JSON can hold), by rank. Collective."""
     from mpi4py import MPI
 

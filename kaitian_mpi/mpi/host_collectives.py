@@ -64,14 +64,14 @@ def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> MPI.Op:
     return table[kind]
 
 
-def allreduce(comm: MPI.Intracomm, tensor: torch.Tensor, op: MPI.Op = MPI.SUM) -> None:
+def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: MPI.Op = MPI.SUM) -> None:
     """Leave the reduction over all ranks in `tensor` on every rank."""
     if comm.size > 1:
         for piece in _pieces(tensor):
             comm.Allreduce(MPI.IN_PLACE, _typed(piece), op)
 
 
-def broadcast(comm: MPI.Intracomm, tensor: torch.Tensor, root: int) -> None:
+def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
     """Copy `tensor` from rank `root` of `comm` to every rank; any dtype."""
     if comm.size > 1:
         for piece in _pieces(_as_bytes(tensor)):
@@ -79,7 +79,7 @@ def broadcast(comm: MPI.Intracomm, tensor: torch.Tensor, root: int) -> None:
 
 
 def reduce_shares(
-    comm: MPI.Intracomm, tensor: torch.Tensor, shares: Sequence[int], op: MPI.Op = MPI.SUM
+    comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: MPI.Op = MPI.SUM
 ) -> None:
     """Reduce piece r of `tensor` to rank r of `comm`, in place.
 
@@ -104,7 +104,7 @@ def reduce_shares(
                 comm.Reduce(_typed(piece), None, op, root)
 
 
-def spread_shares(comm: MPI.Intracomm, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -> None:
     """Copy piece r of `tensor` from rank r of `comm` to every rank; the reverse of reducing."""
     if comm.size == 1:
         return
@@ -116,7 +116,7 @@ def spread_shares(comm: MPI.Intracomm, tensor: torch.Tensor, shares: Sequence[in
         broadcast(comm, piece, root)
 
 
-def all_gather(comm: MPI.Intracomm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
     """Gather `tensor` ([n]) of every rank into `gathered` ([size * n]) on every rank; any dtype."""
     source, target = _as_bytes(tensor), _as_bytes(gathered)
     if source.numel() >= _PIECE:

@@ -30,7 +30,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Read this process's place from the launcher's variables; one lone rank where there are none."""
+    """Read this process's place from the launcher's variables; a lone rank without them."""
     for names in _LAUNCHERS:
         if all(environ.get(name, "").isdigit() for name in names):
             return Launch(*(int(environ[name]) for name in names))

@@ -49,7 +49,7 @@ def start_mpi() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def share_cores(comm: MPI.Intracomm) -> int:
+def share_cores(comm: MPI.Comm) -> int:
     """Return how many threads each rank of this host should compute with: cores / local ranks.
 
     Collective. The cores counted are those that the ranks of this host may run on together, so
@@ -80,7 +80,7 @@ def _close_all() -> None:
         _closers.pop()()
 
 
-def wait_quietly(comm: MPI.Intracomm, first_sec: float = 20e-6, longest_sec: float = 1e-3) -> None:
+def wait_quietly(comm: MPI.Comm, first_sec: float = 20e-6, longest_sec: float = 1e-3) -> None:
     """Wait until every rank of `comm` has come here, asleep rather than spinning.
 
     Collective. MPI's blocking calls burn a core while they wait for a slower rank; one that

@@ -56,9 +56,9 @@ class GroupComms:
 
     world: MPI.Intracomm
     groups: tuple[Group, ...]
-    group: MPI.Intracomm
+    group: MPI.Comm
     """The ranks of this rank's own kind."""
-    lane: MPI.Intracomm | None
+    lane: MPI.Comm | None
     """This rank's lane: the ranks with its group rank in every group; None for a rank whose group
     rank some smaller group does not have. Lane 0 joins the groups' leaders."""
     lanes: int
@@ -81,8 +81,12 @@ def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intrac
 
     Collective over the members only, which is why it needs a `name` that they share.
     """
+    from mpi4py import MPI
+
     tag = zlib.crc32(name.encode()) % 32_768
-    return base.Create_group(base.group.Incl(list(members)), tag)
+    comm = base.Create_group(base.group.Incl(list(members)), tag)
+    assert isinstance(comm, MPI.Intracomm)
+    return comm
 
 
 def positions(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:

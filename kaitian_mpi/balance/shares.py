@@ -1,0 +1,43 @@
+"""Whole shares of a whole number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Split `total` in proportion to `weights` by the method of largest remainders.
+
+    Every share is its exact quota rounded down, or that plus one; the ones left over go to the
+    largest remainders, of equal ones to the lower index. The same input gives the same shares on
+    every machine.
+
+    Args:
+        total: what to split, at least 0.
+        weights: finite, at least 0; a weight of 0 gets nothing.
+
+    Returns:
+        One share per weight; they sum to `total`.
+
+    Raises:
+        ValueError: `total` or a weight is out of range, or there is no weight above 0.
+    """
+    if total < 0:
+        raise ValueError(f"total: found {total}, needed at least 0")
+    for weight in weights:
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weights: found {weight}, needed finite numbers of at least 0")
+    # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
+    whole = math.fsum(weights)
+    if whole == 0:
+        raise ValueError(f"weights: found {list(weights)}, needed at least one above 0")
+    quotas = [total * weight / whole for weight in weights]
+    shares = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(
+        (index for index, weight in enumerate(weights) if weight > 0),
+        key=lambda index: shares[index] - quotas[index],
+    )
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    return shares

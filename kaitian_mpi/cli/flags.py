@@ -1,0 +1,62 @@
+"""A parser made from the fields of a config."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.errors import UserError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argparse parser that raises `UserError` instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the fault as a `UserError`."""
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    """Return the parser of `kaitian-train`: one flag for each field of `TrainConfig`."""
+    parser = OneLineParser(
+        prog=program,
+        description="Train a PyTorch model on unlike devices at once: start one process per "
+        "device with mpirun.",
+        epilog=f"example: mpirun -np 4 {program} --model mobilenetv2",
+        allow_abbrev=False,
+    )
+    types = typing.get_type_hints(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        _add_flag(parser, field, types[field.name])
+    return parser
+
+
+def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
+    """Turn command-line arguments into a config.
+
+    Raises:
+        UserError: an argument is unknown or wrong.
+    """
+    return TrainConfig(**vars(make_parser(program).parse_args(arguments)))
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: type) -> None:
+    shown = f" (default {field.default})" if field.default not in ("", 0) else ""
+    options: dict[str, Any] = {
+        "default": field.default,
+        "help": (field.metadata["help"] + shown).replace("%", "%%"),
+    }
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"] = kind
+        options["choices"] = field.metadata["choices"] or None
+        default_metavar = {int: "N", float: "X", str: "NAME"}[kind]
+        options["metavar"] = field.metadata["metavar"] or (
+            None if field.metadata["choices"] else default_metavar
+        )
+    parser.add_argument(flag_name(field.name), **options)

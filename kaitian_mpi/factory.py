@@ -1,0 +1,55 @@
+"""Users' own models and data sets, named on the command line as `module:factory`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+
+
+def load_factory(flag: str, spec: str) -> Callable[..., Any]:
+    """Import the callable that a flag names.
+
+    The current directory is put first on `sys.path`, as `python script.py` does with the script's,
+    and stays there: data loading processes import the module again.
+
+    Args:
+        flag: the command-line flag, for the error's text.
+        spec: `package.module:name`.
+
+    Raises:
+        UserError: `spec` is malformed, its module cannot be imported, or has no such callable.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise UserError(f"{flag}: found {spec!r}, needed module:factory, such as mycode:make")
+    factory = getattr(_import(flag, spec, module_name), name, None)
+    if factory is None:
+        raise UserError(f"{flag} {spec}: module {module_name} has no attribute {name!r}")
+    if not callable(factory):
+        raise UserError(
+            f"{flag} {spec}: found a {type(factory).__name__}, needed a function or a class"
+        )
+    return factory
+
+
+def _import(flag: str, spec: str, module_name: str) -> Any:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{flag} {spec}: found no module {error.name!r}, neither installed nor in {folder}"
+            ) from error
+        raise UserError(f"{flag} {spec}: importing {module_name} failed: {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"{flag} {spec}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error

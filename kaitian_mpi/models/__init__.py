@@ -1,0 +1,43 @@
+"""The models that can be named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.factory import load_factory
+from kaitian_mpi.models.cnn import SmallCNN
+from kaitian_mpi.models.mobilenetv2 import MobileNetV2
+from kaitian_mpi.models.resnet import ResNet18
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "mobilenetv2": MobileNetV2,
+    "resnet18": ResNet18,
+    "cnn": SmallCNN,
+}
+
+
+def build_model(name: str, num_classes: int) -> nn.Module:
+    """Build a model by its name or by `module:factory`.
+
+    A factory is called with `num_classes=` and returns a `torch.nn.Module`, as the constructors of
+    torchvision's models do.
+
+    Raises:
+        UserError: there is no such model, or the factory does not return a module.
+    """
+    if ":" not in name:
+        if name not in MODELS:
+            raise UserError(
+                f"--model: found {name!r}, needed one of {', '.join(MODELS)}, or module:factory"
+            )
+        return MODELS[name](num_classes)
+    model = load_factory("--model", name)(num_classes=num_classes)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"--model {name}: found a {type(model).__name__}, needed a torch.nn.Module; the "
+            "factory must return the model"
+        )
+    return model

@@ -1,0 +1,1 @@
+"""Training: benchmark, plan, the loop, evaluation, what a run leaves behind."""

@@ -1,0 +1,138 @@
+"""Timing the user's own model on every rank."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.balance.cost_model import CostModel, fit, scores
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.computation import MEMORY_FORMATS, Computation, make_optimizer
+
+_PROBE_BATCH = 8
+_LONGEST_STEP_SEC = 1.0
+
+
+@dataclass(frozen=True)
+class RankBenchmark:
+    """What the benchmark found out about one rank."""
+
+    cost: CostModel
+    memory_format: str
+    seconds: float
+    """Seconds for an equal share of the global batch, by the cost model."""
+
+
+def benchmark_ranks(
+    config: TrainConfig,
+    world: World,
+    model: nn.Module,
+    data: Dataset,
+    share: int,
+    slowdown: Slowdown,
+) -> list[RankBenchmark]:
+    """Time forward, backward and optimizer on every rank at once, as in training. Collective.
+
+    The model itself is left as it was.
+
+    Args:
+        config: precision, optimizer, memory format and number of timed steps.
+        world: the ranks.
+        model: the user's model, anywhere.
+        data: the training data; real samples are timed.
+        share: samples of an equal share, to which the ranks are compared.
+        slowdown: this rank's emulated slowdown.
+
+    Returns:
+        Every rank's result, by rank.
+    """
+    with torch.random.fork_rng(devices=[]):
+        own = _RankTimer(config, world, model, data, slowdown).measure(share)
+    results = gather_values(world.comm, asdict(own))
+    return [RankBenchmark(**{**r, "cost": CostModel(**r["cost"])}) for r in results]
+
+
+def scores_of(results: list[RankBenchmark]) -> list[float]:
+    """Return the ranks' scores, time_min / time_i."""
+    return scores([result.seconds for result in results])
+
+
+class _RankTimer:
+    """Times steps of one rank."""
+
+    def __init__(
+        self, config: TrainConfig, world: World, model: nn.Module, data: Dataset, slowdown: Slowdown
+    ) -> None:
+        self._config, self._world, self._data, self._slowdown = config, world, data, slowdown
+        self._model = model
+
+    def measure(self, share: int) -> RankBenchmark:
+        probe = min(share, _PROBE_BATCH)
+        computation, step_sec = self._fastest_format(probe)
+        affordable = max(probe, int(probe * _LONGEST_STEP_SEC / step_sec))
+        large = min(share, affordable)
+        small = max(1, large // 2)
+        model, optimizer = self._prepare(computation)
+        times: dict[int, list[float]] = {small: [], large: []}
+        # Ranks share cores, so each is timed while all the others are busy too.
+        wait_quietly(self._world.comm)
+        for repeat in range(self._config.benchmark_steps + 1):
+            for batch, seconds in times.items():
+                elapsed = self._time_step(computation, model, optimizer, batch)
+                if repeat > 0:  # the first warms up
+                    seconds.append(elapsed)
+        batches = list(times)
+        cost = fit(batches, [statistics.median(times[batch]) for batch in batches])
+        return RankBenchmark(cost, computation.memory_format, cost.seconds(share))
+
+    def _fastest_format(self, batch: int) -> tuple[Computation, float]:
+        base = Computation(
+            self._world.torch_device,
+            self._config.precision,
+            self._config.memory_format,
+            self._config.label_smoothing,
+        )
+        named = self._config.memory_format
+        candidates = list(MEMORY_FORMATS) if named == "auto" else [named]
+        timed = []
+        for name in candidates:
+            computation = replace(base, memory_format=name)
+            model, optimizer = self._prepare(computation)
+            self._time_step(computation, model, optimizer, batch)
+            timed.append((self._time_step(computation, model, optimizer, batch), computation))
+        seconds, fastest = min(timed, key=lambda pair: pair[0])
+        return fastest, seconds
+
+    def _prepare(self, computation: Computation) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = computation.place_model(copy.deepcopy(self._model)).train()
+        return model, make_optimizer(self._config, model)
+
+    def _time_step(
+        self,
+        computation: Computation,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: int,
+    ) -> float:
+        indices = [index % len(self._data) for index in range(batch)]  # type: ignore[arg-type]
+        inputs, labels = computation.place(*self._data[indices])
+        self._world.synchronize()
+        start = time.perf_counter()
+        self._slowdown.start()
+        loss = computation.loss(model, inputs, labels)
+        computation.scaler.scale(loss).backward()
+        computation.update(optimizer)
+        optimizer.zero_grad()
+        self._world.synchronize()
+        self._slowdown.catch_up()
+        return time.perf_counter() - start

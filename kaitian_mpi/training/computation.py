@@ -1,0 +1,91 @@
+"""What a rank computes for a batch: the same in the benchmark and in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kaitian_mpi.config import TrainConfig
+
+_AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@dataclass
+class Computation:
+    """Forward, loss and backward on one device, in one precision and memory layout."""
+
+    device: torch.device
+    precision: str
+    memory_format: str
+    label_smoothing: float
+    scaler: torch.amp.GradScaler = field(init=False)
+    """Scales the loss with fp16 only; elsewhere it passes everything through."""
+
+    def __post_init__(self) -> None:
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+
+    def place_model(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, in the memory layout."""
+        # A model without 4-dimensional weights has no use for the layout, and torch ignores it.
+        return model.to(self.device, memory_format=MEMORY_FORMATS[self.memory_format])  # type: ignore[call-overload]
+
+    def place(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Move a batch to the device, images in the memory layout."""
+        inputs = inputs.to(self.device, non_blocking=True)
+        if inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=MEMORY_FORMATS[self.memory_format])
+        return inputs, labels.to(self.device, non_blocking=True)
+
+    def logits(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the model in the precision; returns float32 (float64 stays)."""
+        dtype = _AUTOCAST_TYPES.get(self.precision)
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            outputs = model(inputs)
+        return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+    def loss(self, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of the batch."""
+        logits = self.logits(model, inputs)
+        return functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Apply the gradients; with fp16, skip the step where they overflowed.
+
+        The reduced gradients are the same on every rank, so all skip or none does.
+        """
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
+    """Return SGD with momentum; weight decay on matrices and filters only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+def make_schedule(config: TrainConfig) -> Callable[[float], float]:
+    """Return the learning rate as a function of progress, 0 to 1 of the run's samples.
+
+    It rises linearly in the first `config.warmup` of the run, then stays or falls as a half cosine
+    to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983).
+    """
+    import math
+
+    def rate(progress: float) -> float:
+        if progress < config.warmup:
+            return config.lr * progress / config.warmup
+        if config.schedule == "constant":
+            return config.lr
+        done = min(1.0, (progress - config.warmup) / (1.0 - config.warmup))
+        return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+
+    return rate

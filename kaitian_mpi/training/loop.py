@@ -1,0 +1,138 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi.collectives.gradients import WeightedSum
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import LoadAdaptiveSampler, make_loader
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.batch_norm import pool_running_statistics
+from kaitian_mpi.training.computation import Computation, make_optimizer, make_schedule
+from kaitian_mpi.training.evaluation import Evaluation, evaluate
+from kaitian_mpi.training.metrics import Metrics, Progress
+from kaitian_mpi.training.preparation import Ingredients
+
+
+class Trainer:
+    """Trains one model on this rank, in step with all the others.
+
+    Every method is collective.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        made: Ingredients,
+        computation: Computation,
+        batch_sizes: list[int],
+        slowdown: Slowdown,
+    ) -> None:
+        data = made.data
+        self._config, self._world, self._data = config, world, data
+        self._computation, self._slowdown = computation, slowdown
+        self.sampler = LoadAdaptiveSampler(data.train, batch_sizes, world.rank, seed=config.seed)
+        self._gradients = WeightedSum(on_bucket=self._bucket_ready)
+        self.model = computation.place_model(made.model)
+        self._ddp = DistributedDataParallel(
+            self.model, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        self._gradients.attach(self._ddp)
+        self._optimizer = make_optimizer(config, self.model)
+        self._rate = make_schedule(config)
+        self._samples_left = 0
+        self.progress = Progress()
+        self.metrics = Metrics(config, world, made.folder, self.total_samples)
+        self._clock = self.metrics.clock
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of the whole run."""
+        every_epoch = self._config.epochs * len(self._data.train)  # type: ignore[arg-type]
+        if self._config.max_steps:
+            return min(every_epoch, self._config.max_steps * self.sampler.global_batch_size)
+        return every_epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        limit = self._config.max_steps
+        return self.progress.samples >= self.total_samples or 0 < limit <= self.progress.step
+
+    def train_epoch(self, epoch: int) -> None:
+        """Train one epoch, or what `--max-steps` leaves of it."""
+        self.progress.epoch = epoch
+        self._samples_left = len(self._data.train)  # type: ignore[arg-type]
+        self._data.set_epoch(epoch)
+        self.sampler.set_epoch(epoch)
+        pin_memory = self._world.torch_device.type == "cuda"
+        loader = make_loader(self._data.train, self.sampler, self._config.workers, pin_memory)
+        self._ddp.train()
+        self.metrics.restart()
+        waiting_since = time.perf_counter()
+        for inputs, labels in loader:
+            self.metrics.add_data_time(time.perf_counter() - waiting_since)
+            self._step(inputs, labels)
+            if self.finished:
+                break
+            waiting_since = time.perf_counter()
+        self.metrics.read(self.progress)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the model's weights and buffers, on the host, in plain layout."""
+        return {
+            name: value.detach().cpu().contiguous()
+            for name, value in self.model.state_dict().items()
+        }
+
+    def evaluate(self) -> Evaluation:
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
+        shares = self.sampler.batch_sizes
+        pool_running_statistics(self.model, shares[self._world.rank] / sum(shares))
+        return evaluate(self.model, self._data.validation, self._computation, self._world)
+
+    def _step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        samples = min(self.sampler.global_batch_size, self._samples_left)
+        self._samples_left -= samples
+        self._set_rate(samples)
+        self._gradients.weight = len(labels) / samples
+        inputs, labels = self._computation.place(inputs, labels)
+        self._clock.start()
+        self._slowdown.start()
+        loss = self._forward(inputs, labels)
+        self._computation.scaler.scale(loss).backward()
+        self._clock.gradients_summed()
+        self._slowdown.start()
+        self._computation.update(self._optimizer)
+        self._optimizer.zero_grad()
+        self._slowdown.catch_up()
+        self._clock.stop()
+        self.progress.step += 1
+        self.progress.samples += samples
+        self.metrics.step_done(self.progress, loss.detach(), len(labels), samples)
+
+    def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(labels):
+            return self._computation.loss(self._ddp, inputs, labels)
+        # No sample falls to this rank in an epoch's last, partial step, yet it must take part in
+        # the sum: one of zeros, with no effect on batch norm, and a weight of zero.
+        self._ddp.eval()
+        logits = self._computation.logits(self._ddp, inputs.new_zeros((1, *inputs.shape[1:])))
+        self._ddp.train()
+        return logits.sum() * 0.0
+
+    def _bucket_ready(self) -> None:
+        self._slowdown.catch_up()
+        self._clock.bucket_ready()
+
+    def _set_rate(self, samples: int) -> None:
+        rate = self._rate((self.progress.samples + samples) / self.total_samples)
+        self.progress.learning_rate = rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate

@@ -1,0 +1,140 @@
+"""What is measured while training, and how the ranks bring it together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.clock import make_clock
+from kaitian_mpi.training.report import progress_line, say
+from kaitian_mpi.training.run_folder import RunFolder
+
+
+@dataclass
+class Progress:
+    """How far the run is."""
+
+    epoch: int = 0
+    step: int = 0
+    samples: int = 0
+    learning_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One rank's figures since the last reading; times in seconds."""
+
+    loss_sum: float
+    compute: float
+    wait: float
+    data: float
+    elapsed: float
+
+
+class Metrics:
+    """Counts this rank's losses and times, and shares them with the others every few steps.
+
+    The ranks derive from each reading which step the next one is at, so that the steps in between
+    cost nothing.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, folder: RunFolder, total: int) -> None:
+        """Start counting.
+
+        Args:
+            config: the number of epochs and the seconds between progress lines.
+            world: the ranks.
+            folder: where the lines go.
+            total: samples of the whole run, to tell the time left.
+        """
+        self.clock = make_clock(world.torch_device)
+        self.compute_sec = [0.0] * world.size
+        self.wait_sec = [0.0] * world.size
+        self.training_sec = 0.0
+        self._config, self._world, self._folder, self._total = config, world, folder, total
+        # Summed where the losses are, so that a step does not wait for its device.
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.torch_device)
+        self._data_sec = 0.0
+        self._samples = self._steps = 0
+        self._next_reading = 1
+        self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Do not count the time since the last reading: it went into something else."""
+        self._since = time.perf_counter()
+
+    def add_data_time(self, seconds: float) -> None:
+        """Count time spent on getting a batch."""
+        self._data_sec += seconds
+
+    def step_done(
+        self, progress: Progress, loss: torch.Tensor, own_samples: int, samples: int
+    ) -> None:
+        """Count a step of `samples`, `own_samples` of them here. Collective at a reading."""
+        self._loss_sum += loss.to(self._loss_sum) * own_samples
+        self._samples += samples
+        self._steps += 1
+        if progress.step >= self._next_reading:
+            self.read(progress)
+
+    def read(self, progress: Progress) -> None:
+        """Bring the ranks' figures together, write and show them. Collective."""
+        if self._steps == 0:
+            return
+        readings = self._gather()
+        elapsed = max(reading.elapsed for reading in readings)
+        self._add_up(readings, elapsed)
+        self._write(progress, readings, elapsed)
+        self._show(progress, sum(r.loss_sum for r in readings) / self._samples, elapsed)
+        steps_between = round(self._config.log_interval * self._steps / elapsed)
+        self._next_reading = progress.step + max(1, steps_between)
+        self._loss_sum.zero_()
+        self._data_sec = 0.0
+        self._samples = self._steps = 0
+        self.restart()
+
+    def _gather(self) -> list[Reading]:
+        compute, wait = self.clock.read()
+        elapsed = time.perf_counter() - self._since
+        own = (self._loss_sum.item(), compute, wait, self._data_sec, elapsed)
+        wait_quietly(self._world.comm)
+        return [Reading(*values) for values in gather_values(self._world.comm, own)]
+
+    def _add_up(self, readings: list[Reading], elapsed: float) -> None:
+        self.training_sec += elapsed
+        for rank, reading in enumerate(readings):
+            self.compute_sec[rank] += reading.compute
+            self.wait_sec[rank] += reading.wait
+
+    def _write(self, progress: Progress, readings: list[Reading], elapsed: float) -> None:
+        line = {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "loss": sum(reading.loss_sum for reading in readings) / self._samples,
+            "learning_rate": progress.learning_rate,
+            "samples_per_sec": self._samples / elapsed,
+            "step_time_sec": elapsed / self._steps,
+            "compute_time_sec": [reading.compute / self._steps for reading in readings],
+            "wait_time_sec": [reading.wait / self._steps for reading in readings],
+            "data_time_sec": [reading.data / self._steps for reading in readings],
+        }
+        self._folder.append("metrics.jsonl", line)
+
+    def _show(self, progress: Progress, loss: float, elapsed: float) -> None:
+        rate = self._samples / elapsed
+        line = progress_line(
+            epoch=progress.epoch + 1,
+            epochs=self._config.epochs,
+            step=progress.step,
+            steps=round(progress.step * self._total / progress.samples),
+            loss=loss,
+            rate=rate,
+            left_sec=(self._total - progress.samples) / rate,
+        )
+        say(self._world, line)

@@ -1,0 +1,73 @@
+"""What every rank makes from the config alone, checked to be the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from kaitian_mpi.balance.planner import plan_batches
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import DataSource, load_data
+from kaitian_mpi.devices.emulation import parse_slowdown
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.models import build_model
+from kaitian_mpi.mpi.agreement import check_same, faults_agreed
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.run_folder import RunFolder, open_run_folder
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """Data, model and run folder of one rank."""
+
+    data: DataSource
+    model: nn.Module
+    folder: RunFolder
+    slowdowns: tuple[float, ...]
+    """Emulated slowdown of every rank; 1.0 where there is none."""
+
+
+def prepare(config: TrainConfig, world: World) -> Ingredients:
+    """Load the data, build the model and open the run folder. Collective.
+
+    Raises:
+        AgreedError: a rank cannot, or the ranks' data or models differ.
+    """
+    with faults_agreed(world.comm):
+        slowdowns = parse_slowdown(config.emulate_slowdown, world.size)
+        if any(factor > 1 for factor in slowdowns) and world.info.device != "cpu":
+            raise UserError(
+                f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
+                "give --devices cpu"
+            )
+        if config.batch_policy == "global":
+            plan_batches([1.0] * world.size, config.global_batch_size)  # enough for every rank?
+        data = load_data(config)
+        torch.manual_seed(config.seed)
+        model = build_model(config.model, data.num_classes)
+    with faults_agreed(world.comm):
+        # Last, so that a run that cannot start leaves no folder behind.
+        folder = open_run_folder(config, world.rank)
+    length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
+    check_same(world.comm, "the data set", length, "give every host the same files")
+    check_same(world.comm, "the model", _shapes(model), "give every host the same code")
+    # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
+    torch.manual_seed(config.seed * world.size + world.rank)
+    folder.write(
+        "topology.json",
+        {
+            "ranks": [asdict(info) for info in world.infos],
+            "groups": [{**asdict(group), "leader": group.leader} for group in world.groups],
+        },
+    )
+    return Ingredients(data, model, folder, slowdowns)
+
+
+def _shapes(model: nn.Module) -> str:
+    state = model.state_dict()
+    text = ";".join(f"{name}:{tuple(value.shape)}:{value.dtype}" for name, value in state.items())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{count} parameters, layout {hashlib.sha256(text.encode()).hexdigest()[:8]}"

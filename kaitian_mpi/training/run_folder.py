@@ -1,0 +1,108 @@
+"""What a run leaves behind: one folder, written by world rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+
+
+class RunFolder(Protocol):
+    """Where results go. `NoFolder` is the one of the ranks that do not write."""
+
+    path: Path
+
+    def write(self, name: str, content: Any) -> None:
+        """Write a JSON file, whole or not at all."""
+        ...
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Add a line to a JSON lines file."""
+        ...
+
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
+        ...
+
+
+class NoFolder:
+    """Writes nothing: only one rank owns the files."""
+
+    path = Path()
+
+    def write(self, name: str, content: Any) -> None:
+        """Do nothing."""
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Do nothing."""
+
+
+class DiskFolder:
+    """A folder on disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder.
+
+        Raises:
+            UserError: it cannot be made or written, or holds another run.
+        """
+        self.path = path
+        if (path / "config.json").exists():
+            raise UserError(
+                f"--run-dir {path}: found the results of another run, needed a new or empty "
+                "folder; name another"
+            )
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {path}: {error.strerror}; name a folder that can be written"
+            ) from error
+
+    def write(self, name: str, content: Any) -> None:
+        """Write a JSON file, whole or not at all."""
+        text = json.dumps(content, indent=2) + "\n"
+        self._replace(self.path / name, lambda file: file.write_text(text))
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Add a line to a JSON lines file."""
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
+        self._replace(self.path / "checkpoints" / "model.pt", lambda file: torch.save(state, file))
+
+    @staticmethod
+    def _replace(target: Path, write: Any) -> None:
+        partial = target.with_name(target.name + ".partial")
+        write(partial)
+        os.replace(partial, target)
+
+
+def open_run_folder(config: TrainConfig, rank: int) -> RunFolder:
+    """Return the run's folder on rank 0, a stand-in that writes nothing elsewhere.
+
+    Raises:
+        UserError: the folder cannot be used.
+    """
+    if rank != 0:
+        return NoFolder()
+    name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = DiskFolder(Path(config.run_dir) if config.run_dir else Path("runs") / name)
+    folder.write("config.json", dataclasses.asdict(config))
+    return folder

@@ -1,0 +1,177 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.errors import UnsupportedError
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@pytest.fixture(autouse=True, params=ALGORITHMS)
+def algorithm(request, world):
+    dist.group.WORLD.algorithm = request.param
+    return request.param
+
+
+def total(world):
+    return world.size * (world.size + 1) // 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
+def test_all_reduce_sums_every_type(world, dtype):
+    tensor = torch.full((3, 5), world.rank + 1, dtype=dtype)
+    dist.all_reduce(tensor)
+    assert tensor.dtype == dtype
+    assert torch.equal(tensor, torch.full((3, 5), total(world), dtype=dtype))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 10_007, 300_000])
+def test_all_reduce_of_any_length(world, length):
+    tensor = torch.arange(length, dtype=torch.float64) * (world.rank + 1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.arange(length, dtype=torch.float64) * total(world))
+
+
+def test_all_reduce_of_nothing_and_of_a_scalar(world):
+    dist.all_reduce(torch.empty(0))
+    scalar = torch.tensor(float(world.rank + 1))
+    dist.all_reduce(scalar)
+    assert scalar.item() == total(world)
+
+
+def test_all_reduce_of_a_strided_view_leaves_the_gaps_alone(world):
+    whole = torch.full((12,), 100.0)
+    view = whole[::2]
+    view.fill_(world.rank + 1)
+    dist.all_reduce(view)
+    assert torch.equal(whole, torch.tensor([float(total(world)), 100.0] * 6))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.MIN, lambda n: 1.0),
+        (dist.ReduceOp.MAX, lambda n: float(n)),
+        (dist.ReduceOp.PRODUCT, lambda n: float(torch.arange(1, n + 1).prod())),
+        (dist.ReduceOp.AVG, lambda n: (n + 1) / 2),
+    ],
+)
+def test_all_reduce_operations(world, op, expected):
+    tensor = torch.full((9,), float(world.rank + 1))
+    dist.all_reduce(tensor, op)
+    assert torch.equal(tensor, torch.full((9,), expected(world.size)))
+
+
+def test_bit_operations_and_booleans(world):
+    bits = torch.full((4,), 1 << world.rank, dtype=torch.int32)
+    dist.all_reduce(bits, dist.ReduceOp.BOR)
+    assert bits.tolist() == [(1 << world.size) - 1] * 4
+    flags = torch.tensor([world.rank == 0, True])
+    dist.all_reduce(flags, dist.ReduceOp.MIN)
+    assert flags.tolist() == [world.size == 1, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_floats_are_summed_in_float32_and_rounded_once(world, dtype):
+    generator = torch.Generator().manual_seed(1)
+    terms = torch.randn(world.size, 5_000, generator=generator).to(dtype)
+    tensor = terms[world.rank].clone()
+    dist.all_reduce(tensor)
+    exact = terms.double().sum(0)
+    # One rounding: at most half a unit in the last place away from the exact sum.
+    spacing = torch.finfo(dtype).eps * exact.abs().clamp_min(torch.finfo(dtype).tiny)
+    assert ((tensor.double() - exact).abs() <= 0.5001 * spacing + 1e-6).all()
+
+
+def test_unsupported_reductions_say_so_and_the_group_goes_on(world):
+    with pytest.raises(UnsupportedError, match="BAND"):
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+    with pytest.raises(UnsupportedError, match="complex"):
+        dist.group.WORLD.allreduce([torch.ones(3, dtype=torch.complex64)])
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world.size] * 3
+
+
+def test_background_and_foreground_calls_keep_their_order(world):
+    tensors = [torch.full((4_000,), float(world.rank + 1)) for _ in range(50)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    last = torch.ones(3)
+    dist.all_reduce(last)  # in the caller's thread, unless something is queued
+    assert last.tolist() == [world.size] * 3
+    assert all(work.wait() and work.is_completed() for work in works)
+    assert all(torch.equal(t, torch.full((4_000,), float(total(world)))) for t in tensors)
+
+
+def test_futures_hold_the_tensors(world):
+    tensor = torch.ones(100)
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    assert future.wait()[0] is tensor
+    assert tensor[0].item() == world.size
+
+
+def test_broadcast_from_every_rank(world):
+    for root in range(world.size):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+            tensor = torch.full((2, 3), world.rank == root).to(dtype)
+            dist.broadcast(tensor, root)
+            assert torch.equal(tensor, torch.ones(2, 3, dtype=dtype))
+
+
+def test_broadcast_into_a_strided_view(world):
+    whole = torch.zeros(4, 6)
+    view = whole[:, ::2]
+    if world.rank == 0:
+        view.fill_(5.0)
+    dist.broadcast(view, 0)
+    assert whole.sum().item() == 60.0
+
+
+def test_all_gather_into_a_list_and_into_one_tensor(world):
+    own = torch.full((2, 2), float(world.rank))
+    parts = [torch.empty(2, 2) for _ in range(world.size)]
+    dist.all_gather(parts, own)
+    assert [part[0, 0].item() for part in parts] == list(range(world.size))
+    whole = torch.empty(2 * world.size, 2)
+    dist.all_gather_into_tensor(whole, own)
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_objects(world):
+    gathered = [None] * world.size
+    dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * (world.rank * 1000)})
+    assert [item["rank"] for item in gathered] == list(range(world.size))
+    assert len(gathered[-1]["text"]) == 1000 * (world.size - 1)
+    objects = [{"from": world.rank}]
+    dist.broadcast_object_list(objects, src=world.size - 1)
+    assert objects == [{"from": world.size - 1}]
+
+
+@pytest.mark.ranks(2)
+def test_subgroups_in_any_order(world):
+    members = [world.size - 1, 0]
+    group = dist.new_group(members)
+    others = dist.new_group([1])
+    if world.rank in members:
+        tensor = torch.full((3,), float(world.rank + 1))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [float(world.size + 1)] * 3
+    if world.rank == 1:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=others)
+        assert tensor.tolist() == [1.0] * 3
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_group_of_one_kind_has_no_relay(world):
+    evens = list(range(0, world.size, 2))
+    group = dist.new_group(evens)
+    if world.rank in evens:
+        assert group.single_kind
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [len(evens)] * 5
+    assert not dist.group.WORLD.single_kind

@@ -1,0 +1,88 @@
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from kaitian_mpi.mpi.store import MPIStore
+
+
+@pytest.fixture
+def store(world):
+    store = MPIStore(world.comm, timedelta(seconds=20))
+    yield store
+    store.close()
+
+
+def test_what_one_rank_sets_every_rank_gets(store, world):
+    store.set(f"key{world.rank}", f"value {world.rank}")
+    for rank in range(world.size):
+        assert store.get(f"key{rank}") == f"value {rank}".encode()
+    world.comm.Barrier()
+    assert store.num_keys() == world.size
+    assert sorted(store.list_keys()) == [f"key{rank}" for rank in range(world.size)]
+
+
+def test_get_waits_for_the_key(store, world):
+    if world.rank == world.size - 1:
+        time.sleep(0.2)
+        store.set("late", b"\x00binary\xff")
+    assert store.get("late") == b"\x00binary\xff"
+
+
+def test_add_counts_every_rank(store, world):
+    store.add("count", world.rank + 1)
+    world.comm.Barrier()
+    assert store.add("count", 0) == world.size * (world.size + 1) // 2
+
+
+def test_waiting_for_what_never_comes_times_out_and_names_it(store, world):
+    start = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="nobody"):
+        store.wait(["nobody"], timedelta(seconds=0.3))
+    assert 0.25 < time.monotonic() - start < 5
+
+
+def test_compare_set_lets_one_win(store, world):
+    winner = store.compare_set("winner", "", str(world.rank))
+    winners = world.comm.allgather(winner)
+    assert len(set(winners)) == 1
+    assert store.compare_set("winner", "nobody", "x") == winner
+
+
+def test_append_check_delete_and_several_at_once(store, world):
+    store.multi_set([f"a{world.rank}", f"b{world.rank}"], ["1", "2"])
+    store.append(f"a{world.rank}", "+")
+    assert store.multi_get([f"a{world.rank}", f"b{world.rank}"]) == [b"1+", b"2"]
+    assert store.check([f"a{world.rank}"])
+    assert not store.check(["nothing", f"a{world.rank}"])
+    assert store.delete_key(f"a{world.rank}")
+    assert not store.delete_key(f"a{world.rank}")
+
+
+def test_through_torchs_prefix_store(store, world):
+    prefixed = dist.PrefixStore("p", store)
+    prefixed.set(f"k{world.rank}", "v")
+    prefixed.wait([f"k{rank}" for rank in range(world.size)])
+    assert prefixed.get(f"k{world.size - 1}") == b"v"
+    assert store.get(f"p/k{world.rank}") == b"v"
+    assert prefixed.add("n", 1) >= 1
+
+
+def test_large_values_and_many_threads(store, world):
+    large = bytes(range(256)) * 4_000
+    wrong = []
+
+    def talk(number: int) -> None:
+        key = f"{world.rank}/{number}"
+        store.set(key, large + key.encode())
+        if store.get(key) != large + key.encode():
+            wrong.append(key)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
