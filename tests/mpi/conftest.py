@@ -1,4 +1,4 @@
-"""Run inside one mpirun: ``mpirun -np N python -m pytest tests/mpi``.
+"""Run inside one mpirun: ``mpirun -np N python -m pytest -s tests/mpi``.
 
 Every test runs on every rank. The world's device kinds are emulated: even ranks are "even", odd
 ones "odd". The first failure on any rank ends the session with that rank's traceback, because the
@@ -52,6 +52,7 @@ def pytest_runtest_teardown() -> None:
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
     if report.failed:
+        item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
         lines = [f"{item.nodeid} failed:", *report.longreprtext.splitlines()]
         say("\n".join(f"{label()} {line}" for line in lines))
         end_job(1)

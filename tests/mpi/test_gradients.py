@@ -19,7 +19,12 @@ STEPS = 20
 def small_network() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.ReLU(), nn.Linear(64, 5)
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 64),
+        nn.ReLU(),
+        nn.Linear(64, 5),
     )
 
 

@@ -1,0 +1,170 @@
+"""Which samples this rank takes at each global step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.data.counter_random import random_words
+from kaitian_mpi.errors import UserError
+
+
+def shares_of_step(remaining: int, batch_sizes: Sequence[int]) -> list[int]:
+    """Return how many samples each rank takes in the next step; every rank gets the same answer.
+
+    Args:
+        remaining: samples left in the epoch.
+        batch_sizes: the plan, per rank.
+
+    Returns:
+        The plan itself, or in an epoch's last, partial step its proportions of what is left. No
+        share exceeds the rank's planned batch.
+    """
+    if remaining >= sum(batch_sizes):
+        return list(batch_sizes)
+    return apportion(remaining, batch_sizes)
+
+
+class LoadAdaptiveSampler(Sampler[list[int]]):
+    """A `DistributedSampler` whose ranks take batches of different, changeable sizes.
+
+    It yields this rank's sample indices of one global step after the other, as whole lists: use it
+    as `DataLoader(dataset, sampler=sampler, batch_size=None)`. Each step takes the next
+    `global_batch_size` samples of one permutation an epoch, cut in rank order, so that an epoch
+    takes each sample exactly once over all ranks: no padding, no duplicate, none dropped. In an
+    epoch's last, partial step a rank's list may be empty.
+
+    The position is a count of samples. So the plan can change between any two steps, and a state
+    can be loaded by any number of ranks. An iterator started in the middle of an epoch goes on
+    from there; one started after another ran to the end begins the epoch again.
+
+    No method is collective: ranks agree because they are told the same plans at the same steps.
+
+    Args:
+        dataset: only its length is used.
+        batch_sizes: samples per step, per rank.
+        rank: this rank.
+        shuffle: whether to permute, by (seed, epoch); otherwise the data set's own order.
+        seed: any whole number, the same on all ranks.
+
+    Attributes:
+        num_replicas: how many ranks.
+        rank: this rank.
+        epoch: the epoch of the permutation.
+        position: samples of the epoch handed out so far, over all ranks. A `DataLoader` with
+            workers asks for steps ahead of training; to save what was trained, or to apply a plan
+            at once, set this to the samples trained and start a new iterator.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_sizes: Sequence[int],
+        rank: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= rank < len(batch_sizes):
+            raise ValueError(f"rank: found {rank}, needed 0 to {len(batch_sizes) - 1}")
+        self.dataset = dataset
+        self.num_replicas = len(batch_sizes)
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._ran_to_end = False
+        self.set_plan(batch_sizes)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Samples per step of each rank, from the next step on."""
+        return list(self._batch_sizes)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step of all ranks."""
+        return sum(self._batch_sizes)
+
+    def set_plan(self, batch_sizes: Sequence[int]) -> None:
+        """Change the batch sizes from the next step on; allowed in the middle of an epoch.
+
+        Raises:
+            ValueError: not one size per rank, a negative one, or none above 0.
+        """
+        if len(batch_sizes) != self.num_replicas:
+            raise ValueError(
+                f"batch_sizes: found {len(batch_sizes)}, needed one for each of "
+                f"{self.num_replicas} ranks"
+            )
+        if min(batch_sizes) < 0 or max(batch_sizes) == 0:
+            raise ValueError(
+                f"batch_sizes: found {list(batch_sizes)}, needed numbers of at least 0, "
+                "not all of them 0"
+            )
+        self._batch_sizes = list(batch_sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of another epoch; in the current one the position stays."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.position = 0
+            self._ran_to_end = False
+
+    def __len__(self) -> int:
+        """Return the steps left in this epoch under the current plan."""
+        return -(-(len(self.dataset) - self.position) // self.global_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step, from the position to the epoch's end."""
+        if self._ran_to_end:
+            self.position = 0
+            self._ran_to_end = False
+        order = self._permutation()
+        while self.position < len(order):
+            shares = shares_of_step(len(order) - self.position, self._batch_sizes)
+            start = self.position + sum(shares[: self.rank])
+            self.position += sum(shares)
+            yield order[start : start + shares[self.rank]].tolist()
+        self._ran_to_end = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this is, in samples: the same on all ranks, for any number of them."""
+        return {"epoch": self.epoch, "position": self.position, **self._order_of_samples()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another sampler was, whatever its number of ranks.
+
+        A state from an epoch's end has no step left: iterating yields nothing until `set_epoch`.
+
+        Raises:
+            UserError: the state was saved with another seed, shuffling or data set length.
+        """
+        for name, value in self._order_of_samples().items():
+            if state[name] != value:
+                raise UserError(
+                    f"cannot resume: the checkpoint's sampler has {name.replace('_', ' ')} "
+                    f"{state[name]}, this run has {value}; use the same data set and seed"
+                )
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self._ran_to_end = False
+
+    def _order_of_samples(self) -> dict[str, Any]:
+        return {"seed": self.seed, "shuffle": self.shuffle, "dataset_length": len(self.dataset)}
+
+    def _permutation(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(len(self.dataset))
+        # Mixed, not added, so that seed 0 at epoch 1 differs from seed 1 at epoch 0. On a CPU
+        # torch takes the low 32 bits only.
+        word = int(random_words(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
+        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))

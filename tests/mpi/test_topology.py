@@ -1,0 +1,68 @@
+import pytest
+
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.agreement import check_same, faults_agreed
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.topology import positions, split_by_kind, subset
+
+
+def test_every_rank_knows_every_rank(world):
+    assert [info.world_rank for info in world.infos] == list(range(world.size))
+    assert world.kinds == tuple("even" if r % 2 == 0 else "odd" for r in range(world.size))
+    assert all(info.emulated and info.memory_bytes > 0 for info in world.infos)
+    assert world.threads >= 1
+
+
+@pytest.mark.ranks(3)
+def test_split_into_groups_and_lanes(world):
+    kinds = ["a", "b", *["a"] * (world.size - 2)]
+    comms = split_by_kind(world.comm.Dup(), kinds)
+    assert [group.ranks for group in comms.groups] == [(0, *range(2, world.size)), (1,)]
+    assert comms.lanes == 1
+    assert comms.own.kind == kinds[world.rank]
+    assert comms.group.size == (1 if world.rank == 1 else world.size - 1)
+    # The leaders are ranks 0 and 1; only they are in the one lane there is.
+    assert (comms.lane is not None) == (world.rank in (0, 1))
+    if comms.lane is not None:
+        assert positions(comms.lane, world.comm) == [0, 1]
+    comms.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_subset_is_made_by_its_members_alone(world):
+    if world.rank < 2:
+        comm = subset(world.comm, [1, 0], "pair")
+        assert comm.rank == 1 - world.rank
+        comm.Free()
+
+
+def test_values_are_gathered_by_rank(world):
+    values = gather_values(world.comm, {"rank": world.rank, "text": "é" * world.rank})
+    assert values == [{"rank": r, "text": "é" * r} for r in range(world.size)]
+
+
+def fail_on_rank_0(world):
+    with faults_agreed(world.comm):
+        if world.rank == 0:
+            raise UserError("no such file")
+
+
+def test_one_ranks_fault_becomes_everybodys_error(world):
+    text = "no such file" if world.size == 1 else "rank 0: no such file"
+    with pytest.raises(AgreedError, match=f"^{text}$"):
+        fail_on_rank_0(world)
+    wait_quietly(world.comm)
+
+
+def test_no_fault_no_error(world):
+    with faults_agreed(world.comm):
+        done = True
+    assert done
+
+
+@pytest.mark.ranks(2)
+def test_values_that_differ_are_named_with_their_ranks(world):
+    with pytest.raises(AgreedError, match=r"the model differs .* 1 on rank 0, 2 on ranks? 1"):
+        check_same(world.comm, "the model", "1" if world.rank == 0 else "2", "use one")
+    check_same(world.comm, "the model", "1", "use one")

@@ -1,0 +1,63 @@
+import math
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.training.batch_norm import pool_running_statistics
+from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.evaluation import evaluate
+
+
+class Numbers(Dataset):
+    """Sample i is the number i, its class i % 3."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, indices):
+        values = torch.tensor(indices, dtype=torch.float32).reshape(-1, 1)
+        return values, torch.tensor(indices, dtype=torch.int64) % 3
+
+
+class Parity(nn.Module):
+    """Says class 0 with certainty for even numbers, class 1 for odd ones."""
+
+    def forward(self, x):
+        odd = x[:, 0].long() % 2
+        return nn.functional.one_hot(odd, 3).float() * 10
+
+
+def test_evaluation_counts_each_sample_once(world):
+    computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
+    for length in (1, 2, 61, 403):
+        result = evaluate(Parity(), Numbers(length), computation, world)
+        right = sum(1 for i in range(length) if i % 2 == i % 3)
+        assert math.isclose(result.accuracy, right / length, rel_tol=1e-12)
+
+
+def test_pooled_statistics_are_those_of_all_samples_together(world):
+    """One batch a rank, momentum 1: the pooled moments are exactly the whole batch's."""
+    counts = [4 * (rank + 1) for rank in range(world.size)]
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(sum(counts), 5, generator=generator, dtype=torch.float64) * 3 + 1
+    start = sum(counts[: world.rank])
+    norm = nn.BatchNorm1d(5, momentum=1.0).double()
+    model = nn.Sequential(norm)
+    own = whole[start : start + counts[world.rank]]
+    norm(own)
+    # torch's running variance is the unbiased one; compare mixtures of the biased.
+    norm.running_var.mul_((len(own) - 1) / len(own))
+    pool_running_statistics(model, counts[world.rank] / sum(counts))
+    assert torch.allclose(norm.running_mean, whole.mean(0), rtol=1e-12)
+    assert torch.allclose(norm.running_var, whole.var(0, unbiased=False), rtol=1e-12)
+
+
+def test_other_buffers_are_those_of_rank_0(world):
+    model = nn.Module()
+    model.register_buffer("counter", torch.tensor(world.rank + 7))
+    pool_running_statistics(model, 1 / world.size)
+    assert model.counter.item() == 7

@@ -1,0 +1,102 @@
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from kaitian_mpi.cli.flags import make_parser, parse_config
+from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.errors import UserError
+
+# Frozen on purpose: a flag that goes or changes its default breaks somebody's script.
+DEFAULTS = {
+    "--model": "mobilenetv2",
+    "--dataset": "digits",
+    "--data-dir": "",
+    "--val-split": 0.2,
+    "--augment": "auto",
+    "--workers": 0,
+    "--global-batch-size": 256,
+    "--batch-policy": "global",
+    "--batch-size": 64,
+    "--balance": "static",
+    "--benchmark-steps": 3,
+    "--allreduce": "auto",
+    "--devices": "auto",
+    "--emulate-kinds": "",
+    "--emulate-slowdown": "",
+    "--epochs": 10,
+    "--max-steps": 0,
+    "--lr": 0.05,
+    "--momentum": 0.9,
+    "--nesterov": True,
+    "--weight-decay": 5e-4,
+    "--label-smoothing": 0.0,
+    "--schedule": "cosine",
+    "--warmup": 0.25,
+    "--precision": "fp32",
+    "--memory-format": "auto",
+    "--seed": 0,
+    "--run-dir": "",
+    "--log-interval": 2.0,
+}
+
+
+def test_the_flags_are_frozen():
+    fields = dataclasses.fields(TrainConfig)
+    assert {flag_name(field.name): field.default for field in fields} == DEFAULTS
+
+
+def test_every_flag_has_help_and_stands_in_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for field in dataclasses.fields(TrainConfig):
+        assert field.metadata["help"]
+        assert f"`{flag_name(field.name)}`" in readme
+        assert field.metadata["help"].split(";")[0].split(",")[0] in readme
+
+
+def test_no_arguments_give_the_defaults():
+    assert parse_config("kaitian-train", []) == TrainConfig()
+
+
+def test_arguments_reach_their_fields():
+    config = parse_config(
+        "kaitian-train", ["--max-steps", "20", "--no-nesterov", "--lr", "0.5", "--model", "m:f"]
+    )
+    assert (config.max_steps, config.nesterov, config.lr, config.model) == (20, False, 0.5, "m:f")
+    assert config.run_name == "m-f"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-such"], r"unrecognized arguments: --no-such; see kaitian-train --help"),
+        (["--epochs", "x"], r"--epochs: invalid int value: 'x'"),
+        (["--epochs", "0"], r"--epochs: found 0, needed a whole number of at least 1"),
+        (["--global-batch-size", "0"], r"--global-batch-size: found 0"),
+        (["--lr", "0"], r"--lr: found 0.0, needed a number above 0"),
+        (["--lr", "nan"], r"--lr: found nan"),
+        (["--warmup", "1"], r"--warmup: found 1.0, needed a number from 0 to below 1"),
+        (["--val-split", "1"], r"--val-split: found 1.0, needed a fraction"),
+        (["--weight-decay", "-1"], r"--weight-decay: found -1.0"),
+        (["--max-steps", "-1"], r"--max-steps: found -1"),
+        (["--log-interval", "-1"], r"--log-interval: found -1"),
+        (["--allreduce", "ring"], r"--allreduce: invalid choice: 'ring'"),
+        (["--momentum", "0"], r"--nesterov needs --momentum above 0"),
+        (["--mod", "cnn"], r"unrecognized arguments: --mod"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_config("kaitian-train", arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_made_in_code_is_checked_too():
+    with pytest.raises(UserError, match=r"--precision: found 'fp8', needed one of fp32, bf16"):
+        TrainConfig(precision="fp8")
+
+
+def test_help_shows_every_flag():
+    text = re.sub(r"\s+", " ", make_parser("kaitian-train").format_help())
+    assert all(f"{flag} " in text or f"{flag}," in text for flag in DEFAULTS)

@@ -1,0 +1,90 @@
+import time
+
+import pytest
+import torch
+
+from kaitian_mpi.devices import KINDS, device_of_kind
+from kaitian_mpi.devices.choice import Choice, choose_device
+from kaitian_mpi.devices.emulation import Slowdown, parse_kinds, parse_slowdown
+from kaitian_mpi.errors import UserError
+
+TWO_GPUS = {"cuda": 2, "cpu": 8}
+NO_GPU = {"cuda": 0, "cpu": 8}
+
+
+@pytest.mark.parametrize(
+    ("request_", "counts", "local_rank", "local_size", "expected"),
+    [
+        ("auto", NO_GPU, 3, 4, Choice("cpu", 3)),
+        ("auto", TWO_GPUS, 1, 2, Choice("cuda", 1)),
+        ("cpu", TWO_GPUS, 5, 9, Choice("cpu", 5)),
+        ("cuda:1,cuda:0,cpu", TWO_GPUS, 0, 3, Choice("cuda", 1)),
+        ("cuda:1,cuda:0,cpu", TWO_GPUS, 2, 3, Choice("cpu", 0)),
+        ("cuda,cpu,cpu", TWO_GPUS, 0, 2, Choice("cuda", 0)),
+    ],
+)
+def test_a_rank_takes_its_device(request_, counts, local_rank, local_size, expected):
+    assert choose_device(request_, counts, local_rank, local_size, "h") == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "counts", "local_size", "message"),
+    [
+        ("auto", TWO_GPUS, 3, r"3 ranks on h, but h has 2 cuda; .* cuda:0,cuda:1,cpu"),
+        ("cuda:0", NO_GPU, 1, r"asks for cuda:0, but h has no accelerator"),
+        ("cuda:5", TWO_GPUS, 1, r"asks for cuda:5, but h has 2 cuda"),
+        ("cuda:0,cuda:1", TWO_GPUS, 4, r"2 devices for 4 ranks on h; name one per local rank"),
+        ("tpu:0", TWO_GPUS, 1, r"found 'tpu:0', needed auto"),
+        ("cuda:x", TWO_GPUS, 1, r"found 'cuda:x', needed auto"),
+    ],
+)
+def test_what_cannot_be_had_is_said(request_, counts, local_size, message):
+    with pytest.raises(UserError, match=message):
+        choose_device(request_, counts, 0, local_size, "h")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_satisfies_the_protocol(kind):
+    device = device_of_kind(kind)
+    assert device.kind == kind
+    assert device.count() >= 0
+    assert device.torch_device(0).type in (kind, "cuda")
+    if device.count():
+        device.select(0)
+        device.synchronize(0)
+        assert device.name(0)
+        assert device.memory_bytes(0) > 1 << 20
+
+
+def test_cpu_is_always_there():
+    assert device_of_kind("cpu").torch_device(7) == torch.device("cpu")
+    assert list(KINDS)[-1] == "cpu"
+
+
+def test_emulated_kinds():
+    assert parse_kinds("", 4) == ()
+    assert parse_kinds("gpu,gpu, mlu,mlu", 4) == ("gpu", "gpu", "mlu", "mlu")
+    with pytest.raises(UserError, match=r"found 1 kind, needed 4, one per rank"):
+        parse_kinds("gpu", 4)
+    with pytest.raises(UserError, match=r"found 1 kind, needed 2"):
+        parse_kinds("gpu,", 2)
+
+
+def test_emulated_slowdown():
+    assert parse_slowdown("", 2) == (1.0, 1.0)
+    assert parse_slowdown("2:3.0,3:3", 4) == (1.0, 1.0, 3.0, 3.0)
+    for wrong in ("2", "9:2", "1:0.5", "x:2", "1:inf", "1:nan"):
+        with pytest.raises(UserError, match=r"needed rank:factor"):
+            parse_slowdown(wrong, 4)
+
+
+def test_slowdown_sleeps_in_proportion():
+    slowdown = Slowdown(3.0)
+    slowdown.start()
+    time.sleep(0.05)
+    start = time.perf_counter()
+    slowdown.catch_up()
+    assert 0.09 < time.perf_counter() - start < 0.2
+    start = time.perf_counter()
+    Slowdown(1.0).catch_up()
+    assert time.perf_counter() - start < 0.02

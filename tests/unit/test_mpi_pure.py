@@ -1,0 +1,77 @@
+"""The parts of the MPI floor that need no MPI."""
+
+import pytest
+
+from kaitian_mpi.mpi.agreement import describe_faults
+from kaitian_mpi.mpi.launch import Launch, prepare_environment, read_launch
+from kaitian_mpi.mpi.topology import Group, plan_groups
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Launch(0, 1, 0, 1)),
+        (OPEN_MPI, Launch(5, 8, 1, 4)),
+        (MPICH, Launch(2, 3, 0, 1)),
+        ({**MPICH, **OPEN_MPI}, Launch(5, 8, 1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "5"}, Launch(0, 1, 0, 1)),
+    ],
+)
+def test_a_rank_finds_its_place_in_the_environment(environ, expected):
+    assert read_launch(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("local_size", "cores", "yields", "threads"),
+    [(1, 8, False, "8"), (4, 8, False, "2"), (5, 8, True, "1"), (4, 2, True, "1")],
+)
+def test_idle_ranks_give_their_core_away_where_there_are_not_two_a_rank(
+    local_size, cores, yields, threads
+):
+    environ: dict[str, str] = {}
+    prepare_environment(environ, Launch(0, local_size, 0, local_size), cores)
+    assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == yields
+    assert environ["OMP_NUM_THREADS"] == threads
+
+
+def test_what_the_user_has_set_stays():
+    environ = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    prepare_environment(environ, Launch(0, 4, 0, 4), 2)
+    assert environ == {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["cpu"], (Group("cpu", (0,)),)),
+        (["cuda", "cuda"], (Group("cuda", (0, 1)),)),
+        (
+            ["mlu", "cuda", "mlu", "cpu"],
+            (Group("mlu", (0, 2)), Group("cuda", (1,)), Group("cpu", (3,))),
+        ),
+    ],
+)
+def test_groups_are_the_ranks_of_one_kind(kinds, expected):
+    groups = plan_groups(kinds)
+    assert groups == expected
+    assert [group.leader for group in groups] == [group.ranks[0] for group in expected]
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        (["x", "x"], "x"),
+        (["", "x"], "rank 1: x"),
+        (["y", "x", "", "x"], "rank 0: y; ranks 1, 3: x"),
+    ],
+)
+def test_faults_are_joined_into_one_line(faults, expected):
+    assert describe_faults(faults) == expected
