@@ -63,7 +63,9 @@ class TrainConfig:
         "static: benchmark every rank, then share by score; off: equal shares, no benchmark",
         ("static", "off"),
     )
-    benchmark_steps: int = _flag(3, "timed steps per batch size in the benchmark, after a warm-up")
+    benchmark_steps: int = _flag(
+        5, "timed rounds per batch size in the benchmark, after one to warm up"
+    )
 
     allreduce: str = _flag(
         "auto",

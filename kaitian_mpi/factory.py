@@ -43,13 +43,17 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
         sys.path.insert(0, folder)
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"{flag} {spec}: found no module {error.name!r}, neither installed nor in {folder}"
-            ) from error
-        raise UserError(f"{flag} {spec}: importing {module_name} failed: {error}") from error
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise UserError(
+                f"{flag} {spec}: found no module {missing!r}, neither installed nor in {folder}"
+            ) from error
         raise UserError(
-            f"{flag} {spec}: importing {module_name} raised {type(error).__name__}: {error}"
+            f"{flag} {spec}: importing {module_name} raised {in_one_line(error)}"
         ) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an exception's type and text without line ends, to be part of a `UserError`."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

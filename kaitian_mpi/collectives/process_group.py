@@ -106,7 +106,8 @@ class KaitianProcessGroup(dist.ProcessGroup):
         parts = list(output.view(-1).chunk(self.size()))
         return self.allgather([parts], [tensor.reshape(-1)], opts)
 
-    _allgather_base = all_gather_single  # its name before torch 2.13
+    # Its name before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""

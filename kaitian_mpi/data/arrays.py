@@ -22,6 +22,7 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Per channel, with pixels from 0 to 1."""
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.labels)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,6 +40,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.arrays)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -86,7 +86,7 @@ def _read_binary(path: Path) -> _Batch:
             f"whole records of {_RECORD:,} bytes, {_OFFICIAL_RECORDS * _RECORD:,} in the official "
             "file",
         )
-    records = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).view(-1, _RECORD)
+    records = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(-1, _RECORD)
     return records[:, 1:], records[:, 0].long()
 
 

@@ -55,7 +55,9 @@ class _InertUnpickler(pickle.Unpickler):
             return _Recorded(name)
         if (module, name) == ("_codecs", "encode"):
             return _Latin1()
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 file needs")
+        # A hostile name may be long, and have line ends.
+        asked = ascii(f"{module}.{name}"[:80])
+        raise pickle.UnpicklingError(f"it asks for {asked}, which no CIFAR-10 file needs")
 
 
 def parse_batch(content: bytes, row_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,31 +77,32 @@ def parse_batch(content: bytes, row_length: int) -> tuple[torch.Tensor, torch.Te
     try:
         batch = _InertUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"no readable pickle ({error})") from error
+        raise ValueError(f"no readable pickle ({str(error)[:120]})") from error
     if not isinstance(batch, dict):
         raise ValueError(f"a pickled {type(batch).__name__}")
     pixels = _rows(batch.get(b"data", batch.get("data")), row_length)
     labels = batch.get(b"labels", batch.get("labels"))
-    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise ValueError("no list of whole numbers under 'labels'")
+    if not isinstance(labels, list) or not all(map(_is_small, labels)):
+        raise ValueError("no list of class numbers under 'labels'")
     if len(labels) != len(pixels):
         raise ValueError(f"{len(pixels)} images with {len(labels)} labels")
-    # Larger numbers do not fit int64; no class is that large.
-    return pixels, torch.tensor([min(max(label, -1), 2**31) for label in labels])
+    return pixels, torch.tensor(labels)
+
+
+def _is_small(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**31
 
 
 def _rows(array: Any, row_length: int) -> torch.Tensor:
     """Build uint8 [n, row_length] from a recorded numpy array."""
     try:
-        _, shape, dtype, by_column, raw = array.state
-        count, length = shape
-        code = dtype.args[0]
+        _, (count, length), dtype, by_column, raw = array.state
+        is_bytes = dtype.args[0] in ("u1", b"u1") and isinstance(raw, bytes)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
         raise ValueError("no numpy array of two dimensions under 'data'") from error
-    if code not in ("u1", b"u1") or length != row_length or not isinstance(raw, bytes):
-        raise ValueError(f"under 'data' an array of type {code!r} and shape {shape!r}")
-    if count == 0 or count * length != len(raw):
-        raise ValueError(f"under 'data' {len(raw)} bytes for an array of shape {shape!r}")
-    rows = np.frombuffer(bytearray(raw), np.uint8)
-    rows = rows.reshape((count, length), order="F" if by_column else "C")
-    return torch.from_numpy(np.ascontiguousarray(rows))
+    if not (is_bytes and _is_small(count) and _is_small(length)):
+        raise ValueError("no uint8 array of two dimensions under 'data'")
+    if count < 1 or length != row_length or count * length != len(raw):
+        raise ValueError(f"{len(raw)} bytes for an array of {count} x {length} under 'data'")
+    rows = np.frombuffer(raw, np.uint8).reshape((count, length), order="F" if by_column else "C")
+    return torch.from_numpy(rows.copy(order="C"))

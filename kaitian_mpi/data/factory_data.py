@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from kaitian_mpi.data.holdout import shuffled_split
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.factory import load_factory
+from kaitian_mpi.factory import in_one_line, load_factory
 
 
 class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -26,6 +27,7 @@ class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self._none = inputs[:0], labels[:0]
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.dataset)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +89,7 @@ def _call(spec: str, data_dir: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"--dataset {spec}: it raised {type(error).__name__}: {error}") from error
+        raise UserError(f"--dataset {spec}: it raised {in_one_line(error)}") from error
 
 
 def _check(spec: str, dataset: Any) -> None:
@@ -100,7 +102,7 @@ def _check(spec: str, dataset: Any) -> None:
         sample = dataset[0]
     except Exception as error:
         raise UserError(
-            f"--dataset {spec}: its first sample raised {type(error).__name__}: {error}"
+            f"--dataset {spec}: its first sample raised {in_one_line(error)}"
         ) from error
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         raise _wrong(spec, f"a {type(sample).__name__} as its first sample")
@@ -112,10 +114,11 @@ def _check(spec: str, dataset: Any) -> None:
 
 def _is_class(label: Any) -> bool:
     try:
-        label.__index__()
-    except (AttributeError, TypeError):
+        operator.index(label)
+    except (TypeError, ValueError):
         return False
-    return True
+    # An integer array of one element has an index too, but would not collate to [n].
+    return getattr(label, "ndim", 0) == 0
 
 
 def _wrong(spec: str, found: str) -> UserError:
@@ -126,17 +129,17 @@ def _wrong(spec: str, found: str) -> UserError:
 
 
 def _count_classes(spec: str, dataset: Any) -> int:
-    if hasattr(dataset, "num_classes"):
-        return int(dataset.num_classes)
-    if hasattr(dataset, "classes"):
-        return len(dataset.classes)
-    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
     try:
+        if hasattr(dataset, "num_classes"):
+            return int(dataset.num_classes)
+        if hasattr(dataset, "classes"):
+            return len(dataset.classes)
+        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
         if labels is None:
             labels = [int(dataset[index][1]) for index in range(len(dataset))]
         return 1 + int(torch.as_tensor(labels).max())
     except Exception as error:
         raise UserError(
-            f"--dataset {spec}: reading its labels raised {type(error).__name__}: {error}; give "
+            f"--dataset {spec}: counting its classes raised {in_one_line(error)}; give "
             "the data set an attribute num_classes"
         ) from error

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from kaitian_mpi.data.arrays import ImageArrays
 from kaitian_mpi.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 
 def held_out_count(length: int, fraction: float) -> int:
@@ -44,5 +48,7 @@ def hold_out_shuffled(arrays: ImageArrays, fraction: float) -> tuple[ImageArrays
 
 def hold_out_last(arrays: ImageArrays, fraction: float) -> tuple[ImageArrays, ImageArrays]:
     """Split images in training and validation: the last ones validate."""
-    train = len(arrays) - held_out_count(len(arrays), fraction)
+    held_out = held_out_count(len(arrays), fraction)
+    _log.info("no test set: the last %d of %d samples validate", held_out, len(arrays))
+    train = len(arrays) - held_out
     return arrays.subset(slice(train)), arrays.subset(slice(train, None))

@@ -1,4 +1,7 @@
-"""MNIST (LeCun, Bottou, Bengio and Haffner, 1998, "Gradient-based learning ...")."""
+"""MNIST, handwritten digits.
+
+LeCun, Bottou, Bengio and Haffner, 1998, "Gradient-based learning applied to document recognition".
+"""
 
 from __future__ import annotations
 
@@ -88,5 +91,5 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> torch.Tensor:
         raise ORIGIN.bad_file(
             path, f"{len(content):,} bytes for {count:,} items", f"{expected:,} bytes, some items"
         )
-    values = torch.from_numpy(np.frombuffer(bytearray(content[header_bytes:]), np.uint8))
-    return values.view(count, *item_shape)
+    values = np.frombuffer(content, np.uint8, offset=header_bytes).copy()
+    return torch.from_numpy(values).view(count, *item_shape)

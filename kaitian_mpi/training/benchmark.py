@@ -21,6 +21,7 @@ from kaitian_mpi.training.computation import MEMORY_FORMATS, Computation, make_o
 
 _PROBE_BATCH = 8
 _LONGEST_STEP_SEC = 1.0
+_ROUND_SEC = 0.25
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,32 @@ class _RankTimer:
     def measure(self, share: int) -> RankBenchmark:
         probe = min(share, _PROBE_BATCH)
         computation, step_sec = self._fastest_format(probe)
-        affordable = max(probe, int(probe * _LONGEST_STEP_SEC / step_sec))
-        large = min(share, affordable)
-        small = max(1, large // 2)
+        large = min(share, max(probe, int(probe * _LONGEST_STEP_SEC / step_sec)))
+        batches = [max(1, large // 2), large]
         model, optimizer = self._prepare(computation)
-        times: dict[int, list[float]] = {small: [], large: []}
-        # Ranks share cores, so each is timed while all the others are busy too.
+        rounds: list[list[float]] = [[], []]
+        # Ranks may share cores, so each is timed while the others are busy too, as in training.
         wait_quietly(self._world.comm)
-        for repeat in range(self._config.benchmark_steps + 1):
-            for batch, seconds in times.items():
-                elapsed = self._time_step(computation, model, optimizer, batch)
-                if repeat > 0:  # the first warms up
+        for round_number in range(self._config.benchmark_steps + 1):
+            for batch, seconds in zip(batches, rounds, strict=True):
+                elapsed = self._mean_step(computation, model, optimizer, batch)
+                if round_number > 0:  # the first warms up
                     seconds.append(elapsed)
-        batches = list(times)
-        cost = fit(batches, [statistics.median(times[batch]) for batch in batches])
+        cost = fit(batches, [statistics.median(seconds) for seconds in rounds])
         return RankBenchmark(cost, computation.memory_format, cost.seconds(share))
+
+    def _mean_step(
+        self, computation: Computation, model: nn.Module, optimizer: torch.optim.SGD, batch: int
+    ) -> float:
+        """Return the mean seconds of as many steps as fill a while, at least one.
+
+        A short step says little on a shared core: the operating system's turns are as long.
+        """
+        steps, total = 0, 0.0
+        while steps == 0 or total < _ROUND_SEC:
+            total += self._time_step(computation, model, optimizer, batch)
+            steps += 1
+        return total / steps
 
     def _fastest_format(self, batch: int) -> tuple[Computation, float]:
         base = Computation(
@@ -113,7 +125,7 @@ class _RankTimer:
         seconds, fastest = min(timed, key=lambda pair: pair[0])
         return fastest, seconds
 
-    def _prepare(self, computation: Computation) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _prepare(self, computation: Computation) -> tuple[nn.Module, torch.optim.SGD]:
         model = computation.place_model(copy.deepcopy(self._model)).train()
         return model, make_optimizer(self._config, model)
 
@@ -121,7 +133,7 @@ class _RankTimer:
         self,
         computation: Computation,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.SGD,
         batch: int,
     ) -> float:
         indices = [index % len(self._data) for index in range(batch)]  # type: ignore[arg-type]

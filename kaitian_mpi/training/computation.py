@@ -30,9 +30,12 @@ class Computation:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, in the memory layout."""
-        # A model without 4-dimensional weights has no use for the layout, and torch ignores it.
-        return model.to(self.device, memory_format=MEMORY_FORMATS[self.memory_format])  # type: ignore[call-overload]
+        """Move a model to the device.
+
+        Its weights keep the plain layout, which DDP needs to be the same on every rank; the layout
+        of the images alone decides by which kernels a convolution runs, at the same speed.
+        """
+        return model.to(self.device)
 
     def place(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Move a batch to the device, images in the memory layout."""
@@ -73,7 +76,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
 
 
 def make_schedule(config: TrainConfig) -> Callable[[float], float]:
-    """Return the learning rate as a function of progress, 0 to 1 of the run's samples.
+    """Return the learning rate as a function of progress, 0 to 1 of the run's steps.
 
     It rises linearly in the first `config.warmup` of the run, then stays or falls as a half cosine
     to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983).

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import time
+import warnings
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,11 +16,19 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import LoadAdaptiveSampler, make_loader
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.batch_norm import pool_running_statistics
+from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation, make_optimizer, make_schedule
 from kaitian_mpi.training.evaluation import Evaluation, evaluate
 from kaitian_mpi.training.metrics import Metrics, Progress
 from kaitian_mpi.training.preparation import Ingredients
+
+# Buffers are pooled before an evaluation instead of sent in every step; the name of the switch has
+# changed in torch 2.13.
+_NO_BUFFERS_IN_FORWARD: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}
+)
 
 
 class Trainer:
@@ -40,30 +52,24 @@ class Trainer:
         self.sampler = LoadAdaptiveSampler(data.train, batch_sizes, world.rank, seed=config.seed)
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
         self.model = computation.place_model(made.model)
+        self._statistics = RunningStatistics(self.model)
         self._ddp = DistributedDataParallel(
-            self.model, broadcast_buffers=False, gradient_as_bucket_view=True
+            self.model, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
         )
         self._gradients.attach(self._ddp)
+        # A 1x1 filter's gradient in channels_last names other strides for the same order of bytes.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self._optimizer = make_optimizer(config, self.model)
         self._rate = make_schedule(config)
         self._samples_left = 0
-        self.progress = Progress()
-        self.metrics = Metrics(config, world, made.folder, self.total_samples)
+        self.progress = Progress(total_steps=self._count_steps())
+        self.metrics = Metrics(config, world, made.folder)
         self._clock = self.metrics.clock
-
-    @property
-    def total_samples(self) -> int:
-        """Samples of the whole run."""
-        every_epoch = self._config.epochs * len(self._data.train)  # type: ignore[arg-type]
-        if self._config.max_steps:
-            return min(every_epoch, self._config.max_steps * self.sampler.global_batch_size)
-        return every_epoch
 
     @property
     def finished(self) -> bool:
         """Whether the last step is done."""
-        limit = self._config.max_steps
-        return self.progress.samples >= self.total_samples or 0 < limit <= self.progress.step
+        return self.progress.step >= self.progress.total_steps
 
     def train_epoch(self, epoch: int) -> None:
         """Train one epoch, or what `--max-steps` leaves of it."""
@@ -76,8 +82,9 @@ class Trainer:
         self._ddp.train()
         self.metrics.restart()
         waiting_since = time.perf_counter()
-        for inputs, labels in loader:
+        for step_in_epoch, (inputs, labels) in enumerate(loader):
             self.metrics.add_data_time(time.perf_counter() - waiting_since)
+            self._statistics.before_step(step_in_epoch)
             self._step(inputs, labels)
             if self.finished:
                 break
@@ -94,13 +101,13 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
         shares = self.sampler.batch_sizes
-        pool_running_statistics(self.model, shares[self._world.rank] / sum(shares))
+        self._statistics.pool(shares[self._world.rank] / sum(shares))
         return evaluate(self.model, self._data.validation, self._computation, self._world)
 
     def _step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         samples = min(self.sampler.global_batch_size, self._samples_left)
         self._samples_left -= samples
-        self._set_rate(samples)
+        self._set_rate()
         self._gradients.weight = len(labels) / samples
         inputs, labels = self._computation.place(inputs, labels)
         self._clock.start()
@@ -131,8 +138,13 @@ class Trainer:
         self._slowdown.catch_up()
         self._clock.bucket_ready()
 
-    def _set_rate(self, samples: int) -> None:
-        rate = self._rate((self.progress.samples + samples) / self.total_samples)
+    def _set_rate(self) -> None:
+        rate = self._rate((self.progress.step + 1) / self.progress.total_steps)
         self.progress.learning_rate = rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+
+    def _count_steps(self) -> int:
+        length = len(self._data.train)  # type: ignore[arg-type]
+        steps = self._config.epochs * math.ceil(length / self.sampler.global_batch_size)
+        return min(steps, self._config.max_steps or steps)

@@ -20,6 +20,7 @@ from kaitian_mpi.training.run_folder import RunFolder
 class Progress:
     """How far the run is."""
 
+    total_steps: int
     epoch: int = 0
     step: int = 0
     samples: int = 0
@@ -44,20 +45,19 @@ class Metrics:
     cost nothing.
     """
 
-    def __init__(self, config: TrainConfig, world: World, folder: RunFolder, total: int) -> None:
+    def __init__(self, config: TrainConfig, world: World, folder: RunFolder) -> None:
         """Start counting.
 
         Args:
             config: the number of epochs and the seconds between progress lines.
             world: the ranks.
             folder: where the lines go.
-            total: samples of the whole run, to tell the time left.
         """
         self.clock = make_clock(world.torch_device)
         self.compute_sec = [0.0] * world.size
         self.wait_sec = [0.0] * world.size
         self.training_sec = 0.0
-        self._config, self._world, self._folder, self._total = config, world, folder, total
+        self._config, self._world, self._folder = config, world, folder
         # Summed where the losses are, so that a step does not wait for its device.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.torch_device)
         self._data_sec = 0.0
@@ -127,14 +127,13 @@ class Metrics:
         self._folder.append("metrics.jsonl", line)
 
     def _show(self, progress: Progress, loss: float, elapsed: float) -> None:
-        rate = self._samples / elapsed
         line = progress_line(
             epoch=progress.epoch + 1,
             epochs=self._config.epochs,
             step=progress.step,
-            steps=round(progress.step * self._total / progress.samples),
+            steps=progress.total_steps,
             loss=loss,
-            rate=rate,
-            left_sec=(self._total - progress.samples) / rate,
+            rate=self._samples / elapsed,
+            left_sec=(progress.total_steps - progress.step) * elapsed / self._steps,
         )
         say(self._world, line)

@@ -12,7 +12,7 @@ from rich.table import Table
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import RankBenchmark
 
-_WIDTH = 110  # under mpirun the output is a pipe, which has no width of its own
+_WIDTH = 110
 
 
 def say(world: World, text: str) -> None:
@@ -82,6 +82,6 @@ def _table(title: str) -> Table:
 
 def _show(world: World, table: Table) -> None:
     if world.rank == 0:
-        width = None if sys.stdout.isatty() else _WIDTH
-        Console(width=width).print(table)
+        # Plain text of one width: under mpirun neither a terminal nor its width can be told.
+        Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
         sys.stdout.flush()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.training.batch_norm import pool_running_statistics
+from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.evaluation import evaluate
 
@@ -51,13 +51,26 @@ def test_pooled_statistics_are_those_of_all_samples_together(world):
     norm(own)
     # torch's running variance is the unbiased one; compare mixtures of the biased.
     norm.running_var.mul_((len(own) - 1) / len(own))
-    pool_running_statistics(model, counts[world.rank] / sum(counts))
+    RunningStatistics(model).pool(counts[world.rank] / sum(counts))
     assert torch.allclose(norm.running_mean, whole.mean(0), rtol=1e-12)
     assert torch.allclose(norm.running_var, whole.var(0, unbiased=False), rtol=1e-12)
+
+
+def test_an_epochs_statistics_are_the_mean_of_its_steps_until_momentum_takes_over():
+    norm = nn.BatchNorm1d(1, momentum=0.25)
+    statistics = RunningStatistics(nn.Sequential(norm))
+    norm.running_mean.fill_(1000.0)  # from an epoch long ago
+    means = [8.0, 2.0, 5.0]
+    for step, mean in enumerate(means):
+        statistics.before_step(step)
+        norm(torch.tensor([[mean - 1], [mean + 1]]))
+    assert torch.allclose(norm.running_mean, torch.tensor([5.0]))
+    statistics.before_step(100)
+    assert norm.momentum == 0.25
 
 
 def test_other_buffers_are_those_of_rank_0(world):
     model = nn.Module()
     model.register_buffer("counter", torch.tensor(world.rank + 7))
-    pool_running_statistics(model, 1 / world.size)
+    RunningStatistics(model).pool(1 / world.size)
     assert model.counter.item() == 7

@@ -1,0 +1,268 @@
+"""load_data: built-in data sets, users' factories, and their errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import DataSource, digits, load_data
+from kaitian_mpi.data.arrays import ImageArrays
+from kaitian_mpi.data.augment import Augmented
+from kaitian_mpi.data.holdout import held_out_count, shuffled_split
+from kaitian_mpi.errors import UserError
+
+
+@pytest.mark.parametrize(("name", "total"), [("digits", 1797), ("synthetic", 2048)])
+def test_built_in_data(name: str, total: int) -> None:
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    source = load_data(TrainConfig(dataset=name, augment="none"))
+    assert isinstance(source.train, ImageArrays)
+    assert isinstance(source.validation, ImageArrays)
+    assert (source.name, source.num_classes) == (name, 10)
+    assert len(source.train) + len(source.validation) == total
+    assert len(source.validation) == round(total * 0.2)
+    inputs, labels = source.train[list(range(len(source.train)))]
+    assert inputs.shape[1:] == (3, 32, 32)
+    assert source.train.images.dtype == torch.uint8
+    assert labels.unique().tolist() == list(range(10))
+    assert abs(float(inputs.mean())) < 0.2
+    assert abs(float(inputs.std()) - 1) < 0.2
+    other_seed = load_data(TrainConfig(dataset=name, augment="none", seed=7))
+    assert isinstance(other_seed.validation, ImageArrays)
+    assert torch.equal(other_seed.validation.images, source.validation.images)
+
+
+def test_synthetic_data_can_be_learned() -> None:
+    source = load_data(TrainConfig(dataset="synthetic"))
+    inputs, labels = source.train[list(range(1000))]
+    means = torch.stack([inputs[labels == label].mean(0).flatten() for label in range(10)])
+    held_out, wanted = source.validation[list(range(400))]
+    guesses = torch.cdist(held_out.flatten(1), means).argmin(1)
+    assert float((guesses == wanted).float().mean()) > 0.95
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError) as caught:
+        digits.load(0.2)
+    assert str(caught.value) == (
+        'the digits data set needs scikit-learn; pip install "kaitian-mpi[demo]"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "augment", "kind"),
+    [
+        ("digits", "auto", "crop"),
+        ("digits", "none", None),
+        ("digits", "crop-flip", "crop-flip"),
+        ("synthetic", "auto", None),
+        ("synthetic", "crop", "crop"),
+    ],
+)
+def test_augmentation(dataset: str, augment: str, kind: str | None) -> None:
+    if dataset == "digits":
+        pytest.importorskip("sklearn")
+    source = load_data(TrainConfig(dataset=dataset, augment=augment))
+    assert getattr(source.train, "kind", None) == kind
+    assert isinstance(source.validation, ImageArrays)
+    source.set_epoch(4)
+    if isinstance(source.train, Augmented):
+        assert source.train.epoch == 4
+
+
+def test_fractions_held_out() -> None:
+    assert [
+        held_out_count(*case) for case in ((50_000, 0.2), (2, 0.01), (2, 0.99), (10, 0.25))
+    ] == [
+        10_000,
+        1,
+        1,
+        2,
+    ]
+    with pytest.raises(UserError, match="found 1 training samples"):
+        held_out_count(1, 0.5)
+    train, validation = shuffled_split(10, 0.3)
+    assert sorted([*train.tolist(), *validation.tolist()]) == list(range(10))
+    assert len(validation) == 3
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UserError, match="--dataset: found 'imagenet', needed one of digits, cifar"):
+        load_data(TrainConfig(dataset="imagenet"))
+
+
+FACTORIES = """
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+class Pairs(Dataset):
+    def __init__(self, length, label=lambda index: index % 4):
+        self.length, self.label = length, label
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        return torch.full((2, 3), float(index)), self.label(index)
+
+class Named(Pairs):
+    num_classes = 9
+
+class WithClasses(Pairs):
+    classes = ["cat", "dog", "eel", "fox", "gnu", "hen"]
+
+class WithTargets(Pairs):
+    targets = [0, 1, 6]
+
+class WithLabels(Pairs):
+    labels = torch.tensor([0, 1, 7])
+
+class BadLater(Pairs):
+    def __getitem__(self, index):
+        if index > 1:
+            raise OSError("disk gone")
+        return super().__getitem__(index)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+def one(): return Pairs(10)
+def two(): return Pairs(10), Pairs(6, lambda index: 4)
+def named(): return Named(10)
+def with_classes(): return WithClasses(10)
+def with_targets(): return WithTargets(10)
+def with_labels(): return WithLabels(10)
+def tensors(): return TensorDataset(torch.zeros(8, 5), torch.arange(8, dtype=torch.int32))
+def pairs_in_a_list(): return [(torch.zeros(2), 0), (torch.ones(2), 1), (torch.ones(2), 1)]
+def in_folder(data_dir): return Pairs(len(data_dir))
+def in_optional_folder(data_dir="12345"): return Pairs(len(data_dir))
+def anything(**options): return Pairs(3 + len(options))
+
+def raises(): raise OSError("no\\nfile")
+def needs_more(size): return Pairs(size)
+def three(): return one(), one(), one()
+def empty(): return Pairs(0)
+def stream(): return Stream()
+def nothing(): return None
+def a_dict(): return {"train": 1}
+def tensor(): return torch.zeros(4, 4)
+def triples(): return [(torch.zeros(2), 0, 1)] * 4
+def images(): return [("picture.png", 0)] * 4
+def float_labels(): return [(torch.zeros(2), 0.5)] * 4
+def one_element_labels(): return [(torch.zeros(2), torch.tensor([1]))] * 4
+def first_fails(): return BadLater(4).__class__(4, {}.__getitem__)
+def bad_later(): return BadLater(4)
+number = 5
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data.py").write_text(FACTORIES)
+    (tmp_path / "my_broken.py").write_text("1 / 0\n")
+    (tmp_path / "my_importer.py").write_text("import no_such_package\n")
+    for name in ("my_data", "my_broken", "my_importer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def load(name: str, **settings: str) -> DataSource:
+    return load_data(TrainConfig(dataset=f"my_data:{name}", **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "train", "validation", "classes"),
+    [
+        ("one", {}, 8, 2, 4),
+        ("two", {}, 10, 6, 5),
+        ("named", {}, 8, 2, 9),
+        ("with_classes", {}, 8, 2, 6),
+        ("with_targets", {}, 8, 2, 7),
+        ("with_labels", {}, 8, 2, 8),
+        ("tensors", {}, 6, 2, 8),
+        ("pairs_in_a_list", {}, 2, 1, 2),
+        ("one", {"data_dir": "ignored"}, 8, 2, 4),
+        ("in_folder", {"data_dir": "0123456789"}, 8, 2, 4),
+        ("in_optional_folder", {}, 4, 1, 4),
+        ("in_optional_folder", {"data_dir": "0123456789"}, 8, 2, 4),
+        ("anything", {"data_dir": "x"}, 2, 1, 3),
+    ],
+)
+def test_factories(
+    here: Path, name: str, settings: dict[str, str], train: int, validation: int, classes: int
+) -> None:
+    source = load(name, **settings)
+    sizes = len(source.train), len(source.validation)  # type: ignore[arg-type]
+    assert (*sizes, source.num_classes) == (train, validation, classes)
+    source.set_epoch(1)
+    inputs, labels = source.train[[0, 1]]
+    assert len(inputs) == len(labels) == 2
+    assert labels.dtype == torch.int64
+    none, no_labels = source.train[[]]
+    assert none.shape == (0, *inputs.shape[1:])
+    assert none.dtype == inputs.dtype
+    assert (no_labels.shape, no_labels.dtype) == ((0,), torch.int64)
+
+
+def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:
+    source = load("one")
+    values = [
+        int(inputs[0, 0])
+        for part in (source.train, source.validation)
+        for inputs in part[list(range(len(part)))][0]  # type: ignore[arg-type]
+    ]
+    assert sorted(values) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("my_data:", "found 'my_data:', needed module:factory"),
+        (":one", "found ':one', needed module:factory"),
+        ("no_module_here:make", "found no module 'no_module_here', neither installed nor in "),
+        ("my_data.inner:make", "found no module 'my_data.inner'"),
+        ("my_broken:make", "importing my_broken raised ZeroDivisionError: division by zero"),
+        (
+            "my_importer:make",
+            "importing my_importer raised ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ("my_data:absent", "module my_data has no attribute 'absent'"),
+        ("my_data:number", "found a int, needed a function or a class"),
+        ("my_data:raises", "it raised OSError: no file"),
+        ("my_data:needs_more", "it raised TypeError: needs_more() missing 1 required"),
+        ("my_data:in_folder", "it takes a data_dir; give --data-dir"),
+        ("my_data:three", "found a tuple of 3, needed (train, validation) or one map-style"),
+        ("my_data:empty", "found a data set of 0 samples"),
+        ("my_data:stream", "found a Stream, needed"),
+        ("my_data:nothing", "found a NoneType, needed"),
+        ("my_data:a_dict", "found a dict, needed"),
+        ("my_data:tensor", "found a Tensor, needed"),
+        ("my_data:triples", "found a tuple as its first sample, needed"),
+        ("my_data:images", "found a str as its first input, needed"),
+        ("my_data:float_labels", "found 0.5 as its first class, needed"),
+        ("my_data:one_element_labels", "found tensor([1]) as its first class, needed"),
+        ("my_data:first_fails", "its first sample raised KeyError: 0"),
+        ("my_data:bad_later", "counting its classes raised OSError: disk gone"),
+    ],
+)
+def test_bad_factories(here: Path, spec: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_data(TrainConfig(dataset=spec))
+    text = str(caught.value)
+    assert text.startswith("--dataset")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("augment", ["crop", "crop-flip"])
+def test_factories_augment_themselves(here: Path, augment: str) -> None:
+    with pytest.raises(UserError, match=f"--augment {augment}: found --dataset my_data:one"):
+        load("one", augment=augment)
+    assert load("one", augment="none").num_classes == 4

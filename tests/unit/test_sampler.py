@@ -1,0 +1,204 @@
+"""LoadAdaptiveSampler: each epoch exactly once, whatever the plans."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler, shares_of_step
+from kaitian_mpi.errors import UserError
+
+
+def make_ranks(
+    length: int, plan: list[int], *, shuffle: bool = True, seed: int = 0
+) -> list[LoadAdaptiveSampler]:
+    return [
+        LoadAdaptiveSampler(range(length), plan, rank, shuffle=shuffle, seed=seed)
+        for rank in range(len(plan))
+    ]
+
+
+def take(samplers: list[LoadAdaptiveSampler]) -> list[list[list[int]]]:
+    """Return [step][rank] -> indices, of what is left of the epoch."""
+    return [list(step) for step in zip(*samplers, strict=True)]
+
+
+def flat(steps: list[list[list[int]]]) -> list[int]:
+    return [index for step in steps for indices in step for index in indices]
+
+
+def draw_plan(draw: random.Random, ranks: int) -> list[int]:
+    plan = [draw.choice([0, draw.randrange(1, 20)]) for _ in range(ranks)]
+    plan[draw.randrange(ranks)] += 1
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("remaining", "plan", "shares"),
+    [
+        (100, [6, 3, 1], [6, 3, 1]),
+        (10, [6, 3, 1], [6, 3, 1]),
+        (5, [6, 3, 1], [3, 2, 0]),
+        (1, [6, 3, 1], [1, 0, 0]),
+        (0, [6, 3, 1], [0, 0, 0]),
+        (3, [0, 4], [0, 3]),
+    ],
+)
+def test_shares_of_step(remaining: int, plan: list[int], shares: list[int]) -> None:
+    assert shares_of_step(remaining, plan) == shares
+
+
+def test_no_share_exceeds_the_plan() -> None:
+    draw = random.Random(2)
+    for _ in range(500):
+        plan = draw_plan(draw, 5)
+        shares = shares_of_step(draw.randrange(sum(plan) + 1), plan)
+        assert all(share <= batch for share, batch in zip(shares, plan, strict=True))
+
+
+def test_every_epoch_takes_each_sample_once() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        length, plan = draw.randrange(1, 200), draw_plan(draw, draw.randrange(1, 6))
+        samplers = make_ranks(length, plan, shuffle=draw.random() < 0.5, seed=draw.randrange(9))
+        steps = -(-length // sum(plan))
+        assert [len(sampler) for sampler in samplers] == [steps] * len(plan)
+        taken = take(samplers)
+        assert len(taken) == steps
+        assert sorted(flat(taken)) == list(range(length))
+        assert all([len(part) for part in step] == plan for step in taken[:-1])
+        assert {sampler.position for sampler in samplers} == {length}
+
+
+def test_the_order_does_not_depend_on_the_split() -> None:
+    orders = {tuple(flat(take(make_ranks(50, plan)))) for plan in ([7], [3, 4], [0, 5, 2, 1])}
+    assert len(orders) == 1
+
+
+def test_without_shuffling_the_order_is_the_data_sets() -> None:
+    assert take(make_ranks(7, [2, 1], shuffle=False)) == [
+        [[0, 1], [2]],
+        [[3, 4], [5]],
+        [[6], []],
+    ]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    orders = set()
+    for seed in range(4):
+        for epoch in range(4):
+            samplers = make_ranks(40, [8], seed=seed)
+            samplers[0].set_epoch(epoch)
+            orders.add(tuple(flat(take(samplers))))
+    assert len(orders) == 16
+
+
+def test_the_plan_changes_from_the_next_step_on() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        ranks, length = draw.randrange(1, 5), draw.randrange(1, 300)
+        samplers = make_ranks(length, draw_plan(draw, ranks))
+        taken: list[list[list[int]]] = []
+        plan = samplers[0].batch_sizes
+        for step in zip(*samplers, strict=True):
+            left = length - len(flat(taken))
+            assert [len(part) for part in step] == shares_of_step(left, plan)
+            taken.append(list(step))
+            plan = draw_plan(draw, ranks)
+            for sampler in samplers:
+                sampler.set_plan(plan)
+                assert sampler.global_batch_size == sum(plan)
+        assert flat(taken) == flat(take(make_ranks(length, [length])))
+
+
+def test_an_epoch_begins_again_after_its_end_and_goes_on_after_a_break() -> None:
+    (sampler,) = make_ranks(10, [4])
+    first = list(sampler)
+    assert len(sampler) == 0
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert sampler.position == 0
+    steps = iter(sampler)
+    beginning = next(steps)
+    assert sampler.position == 4
+    assert len(sampler) == 2
+    rest = list(sampler)
+    assert sorted(flat([[beginning, *rest]])) == list(range(10))
+
+
+def test_set_epoch_keeps_the_position_in_the_same_epoch() -> None:
+    (sampler,) = make_ranks(10, [4])
+    next(iter(sampler))
+    sampler.set_epoch(0)
+    assert sampler.position == 4
+    sampler.set_epoch(5)
+    assert (sampler.epoch, sampler.position) == (5, 0)
+
+
+def test_resume_on_other_numbers_of_ranks() -> None:
+    draw = random.Random(4)
+    for _ in range(50):
+        length, epoch = draw.randrange(2, 200), draw.randrange(3)
+        before = make_ranks(length, draw_plan(draw, draw.randrange(1, 5)), seed=7)
+        for sampler in before:
+            sampler.set_epoch(epoch)
+        steps = zip(*before, strict=True)
+        taken = [list(next(steps)) for _ in range(draw.randrange(len(before[0]) + 1))]
+        states = [sampler.state_dict() for sampler in before]
+        assert all(state == states[0] for state in states)
+        after = make_ranks(length, draw_plan(draw, draw.randrange(1, 5)), seed=7)
+        for sampler in after:
+            sampler.load_state_dict(states[0])
+            sampler.set_epoch(epoch)
+        whole = make_ranks(length, [length], seed=7)
+        whole[0].set_epoch(epoch)
+        assert flat(taken) + flat(take(after)) == flat(take(whole))
+
+
+def test_a_state_from_an_epochs_end_has_no_step_left() -> None:
+    (done,) = make_ranks(10, [4])
+    list(done)
+    (sampler,) = make_ranks(10, [4])
+    sampler.load_state_dict(done.state_dict())
+    sampler.set_epoch(0)
+    assert list(sampler) == []
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 3
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (LoadAdaptiveSampler(range(10), [4], 0, seed=1), "seed 0, this run has 1"),
+        (LoadAdaptiveSampler(range(9), [4], 0), "dataset length 10, this run has 9"),
+        (LoadAdaptiveSampler(range(10), [4], 0, shuffle=False), "shuffle True, this run has False"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(sampler: LoadAdaptiveSampler, message: str) -> None:
+    state = LoadAdaptiveSampler(range(10), [4], 0).state_dict()
+    with pytest.raises(UserError, match=message):
+        sampler.load_state_dict(state)
+    assert sampler.position == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank", "message"),
+    [
+        ([1, 1], 2, "rank: found 2, needed 0 to 1"),
+        ([1, 1], -1, "rank: found -1"),
+        ([1, -1], 0, r"found \[1, -1\]"),
+        ([0, 0], 0, r"found \[0, 0\]"),
+    ],
+)
+def test_bad_arguments(plan: list[int], rank: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoadAdaptiveSampler(range(10), plan, rank)
+
+
+@pytest.mark.parametrize("plan", [[4], [1, 2, 3], [0, 0], [3, -1]])
+def test_a_bad_plan_changes_nothing(plan: list[int]) -> None:
+    sampler = LoadAdaptiveSampler(range(10), [1, 2], 0)
+    with pytest.raises(ValueError, match="batch_sizes: found"):
+        sampler.set_plan(plan)
+    assert sampler.batch_sizes == [1, 2]

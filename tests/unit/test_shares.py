@@ -1,0 +1,63 @@
+"""Whole shares of a whole number."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kaitian_mpi.balance.shares import apportion
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "shares"),
+    [
+        (10, [1], [10]),
+        (0, [1, 2], [0, 0]),
+        (10, [1, 1], [5, 5]),
+        (10, [1, 1, 1], [4, 3, 3]),  # ties go to the lower index
+        (11, [1, 1, 1], [4, 4, 3]),
+        (1, [0, 0, 3], [0, 0, 1]),
+        (5, [0, 1, 0, 1], [0, 3, 0, 2]),
+        (256, [1.0, 0.5, 0.25, 0.25], [128, 64, 32, 32]),
+        (7, [0.1, 0.2, 0.7], [1, 1, 5]),
+    ],
+)
+def test_table(total: int, weights: list[float], shares: list[int]) -> None:
+    assert apportion(total, weights) == shares
+
+
+def test_shares_sum_to_the_total_and_are_within_one_of_the_quota() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        weights = [draw.choice([0, draw.random(), 1e6 * draw.random()]) for _ in range(8)] + [0.5]
+        total = draw.randrange(10_000)
+        shares = apportion(total, weights)
+        assert sum(shares) == total
+        for share, weight in zip(shares, weights, strict=True):
+            assert abs(share - total * weight / math.fsum(weights)) < 1 + 1e-6
+            assert weight > 0 or share == 0
+
+
+def test_whole_plans_come_back_unchanged() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        plan = [draw.randrange(1000) for _ in range(6)] + [1]
+        assert apportion(sum(plan), plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "message"),
+    [
+        (-1, [1], "total: found -1"),
+        (1, [1, -2], "found -2"),
+        (1, [math.nan], "found nan"),
+        (1, [math.inf], "found inf"),
+        (1, [0, 0], "at least one above 0"),
+        (1, [], "at least one above 0"),
+    ],
+)
+def test_bad_input(total: int, weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apportion(total, weights)
