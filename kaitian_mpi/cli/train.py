@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from kaitian_mpi.cli.flags import parse_config
+from kaitian_mpi.cli.flags import make_parser, parse_config
+from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.mpi.guard import abort_guard
+from kaitian_mpi.mpi.launch import read_launch
+from kaitian_mpi.mpi.runtime import start_mpi
 
 PROGRAM = "kaitian-train"
 
 
 def main() -> None:
     """Run the command."""
-    if "-h" in sys.argv[1:] or "--help" in sys.argv[1:]:
-        parse_config(PROGRAM, sys.argv[1:])
+    arguments = sys.argv[1:]
+    if "-h" in arguments or "--help" in arguments:
+        if read_launch(os.environ).world_rank == 0:
+            make_parser(PROGRAM).print_help()
+        return
     with abort_guard(PROGRAM):
-        config = parse_config(PROGRAM, sys.argv[1:])
-        # After the flags are known to be good: these load torch and MPI, which takes seconds.
+        config = parse_config(PROGRAM, arguments)
+        check_before_loading(config, start_mpi())
+        # Only now: these load torch, which takes seconds.
         import torch.distributed as dist
 
         from kaitian_mpi.collectives.startup import init

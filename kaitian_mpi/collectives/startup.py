@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from kaitian_mpi.collectives import autoload
+from kaitian_mpi.mpi.guard import guard_script
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.world import World, join_world
 
@@ -21,6 +22,7 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
     Raises:
         UserError: a device is missing, a host has more ranks than devices, or there is no MPI.
     """
+    guard_script()
     world = join_world(start_mpi(), devices, emulate_kinds)
     autoload.register()
     dist.init_process_group(autoload.BACKEND, init_method=f"{autoload.SCHEME}://")

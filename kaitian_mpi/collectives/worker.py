@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.staging import Streams, after_caller
-from kaitian_mpi.mpi.guard import end_job, label, say
+from kaitian_mpi.mpi.guard import end_job, say_labelled
 
 Task = Callable[[], None]
 
@@ -155,7 +155,5 @@ def _guarded(task: Task) -> None:
     try:
         task()
     except BaseException:
-        prefix = label()
-        lines = traceback.format_exc().splitlines()
-        say("\n".join(f"{prefix} {line}" for line in ["a collective failed:", *lines]))
+        say_labelled("a collective failed:\n" + traceback.format_exc())
         end_job(1)

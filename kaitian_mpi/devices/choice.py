@@ -39,8 +39,8 @@ def choose_device(
     entries = [_parse(entry) for entry in request.split(",")]
     if len(entries) < local_size:
         raise UserError(
-            f"--devices {request}: {len(entries)} devices for {local_size} ranks on {host}; "
-            f"name one per local rank, or start {len(entries)} ranks there"
+            f"--devices {request}: found {len(entries)} of {local_size} devices for {host}, needed "
+            "one for each of its ranks; name more, or start fewer ranks there"
         )
     choice = entries[local_rank]
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:

@@ -11,11 +11,17 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.launch import read_launch
 
 _PR_SET_PDEATHSIG = 1
+_MEANINGS: dict[int, str] = {
+    signal.SIGINT: "interrupted by Ctrl-C",
+    # mpirun sends this for every reason it has, and does not tell which.
+    signal.SIGTERM: "stopped by SIGTERM: Ctrl-C, a time limit, or another rank's fault",
+}
 
 
 @contextmanager
@@ -38,8 +44,25 @@ def abort_guard(program: str) -> Iterator[None]:
         say(f"{label()} sys.exit({code}) before the run was complete{reason}; ending the job")
         end_job(code or 1)
     except BaseException:
-        report_exception()
+        say_labelled(traceback.format_exc())
         end_job(1)
+
+
+def guard_script() -> None:
+    """Do the same for a script of the user's own: an uncaught exception ends the whole job.
+
+    A plain `sys.exit` of one rank cannot be told from a good end here; `abort_guard` can.
+    """
+    if sys.excepthook is sys.__excepthook__ and read_launch(os.environ).world_size > 1:
+        sys.excepthook = _end_after_exception
+        die_with_launcher()
+
+
+def _end_after_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    say_labelled("".join(traceback.format_exception(kind, error, trace)))
+    end_job(1)
 
 
 def label() -> str:
@@ -53,10 +76,10 @@ def say(text: str) -> None:
     os.write(2, (text.rstrip("\n") + "\n").encode())
 
 
-def report_exception() -> None:
-    """Print the exception being handled, each line labelled with this rank."""
+def say_labelled(text: str) -> None:
+    """Write lines to stderr at once, each labelled with this rank."""
     prefix = label()
-    say("\n".join(f"{prefix} {line}" for line in traceback.format_exc().splitlines()))
+    say("\n".join(f"{prefix} {line}" for line in text.splitlines()))
 
 
 def end_job(code: int) -> None:
@@ -94,15 +117,15 @@ def report_signals(program: str) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _MEANINGS:
         signal.signal(number, lambda *_: None)
 
     def wait_for_signal() -> None:
         while True:
             number = os.read(reader, 1)[0]
-            if number in (signal.SIGINT, signal.SIGTERM):
+            if number in _MEANINGS:
                 if read_launch(os.environ).world_rank == 0:
-                    _say_past_launcher(f"{program}: interrupted; the job ends")
+                    _say_past_launcher(f"{program}: {_MEANINGS[number]}; the job ends")
                 os._exit(128 + number)
 
     threading.Thread(target=wait_for_signal, name="kaitian-signals", daemon=True).start()

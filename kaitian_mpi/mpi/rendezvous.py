@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 
+from kaitian_mpi.mpi.guard import guard_script
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore
 from kaitian_mpi.mpi.world import World, current_world, join_world
@@ -17,7 +18,11 @@ def world_or_join() -> World:
 
     Collective the first time.
     """
-    return current_world() or join_world(start_mpi())
+    world = current_world()
+    if world is None:
+        guard_script()
+        world = join_world(start_mpi())
+    return world
 
 
 def rendezvous(timeout: timedelta | None = None) -> Iterator[tuple[MPIStore, int, int]]:

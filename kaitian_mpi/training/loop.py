@@ -49,7 +49,12 @@ class Trainer:
         data = made.data
         self._config, self._world, self._data = config, world, data
         self._computation, self._slowdown = computation, slowdown
-        self.sampler = LoadAdaptiveSampler(data.train, batch_sizes, world.rank, seed=config.seed)
+        self.sampler = LoadAdaptiveSampler(
+            data.train,  # type: ignore[arg-type]
+            batch_sizes,
+            world.rank,
+            seed=config.seed,
+        )
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
         self.model = computation.place_model(made.model)
         self._statistics = RunningStatistics(self.model)

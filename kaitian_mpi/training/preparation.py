@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from kaitian_mpi.balance.planner import plan_batches
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import DataSource, load_data
 from kaitian_mpi.devices.emulation import parse_slowdown
@@ -43,8 +42,6 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
                 f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
                 "give --devices cpu"
             )
-        if config.batch_policy == "global":
-            plan_batches([1.0] * world.size, config.global_batch_size)  # enough for every rank?
         data = load_data(config)
         torch.manual_seed(config.seed)
         model = build_model(config.model, data.num_classes)

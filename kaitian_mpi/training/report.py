@@ -24,7 +24,7 @@ def say(world: World, text: str) -> None:
 def show_topology(world: World) -> None:
     """Print hosts, groups, leaders and devices, from world rank 0."""
     emulated = any(info.emulated for info in world.infos)
-    title = f"{world.size} ranks, {len(world.groups)} groups"
+    title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
     table = _table(title + (" (device kinds emulated)" if emulated else ""))
     for column in ("rank", "host", "group", "role", "device", "memory"):
         table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
@@ -74,6 +74,10 @@ def progress_line(
         f"epoch {epoch}/{epochs} | step {step}/{steps} | loss {loss:.4f} | "
         f"{rate:.1f} samples/s | {minutes}:{seconds:02d} left"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _table(title: str) -> Table:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import kaitian_mpi
-from kaitian_mpi.mpi.guard import end_job, label, say
+from kaitian_mpi.mpi.guard import end_job, say_labelled
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.world import World
 
@@ -53,8 +53,7 @@ def pytest_runtest_makereport(item: pytest.Item):
     report = yield
     if report.failed:
         item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
-        lines = [f"{item.nodeid} failed:", *report.longreprtext.splitlines()]
-        say("\n".join(f"{label()} {line}" for line in lines))
+        say_labelled(f"{item.nodeid} failed:\n{report.longreprtext}")
         end_job(1)
     return report
 

@@ -33,7 +33,12 @@ def test_a_rank_takes_its_device(request_, counts, local_rank, local_size, expec
         ("auto", TWO_GPUS, 3, r"3 ranks on h, but h has 2 cuda; .* cuda:0,cuda:1,cpu"),
         ("cuda:0", NO_GPU, 1, r"asks for cuda:0, but h has no accelerator"),
         ("cuda:5", TWO_GPUS, 1, r"asks for cuda:5, but h has 2 cuda"),
-        ("cuda:0,cuda:1", TWO_GPUS, 4, r"2 devices for 4 ranks on h; name one per local rank"),
+        (
+            "cuda:0,cuda:1",
+            TWO_GPUS,
+            4,
+            r"found 2 of 4 devices for h, needed one for each of its ranks",
+        ),
         ("tpu:0", TWO_GPUS, 1, r"found 'tpu:0', needed auto"),
         ("cuda:x", TWO_GPUS, 1, r"found 'cuda:x', needed auto"),
     ],

@@ -1,0 +1,150 @@
+"""However a job goes wrong: the right message, a non-zero code, all ranks gone within 5 s."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from jobs import PYTHON, finish, start
+
+LIMIT_SEC = 5
+TRAIN = ("kaitian-train", "--model", "cnn")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--no-such-flag", "unrecognized arguments: --no-such-flag; see kaitian-train --help"),
+        ("--epochs 0", "--epochs: found 0, needed a whole number of at least 1"),
+        ("--emulate-kinds gpu", "--emulate-kinds gpu: found 1 kind, needed 4, one per rank"),
+        ("--emulate-slowdown 9:2", "--emulate-slowdown: found '9:2', needed rank:factor"),
+        ("--global-batch-size 2", "--global-batch-size: found 2 for 4 ranks, needed at least one"),
+        ("--dataset cifar10 --data-dir nowhere", "--data-dir: found no folder nowhere, needed"),
+    ],
+)
+def test_a_mistake_seen_before_torch_is_loaded(mpirun, flags, message):
+    ended = mpirun(4, *TRAIN, *flags.split())
+    assert_users_mistake(ended, message)
+    assert ended.seconds < LIMIT_SEC
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dataset cifar10 --data-dir .", "data_batch_1"),
+        ("--model nosuch", "--model: found 'nosuch', needed one of mobilenetv2"),
+        ("--model planted:nosuch", "module planted has no attribute 'nosuch'"),
+        ("--model planted:not_a_model", "needed a torch.nn.Module"),
+        ("--devices cuda:7,cuda:7", "asks for cuda:7, but"),
+        ("--model planted:differing", "the model differs between ranks:"),
+    ],
+)
+def test_a_mistake_seen_later(mpirun, flags, message):
+    ended = mpirun(2, *TRAIN, *flags.split())
+    assert_users_mistake(ended, message)
+
+
+def test_a_run_folder_in_use_is_left_alone(mpirun, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    ended = mpirun(2, *TRAIN, "--run-dir", "run")
+    assert_users_mistake(ended, "--run-dir run: found the results of another run")
+    assert (tmp_path / "run" / "config.json").read_text() == "{}"
+
+
+def assert_users_mistake(ended, message):
+    assert ended.code == 2, ended.text
+    errors = [line for line in ended.err.splitlines() if line.startswith("kaitian-train: error")]
+    assert len(errors) == 1, ended.text
+    assert message in errors[0]
+    assert "Traceback" not in ended.text
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("raising", 1, r"^\[2@[^\]]+\] ValueError: planted$"),
+        ("exiting", 3, r"^\[2@[^\]]+\] sys\.exit\(3\) before the run was complete"),
+        ("leaving", 1, r"^\[2@[^\]]+\] sys\.exit\(0\) before the run was complete"),
+    ],
+)
+def test_one_broken_rank_ends_the_job(mpirun, model, code, message):
+    flags = ("--balance", "off", "--epochs", "50")
+    ended = mpirun(4, "kaitian-train", "--model", f"planted:{model}", *flags)
+    assert ended.code == code, ended.text
+    assert re.search(message, ended.err, re.MULTILINE), ended.text
+    fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
+    assert ended.ended_at - fault_at < LIMIT_SEC
+    labelled = [line for line in ended.err.splitlines() if line.startswith("[2@")]
+    assert ("Traceback" in "".join(labelled)) == (model == "raising")
+
+
+def ranks_of(mpirun_pid):
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(mpirun_pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in listing.stdout.split()]
+
+
+def test_ctrl_c_ends_every_rank_and_says_so(tmp_path):
+    process = start(
+        *"mpirun -np 4 kaitian-train --model planted:slow --balance off --log-interval 0".split(),
+        cwd=tmp_path,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
+    for line in process.stdout:
+        if "step 1/" in line:
+            break
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 4
+    interrupted_at = time.time()
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, interrupted_at)
+    assert ended.code != 0
+    assert ended.seconds < LIMIT_SEC
+    assert ended.err.count("Ctrl-C") == 1, ended.text
+    assert "Traceback" not in ended.text
+    assert_gone(ranks)
+
+
+def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path):
+    process = start(
+        *"mpirun -np 2 kaitian-train --model planted:slow --balance off --log-interval 0".split(),
+        cwd=tmp_path,
+        env={"PYTHONUNBUFFERED": "1"},
+    )
+    for line in process.stdout:
+        if "step 1/" in line:
+            break
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate()
+    assert_gone(ranks)
+
+
+def assert_gone(pids):
+    deadline = time.time() + LIMIT_SEC
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.time() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_users_own_script_is_guarded_too(mpirun, tmp_path):
+    """A plain script that fails on one rank must not leave the others waiting."""
+    (tmp_path / "script.py").write_text(
+        "import time, torch, torch.distributed as dist, kaitian_mpi\n"
+        "world = kaitian_mpi.init()\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if world.rank == 1:\n"
+        "    print(f'fault at {time.time()}', flush=True)\n"
+        "    raise RuntimeError('planted')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    ended = mpirun(2, PYTHON, "script.py")
+    assert ended.code != 0
+    assert re.search(r"^\[1@[^\]]+\] RuntimeError: planted$", ended.err, re.MULTILINE), ended.text
+    fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
+    assert ended.ended_at - fault_at < LIMIT_SEC

@@ -1,0 +1,183 @@
+"""`kaitian-train` from the command line to the files it leaves."""
+
+import json
+import math
+import re
+import time
+
+import pytest
+import torch
+from jobs import finish, run_ranks, start
+
+from kaitian_mpi.models import build_model
+
+SUMMARY_KEYS = {
+    "world_size",
+    "groups",
+    "global_batch_size",
+    "batch_sizes",
+    "steps",
+    "epochs",
+    "samples_per_sec",
+    "step_time_sec",
+    "compute_time_sec",
+    "wait_time_sec",
+    "val_loss",
+    "val_accuracy",
+    "plans",
+    "failures",
+    "allreduce",
+    "device_kinds",
+    "emulated",
+    "finished",
+}
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """Four ranks, two emulated kinds, one of them three times slower."""
+    folder = tmp_path_factory.mktemp("emulated")
+    ended = run_ranks(
+        4,
+        *"kaitian-train --model cnn --epochs 4 --run-dir run --log-interval 0".split(),
+        *"--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 2:3,3:3".split(),
+        cwd=folder,
+    )
+    assert ended.code == 0, ended.text
+    return folder / "run", ended
+
+
+def test_it_shows_groups_leaders_scores_and_progress_once(emulated):
+    _, ended = emulated
+    assert ended.out.count("4 ranks, 2 groups (device kinds emulated)") == 1
+    assert len(re.findall(r"\| gpu \(emulated\) \| leader", ended.out)) == 1
+    assert len(re.findall(r"\| mlu \(emulated\) \| leader", ended.out)) == 1
+    assert ended.out.count("slowed 3x (emulated)") == 2
+    assert re.search(
+        r"epoch 2/4 \| step 12/24 \| loss [\d.]+ \| [\d.]+ samples/s \| \d+:\d\d left", ended.out
+    )
+    assert re.search(r"allreduce: (flat|leader|striped) \(measured: flat .* ms, ", ended.out)
+    assert "Warning" not in ended.text
+    assert "\x1b" not in ended.text
+
+
+def test_a_slow_rank_scores_low_and_takes_fewer_samples(emulated):
+    folder, _ = emulated
+    summary = json.loads((folder / "summary.json").read_text())
+    fast, slow = summary["scores"][:2], summary["scores"][2:]
+    assert max(fast) == 1.0
+    assert max(slow) < min(fast)
+    assert sum(summary["batch_sizes"]) == 256
+    assert max(summary["batch_sizes"][2:]) < min(summary["batch_sizes"][:2])
+
+
+def test_the_summary_is_whole(emulated):
+    folder, _ = emulated
+    summary = json.loads((folder / "summary.json").read_text())
+    assert SUMMARY_KEYS <= set(summary)
+    assert summary["finished"] is True
+    assert summary["emulated"] is True
+    assert summary["groups"] == {"gpu": [0, 1], "mlu": [2, 3]}
+    assert summary["steps"] == 24
+    assert summary["epochs"] == 4
+    assert len(summary["compute_time_sec"]) == len(summary["wait_time_sec"]) == 4
+    for compute, wait in zip(summary["compute_time_sec"], summary["wait_time_sec"], strict=True):
+        assert compute > 0
+        assert wait >= 0
+        assert compute + wait <= 1.05 * summary["step_time_sec"]
+
+
+def test_the_loss_falls(emulated):
+    folder, _ = emulated
+    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+    assert len(losses) == 24
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+def test_the_other_files_are_there(emulated):
+    folder, _ = emulated
+    assert json.loads((folder / "config.json").read_text())["model"] == "cnn"
+    topology = json.loads((folder / "topology.json").read_text())
+    assert [rank["kind"] for rank in topology["ranks"]] == ["gpu", "gpu", "mlu", "mlu"]
+    benchmark = json.loads((folder / "benchmark.json").read_text())
+    assert benchmark["emulated"] is True
+    for rank in benchmark["ranks"]:
+        assert rank["alpha_sec"] >= 0
+        assert rank["beta_sec_per_sample"] >= 0
+        assert rank["memory_bytes"] > 0
+    plans = read_lines(folder / "plan.jsonl")
+    assert [plan["step"] for plan in plans] == [0]
+    assert sum(plans[0]["batch_sizes"]) == 256
+    metrics = read_lines(folder / "metrics.jsonl")[-1]
+    assert {"step_time_sec", "samples_per_sec", "compute_time_sec", "wait_time_sec"} <= set(metrics)
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_the_saved_model_loads_without_unpickling_code(emulated):
+    folder, _ = emulated
+    state = torch.load(folder / "checkpoints" / "model.pt", weights_only=True)
+    model = build_model("cnn", 10)
+    model.load_state_dict(state)
+    assert all(torch.isfinite(value).all() for value in state.values())
+
+
+def test_the_papers_policy_bf16_and_a_forced_algorithm(mpirun, tmp_path):
+    ended = mpirun(
+        3,
+        *"kaitian-train --model cnn --max-steps 5 --run-dir run --batch-policy paper".split(),
+        *"--batch-size 40 --precision bf16 --schedule constant --label-smoothing 0.1".split(),
+        *"--allreduce striped --emulate-kinds a,b,b --memory-format contiguous".split(),
+    )
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert max(summary["batch_sizes"]) == 40
+    assert summary["global_batch_size"] == sum(summary["batch_sizes"])
+    assert summary["batch_sizes"] == [max(1, round(40 * score)) for score in summary["scores"]]
+    assert summary["allreduce"] == "striped"
+    assert summary["steps"] == 5
+    assert math.isfinite(summary["val_loss"])
+
+
+def test_equal_shares_fp16_loading_processes_and_a_factory(mpirun, tmp_path):
+    (tmp_path / "mycode.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "def data():\n"
+        "    x = torch.randn(101, 3, 32, 32)\n"
+        "    return TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())\n"
+    )
+    ended = mpirun(
+        2,
+        *"kaitian-train --model cnn --dataset mycode:data --epochs 2 --run-dir run".split(),
+        *"--global-batch-size 80 --balance off --precision fp16 --workers 1".split(),
+    )
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["batch_sizes"] == [40, 40]
+    assert (
+        summary["steps"] == 4
+    )  # 80 samples are left for training, then 1 more: two steps an epoch
+    assert summary["allreduce"] == "direct"
+    assert summary["emulated"] is False
+    assert "benchmark" not in ended.out
+
+
+def test_one_rank_without_mpirun(tmp_path):
+    started_at = time.time()
+    ended = finish(
+        start(*"kaitian-train --model cnn --max-steps 3 --run-dir run".split(), cwd=tmp_path),
+        started_at,
+    )
+    assert ended.code == 0, ended.text
+    assert "1 rank, 1 group" in ended.out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"] is True
+
+
+def test_help_is_printed_once(mpirun):
+    ended = mpirun(2, "kaitian-train", "--help")
+    assert ended.code == 0
+    assert ended.out.count("usage: kaitian-train") == 1
