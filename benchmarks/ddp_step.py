@@ -48,7 +48,7 @@ def main() -> None:
     """Run the comparison; world rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps")
     parser.add_argument("--emulate-kinds", default="")
     options = parser.parse_args()
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-BACKEND = "kaitian"
-SCHEME = "mpi"
+from kaitian_mpi.collectives import BACKEND, SCHEME
 
 
 def register() -> None:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from kaitian_mpi.collectives import hybrid
-from kaitian_mpi.collectives.autoload import BACKEND
+from kaitian_mpi.collectives import BACKEND, hybrid
 from kaitian_mpi.collectives.staging import on_host
 from kaitian_mpi.collectives.vendor import VendorGroup
 from kaitian_mpi.collectives.worker import Worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from kaitian_mpi.collectives import autoload
+from kaitian_mpi.collectives import BACKEND, SCHEME, autoload
 from kaitian_mpi.mpi.guard import guard_script
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.world import World, join_world
@@ -25,5 +25,5 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
     guard_script()
     world = join_world(start_mpi(), devices, emulate_kinds)
     autoload.register()
-    dist.init_process_group(autoload.BACKEND, init_method=f"{autoload.SCHEME}://")
+    dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
     return world

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 # From glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 _NEVER = 1 << 30
 
 
@@ -31,16 +31,8 @@ class CpuDevice:
         return torch.device("cpu")
 
     def select(self, index: int) -> None:
-        """Let the process keep the memory it frees, up to its peak, instead of returning it.
-
-        A training step frees and takes the same large blocks again and again; given back to the
-        kernel each time, they cost a page fault for every 4 KiB. (MobileNetV2, 4 ranks on 2 cores:
-        18% more samples per second. `benchmarks/memory_kept.py` measures it.)
-        """
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # glibc
-            libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
-            libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        """Make the process keep the memory it frees; there is only one CPU to select."""
+        keep_freed_memory()
 
     def synchronize(self, index: int) -> None:
         """Do nothing: CPU calls return when done."""
@@ -58,3 +50,15 @@ class CpuDevice:
     def memory_bytes(self, index: int) -> int:
         """Return the host's memory in bytes; its ranks share it."""
         return int(psutil.virtual_memory().total)
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep the memory it frees, up to its peak, instead of returning it.
+
+    A training step frees and takes the same large blocks again and again; given back to the kernel
+    each time, they cost a page fault for every 4 KiB. `benchmarks/memory_kept.py` measures it.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(M_MMAP_THRESHOLD, _NEVER)
+        libc.mallopt(M_TRIM_THRESHOLD, _NEVER)

@@ -15,6 +15,9 @@ from kaitian_mpi.mpi.launch import prepare_environment, read_launch, usable_core
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_SHORTEST_NAP_SEC = 20e-6
+_LONGEST_NAP_SEC = 1e-3
+
 _closers: list[Callable[[], None]] = []
 
 
@@ -80,14 +83,15 @@ def _close_all() -> None:
         _closers.pop()()
 
 
-def wait_quietly(comm: MPI.Comm, first_sec: float = 20e-6, longest_sec: float = 1e-3) -> None:
+def wait_quietly(comm: MPI.Comm) -> None:
     """Wait until every rank of `comm` has come here, asleep rather than spinning.
 
-    Collective. MPI's blocking calls burn a core while they wait for a slower rank; one that
-    shares its cores with other ranks, or with its own computing thread, must not.
+    Collective. MPI's blocking calls burn a core while they wait for a slower rank; one that shares
+    its cores with other ranks, or with its own computing thread, must not. The sleeps grow with
+    the time waited, so that waking up late adds 2% to it at most.
     """
     request = comm.Ibarrier()
-    pause = first_sec
+    began = time.perf_counter()
     while not request.Test():
-        time.sleep(pause)
-        pause = min(2 * pause, longest_sec)
+        waited = time.perf_counter() - began
+        time.sleep(min(max(waited / 50, _SHORTEST_NAP_SEC), _LONGEST_NAP_SEC))

@@ -7,184 +7,28 @@ torch's own bookkeeping and the bootstrap of the vendors' libraries.
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from mpi4py import MPI
 
 from kaitian_mpi.mpi.runtime import close_at_exit, wait_quietly
+from kaitian_mpi.mpi.store_server import (
+    REQUEST_TAG,
+    TIMED_OUT,
+    Fields,
+    StoreServer,
+    pack,
+    unpack,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_REQUEST_TAG = 1
-_FIRST_REPLY_TAG = 2
+_FIRST_REPLY_TAG = REQUEST_TAG + 1
 _REPLY_TAGS = 16_384  # MPI promises tags up to 32,767
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_OK, _TIMED_OUT = b"ok", b"timed out"
-
-Fields = tuple[bytes, ...]
-
-
-def pack(fields: Sequence[bytes]) -> bytes:
-    """Frame byte strings as one message: a count, the lengths, the bytes."""
-    lengths = [len(field) for field in fields]
-    return struct.pack(f"<{len(fields) + 1}Q", len(fields), *lengths) + b"".join(fields)
-
-
-def unpack(message: bytes) -> Fields:
-    """Take apart what `pack` made."""
-    (count,) = struct.unpack_from("<Q", message)
-    lengths = struct.unpack_from(f"<{count}Q", message, 8)
-    ends = list(itertools.accumulate(lengths, initial=8 * (count + 1)))
-    return tuple(message[start:end] for start, end in itertools.pairwise(ends))
-
-
-class Table:
-    """The keys and values, with the operations of a store. One thread at a time may use it."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-
-    def apply(self, operation: bytes, arguments: Fields) -> Fields:
-        """Carry out one operation and return its results."""
-        method: Callable[..., Fields] = getattr(self, f"_{operation.decode()}")
-        return method(*arguments)
-
-    def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether every key is there."""
-        return all(key in self._values for key in keys)
-
-    def _set(self, *pairs: bytes) -> Fields:
-        self._values.update(zip(pairs[::2], pairs[1::2], strict=True))
-        return ()
-
-    def _get(self, *keys: bytes) -> Fields:
-        return tuple(self._values[key] for key in keys)
-
-    def _add(self, key: bytes, amount: bytes) -> Fields:
-        total = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
-        self._values[key] = total
-        return (total,)
-
-    def _append(self, key: bytes, value: bytes) -> Fields:
-        self._values[key] = self._values.get(key, b"") + value
-        return ()
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Fields:
-        # As torch's TCPStore: an absent key is set only if nothing was expected there.
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._values[key] = current = desired
-        return (expected if current is None else current,)
-
-    def _check(self, *keys: bytes) -> Fields:
-        return (b"1" if self.has(keys) else b"",)
-
-    def _delete(self, key: bytes) -> Fields:
-        return (b"1" if self._values.pop(key, None) is not None else b"",)
-
-    def _count(self) -> Fields:
-        return (b"%d" % len(self._values),)
-
-    def _list(self) -> Fields:
-        return tuple(self._values)
-
-    def _wait(self, *_: bytes) -> Fields:
-        return ()
-
-
-@dataclass
-class _Pending:
-    """A request that waits for keys: `get` and `wait`."""
-
-    operation: bytes
-    keys: Fields
-    deadline: float
-    reply: Callable[[Fields], None]
-
-
-class StoreServer:
-    """The thread that owns the table.
-
-    It looks for messages at intervals that grow from 20 microseconds to 10 ms while nothing comes,
-    so that it takes no core from the training.
-    """
-
-    _SHORTEST_SEC, _LONGEST_SEC = 20e-6, 10e-3
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._table = Table()
-        self._pending: list[_Pending] = []
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kaitian-store", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread and wait until it has ended."""
-        self._stop.set()
-        self._thread.join()
-
-    def submit(
-        self,
-        operation: bytes,
-        arguments: Fields,
-        timeout_sec: float,
-        reply: Callable[[Fields], None],
-    ) -> None:
-        """Answer a request now, or when the keys it waits for are there, or its time is over."""
-        with self._lock:
-            if operation in (b"get", b"wait") and not self._table.has(arguments):
-                deadline = time.monotonic() + timeout_sec
-                self._pending.append(_Pending(operation, arguments, deadline, reply))
-                return
-            reply((_OK, *self._table.apply(operation, arguments)))
-            self._answer_pending()
-
-    def _answer_pending(self) -> None:
-        still: list[_Pending] = []
-        for request in self._pending:
-            if self._table.has(request.keys):
-                request.reply((_OK, *self._table.apply(request.operation, request.keys)))
-            elif time.monotonic() > request.deadline:
-                request.reply((_TIMED_OUT,))
-            else:
-                still.append(request)
-        self._pending = still
-
-    def _serve(self) -> None:
-        pause = self._SHORTEST_SEC
-        status = MPI.Status()
-        while not self._stop.is_set():
-            message = self._comm.Improbe(MPI.ANY_SOURCE, _REQUEST_TAG, status)
-            if message is not None:
-                self._receive(message, status)
-                pause = self._SHORTEST_SEC
-                continue
-            with self._lock:
-                self._answer_pending()
-            time.sleep(pause)
-            pause = min(2 * pause, self._LONGEST_SEC)
-
-    def _receive(self, message: MPI.Message, status: MPI.Status) -> None:
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([buffer, MPI.BYTE])
-        operation, tag, timeout, *arguments = unpack(bytes(buffer))
-        source, reply_tag = status.Get_source(), int(tag)
-
-        def reply(fields: Fields) -> None:
-            self._comm.Send([pack(fields), MPI.BYTE], source, reply_tag)
-
-        self.submit(operation, tuple(arguments), float(timeout), reply)
 
 
 class MPIStore(dist.Store):
@@ -299,7 +143,7 @@ class MPIStore(dist.Store):
             status, *result = self._ask_here(self._server, operation, fields, limit_sec)
         else:
             status, *result = self._ask_by_message(operation, fields, limit_sec)
-        if status == _TIMED_OUT:
+        if status == TIMED_OUT:
             raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")
         return tuple(result)
 
@@ -320,7 +164,7 @@ class MPIStore(dist.Store):
     def _ask_by_message(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
         tag = _FIRST_REPLY_TAG + next(self._tags) % _REPLY_TAGS
         request = pack((operation.encode(), b"%d" % tag, str(limit_sec).encode(), *fields))
-        self._comm.Send([request, MPI.BYTE], 0, _REQUEST_TAG)
+        self._comm.Send([request, MPI.BYTE], 0, REQUEST_TAG)
         pause = 20e-6
         status = MPI.Status()
         while (message := self._comm.Improbe(0, tag, status)) is None:
@@ -332,7 +176,7 @@ class MPIStore(dist.Store):
 
 
 @contextmanager
-def _explained(keys: str) -> Iterator[Any]:
+def _explained(keys: str) -> Iterator[None]:
     try:
         yield
     except dist.DistStoreError as error:
