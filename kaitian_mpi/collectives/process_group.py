@@ -17,7 +17,7 @@ from kaitian_mpi.collectives.worker import Worker
 from kaitian_mpi.devices import KINDS, device_of_kind
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi import host_collectives, rendezvous
-from kaitian_mpi.mpi.runtime import close_at_exit, wait_quietly
+from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
 from kaitian_mpi.mpi.topology import GroupComms, positions, split_by_kind, subset
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
+        closed_early(self.shutdown)
         self._worker.close()
         if self._vendor_group is not None:
             self._vendor_group.close()

@@ -10,7 +10,7 @@ from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore
 from kaitian_mpi.mpi.world import World, current_world, join_world
 
-_stores: list[MPIStore] = []  # torch keeps no Python reference, and needs one
+_store: MPIStore | None = None  # torch keeps no Python reference, and needs one
 
 
 def world_or_join() -> World:
@@ -26,8 +26,13 @@ def world_or_join() -> World:
 
 
 def rendezvous(timeout: timedelta | None = None) -> Iterator[tuple[MPIStore, int, int]]:
-    """Yield a store, this rank and the number of ranks, as torch asks of a rendezvous handler."""
+    """Yield a store, this rank and the number of ranks, as torch asks of a rendezvous handler.
+
+    Collective. After a `destroy_process_group` a program may do it again, with a new store.
+    """
+    global _store
     world = world_or_join()
-    store = MPIStore(world.comm, timeout or DEFAULT_TIMEOUT)
-    _stores.append(store)
-    yield store, world.rank, world.size
+    if _store is not None:
+        _store.close()
+    _store = MPIStore(world.comm, timeout or DEFAULT_TIMEOUT)
+    yield _store, world.rank, world.size

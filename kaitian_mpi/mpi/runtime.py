@@ -73,9 +73,15 @@ def close_at_exit(close: Callable[[], None]) -> None:
     A thread still inside MPI when the interpreter ends aborts the process, so whoever starts one
     registers here how to stop it.
     """
-    if not _closers:
-        atexit.register(_close_all)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
     _closers.append(close)
+
+
+def closed_early(close: Callable[[], None]) -> None:
+    """Take back what `close_at_exit` was told: it has been closed."""
+    if close in _closers:
+        _closers.remove(close)
 
 
 def _close_all() -> None:

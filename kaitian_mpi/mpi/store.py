@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.runtime import close_at_exit, wait_quietly
+from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
 from kaitian_mpi.mpi.store_server import (
     REQUEST_TAG,
     TIMED_OUT,
@@ -52,9 +52,11 @@ class MPIStore(dist.Store):
         if self._closed:
             return
         self._closed = True
+        closed_early(self.close)
         wait_quietly(self._comm)
         if self._server is not None:
             self._server.close()
+        self._comm.Free()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""

@@ -3,6 +3,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from kaitian_mpi.mpi.store import MPIStore
@@ -86,3 +87,17 @@ def test_large_values_and_many_threads(store, world):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_program_may_start_and_end_torch_distributed_many_times(world):
+    """Its own default group is replaced and, at the end, made anew for the other tests."""
+    dist.destroy_process_group()
+    for count in range(20):
+        dist.init_process_group("kaitian", init_method="mpi://")
+        tensor = torch.full((3,), float(count))
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [count * world.size] * 3
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("kaitian-store") == (1 if world.rank == 0 else 0)
+        if count < 19:
+            dist.destroy_process_group()

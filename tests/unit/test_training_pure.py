@@ -1,0 +1,116 @@
+"""The parts of training that need no other rank."""
+
+import json
+
+import pytest
+import torch
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.models import build_model
+from kaitian_mpi.training.clock import HostClock
+from kaitian_mpi.training.computation import Computation, make_optimizer, make_schedule
+from kaitian_mpi.training.report import progress_line
+from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, open_run_folder
+
+
+@pytest.mark.parametrize(
+    ("schedule", "progress", "expected"),
+    [
+        ("cosine", 0.125, 0.5),
+        ("cosine", 0.25, 1.0),
+        ("cosine", 0.625, 0.5),
+        ("cosine", 1.0, 0.0),
+        ("constant", 0.125, 0.5),
+        ("constant", 0.9, 1.0),
+    ],
+)
+def test_learning_rate(schedule, progress, expected):
+    rate = make_schedule(TrainConfig(lr=1.0, warmup=0.25, schedule=schedule))
+    assert rate(progress) == pytest.approx(expected)
+
+
+def test_without_a_warm_up_the_rate_starts_at_its_peak():
+    assert make_schedule(TrainConfig(lr=2.0, warmup=0.0))(0.0) == pytest.approx(2.0)
+
+
+def test_weight_decay_spares_biases_and_norms():
+    optimizer = make_optimizer(TrainConfig(weight_decay=0.1), build_model("cnn", 10))
+    decayed, spared = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert spared["weight_decay"] == 0.0
+    assert all(parameter.ndim > 1 for parameter in decayed["params"])
+    assert all(parameter.ndim == 1 for parameter in spared["params"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+def test_a_step_in_every_precision_and_layout_lowers_the_loss(precision, memory_format):
+    torch.manual_seed(0)
+    computation = Computation(torch.device("cpu"), precision, memory_format, 0.1)
+    model = computation.place_model(build_model("cnn", 10))
+    optimizer = make_optimizer(TrainConfig(lr=0.1), model)
+    inputs, labels = computation.place(torch.randn(16, 3, 32, 32), torch.arange(16) % 10)
+    before = computation.loss(model, inputs, labels)
+    assert before.dtype == torch.float32
+    for _ in range(10):
+        computation.scaler.scale(computation.loss(model, inputs, labels)).backward()
+        computation.update(optimizer)
+        optimizer.zero_grad()
+    assert computation.loss(model, inputs, labels).item() < before.item()
+
+
+def test_fp16_skips_a_step_whose_gradients_overflow():
+    computation = Computation(torch.device("cpu"), "fp16", "contiguous", 0.0)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    computation.scaler.scale(parameter.sum()).backward()
+    parameter.grad.fill_(float("inf"))
+    computation.update(optimizer)
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_the_clock_splits_a_step(monkeypatch):
+    times = iter([10.0, 11.0, 13.0, 13.5, 14.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = HostClock()
+    clock.start()
+    clock.bucket_ready()
+    clock.bucket_ready()
+    clock.gradients_summed()
+    clock.stop()
+    assert clock.read() == (3.5, 0.5)
+    assert clock.read() == (0.0, 0.0)
+
+
+def test_progress_line():
+    line = progress_line(2, 10, 7, 60, 1.23456, 98.76, 125.4)
+    assert line == "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left"
+
+
+def test_rank_0_writes_whole_files(tmp_path):
+    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=0)
+    assert isinstance(folder, DiskFolder)
+    folder.write("summary.json", {"finished": False})
+    folder.write("summary.json", {"finished": True})
+    folder.append("plan.jsonl", {"step": 0})
+    folder.append("plan.jsonl", {"step": 5})
+    folder.save_model({"weight": torch.ones(2)})
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"finished": True}
+    assert (tmp_path / "run" / "plan.jsonl").read_text().count("\n") == 2
+    assert not list((tmp_path / "run").rglob("*.partial"))
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=1)
+    assert isinstance(folder, NoFolder)
+    folder.write("summary.json", {})
+    folder.append("plan.jsonl", {})
+    folder.save_model({})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--run-dir .*file/run: Not a directory; name a folder"):
+        open_run_folder(TrainConfig(run_dir=str(tmp_path / "file" / "run")), rank=0)
