@@ -53,20 +53,24 @@ def parse_slowdown(text: str, world_size: int) -> tuple[float, ...]:
 class Slowdown:
     """Makes this process `factor` times slower by sleeping for what it computed.
 
-    Sleeping costs no core, so that a slow device can be emulated honestly beside a fast one.
-    A factor of 1 never sleeps.
+    Sleeping costs no core, so that a slow device can be emulated honestly beside a fast one. What
+    was computed is the calling thread's own CPU time: waiting for a core that another rank holds is
+    no property of the device, and is not multiplied. A factor of 1 never sleeps.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
-        self._mark = time.perf_counter()
+        self._mark_sec = time.thread_time()
 
     def start(self) -> None:
         """Begin a stretch of computing."""
-        self._mark = time.perf_counter()
+        self._mark_sec = time.thread_time()
 
     def catch_up(self) -> None:
-        """Sleep `factor - 1` times the time since the last mark, and set a new mark."""
+        """Sleep `factor - 1` times the CPU time since the last mark, and set a new mark.
+
+        To be called by the thread that computes, which on the CPU is the one that calls backward.
+        """
         if self.factor > 1.0:
-            time.sleep((self.factor - 1.0) * (time.perf_counter() - self._mark))
-        self._mark = time.perf_counter()
+            time.sleep((self.factor - 1.0) * (time.thread_time() - self._mark_sec))
+        self._mark_sec = time.thread_time()
