@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any = None) -> Any:
-    from kaitian_mpi.collectives.process_group import create
+    from kaitian_mpi.collectives.creation import create
 
     return create(options)
 

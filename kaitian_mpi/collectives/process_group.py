@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Work,
+)
 
 from kaitian_mpi.collectives import BACKEND, hybrid
+from kaitian_mpi.collectives.arguments import check_pieces, check_whole, element_counts
+from kaitian_mpi.collectives.operations import (
+    HostOperations,
+    collect,
+    mpi_reduction,
+    plain,
+    reducible,
+)
+from kaitian_mpi.collectives.point_to_point import Mailbox
 from kaitian_mpi.collectives.staging import on_host
 from kaitian_mpi.collectives.vendor import VendorGroup
 from kaitian_mpi.collectives.worker import Worker
 from kaitian_mpi.devices import KINDS, device_of_kind
 from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi import host_collectives, rendezvous
+from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
-from kaitian_mpi.mpi.topology import GroupComms, positions, split_by_kind, subset
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from kaitian_mpi.mpi.topology import GroupComms
 
 # Below this a collective is over before a waiting rank could fall asleep and wake up again.
 _QUIET_BYTES = 32 << 10
 
 
+Tensors = list[torch.Tensor]
+
+
 class KaitianProcessGroup(dist.ProcessGroup):
     """Collectives over the ranks of `comms.world`.
 
-    Every operation is collective, takes tensors on any device, and runs after those given before
-    it. What is not supported raises an error before anything is sent.
+    Every operation but a message is collective, takes tensors on any device, and runs after those
+    given before it. What is not supported raises an error before anything is sent.
+
+    Tensors of a group of one device kind go to the vendor's library, others through host memory;
+    the allreduce between kinds is the hybrid one.
     """
 
     def __init__(self, store: dist.Store, comms: GroupComms, name: str, timeout: timedelta) -> None:
@@ -41,9 +63,11 @@ class KaitianProcessGroup(dist.ProcessGroup):
         self.algorithm = "flat"
         self._store = store
         self._timeout = timeout
+        self._host = HostOperations(comms.world)
         self._host_group = hybrid.HostGroup(comms)
         self._vendor_group: VendorGroup | None = None
         self._worker = Worker(f"kaitian-{name}")
+        self._mailbox = Mailbox(comms.messages, f"kaitian-messages-{name}")
         self._closed = False
         close_at_exit(self.shutdown)
 
@@ -56,64 +80,197 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Return `kaitian`."""
         return BACKEND
 
-    def allreduce(  # type: ignore[override]
-        self, tensors: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place."""
-        options = dist.AllreduceOptions() if opts is None else opts
-        op = options.reduceOp
+        opts = opts or AllreduceOptions()
+        op = opts.reduceOp
         for tensor in tensors:
-            host_collectives.reduction(_wide(tensor.dtype), _plain(op))
-        return self._submit(lambda: self._allreduce_all(tensors, op), tensors, options)
-
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """Reduce several tensors over all ranks, in place."""
-        return self.allreduce(tensors, opts)
-
-    def broadcast(  # type: ignore[override]
-        self, tensors: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        """Copy each tensor from rank `opts.rootRank` to every rank."""
-        options = dist.BroadcastOptions() if opts is None else opts
-        root = options.rootRank
+            mpi_reduction(tensor.dtype, op)
 
         def task() -> None:
             for tensor in tensors:
-                self._broadcast(tensor, root)
+                with reducible(tensor, op, self.size()) as lent:
+                    self._allreduce(lent.view(-1), plain(op))
 
-        return self._submit(task, tensors, options)
+        return self._submit(task, "allreduce", (tensors, opts), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        """Reduce several tensors over all ranks, in place."""
+        options = AllreduceOptions()
+        if opts is not None:
+            options.reduceOp, options.asyncOp = opts.reduceOp, opts.asyncOp
+        return self.allreduce(tensors, options)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        """Reduce each tensor to rank `opts.rootRank`."""
+        opts = opts or ReduceOptions()
+        for tensor in tensors:
+            mpi_reduction(tensor.dtype, opts.reduceOp)
+        calls = [(tensor, opts.rootRank, opts.reduceOp) for tensor in tensors]
+        return self._each(self._host.reduce, calls, "reduce", (tensors, opts), tensors, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        """Copy each tensor from rank `opts.rootRank` to every rank."""
+        opts = opts or BroadcastOptions()
+        calls = [(tensor, opts.rootRank) for tensor in tensors]
+        return self._each(self._host.broadcast, calls, "broadcast", (tensors, opts), tensors, opts)
 
     def allgather(  # type: ignore[override]
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank of equal shapes."""
-        for gathered, tensor in zip(outputs, inputs, strict=True):
-            if any(t.numel() != tensor.numel() or t.dtype != tensor.dtype for t in gathered):
-                raise UnsupportedError("all_gather needs tensors of one size and type on all ranks")
+        """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
+        for pieces, tensor in zip(outputs, inputs, strict=True):
+            check_pieces(pieces, tensor, self.size(), "all_gather")
+            if pieces[self.rank()].numel() != tensor.numel():
+                raise UnsupportedError("all_gather: a rank's own piece differs from what it gives")
+        calls = list(zip(outputs, inputs, strict=True))
+        result = [piece for pieces in outputs for piece in pieces]
+        given = (outputs, inputs, opts or AllgatherOptions())
+        return self._each(self._host.all_gather, calls, "allgather", given, result, opts)
 
-        def task() -> None:
-            for gathered, tensor in zip(outputs, inputs, strict=True):
-                self._all_gather(gathered, tensor)
+    def allgather_coalesced(
+        self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Gather several tensors: `output_lists[r][i]` is rank r's `inputs[i]`."""
+        by_tensor = [list(pieces) for pieces in zip(*output_lists, strict=True)]
+        return self.allgather(by_tensor, inputs, opts)
 
-        flat = [tensor for gathered in outputs for tensor in gathered]
-        return self._submit(task, flat, opts)
-
-    def all_gather_single(
+    def all_gather_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
         """Gather each rank's tensor into one, along the first dimension."""
-        parts = list(output.view(-1).chunk(self.size()))
-        return self.allgather([parts], [tensor.reshape(-1)], opts)
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    # Its name before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    def all_gather_single_coalesced(  # type: ignore[override]
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Gather several tensors, each into one along its first dimension."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_whole(output, tensor, self.size(), "all_gather_single")
+        calls = list(zip(outputs, inputs, strict=True))
+        name, host = "all_gather_single_coalesced", self._host.all_gather_single
+        given = (outputs, inputs, opts or AllgatherOptions())
+        return self._each(host, calls, name, given, outputs, opts)
+
+    def gather(  # type: ignore[override]
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Gather each rank's tensor into a list on rank `opts.rootRank`."""
+        opts = opts or GatherOptions()
+        pieces = outputs[0] if self.rank() == opts.rootRank else []
+        if pieces:
+            check_pieces(pieces, inputs[0], self.size(), "gather", equal=True)
+        calls = [(pieces, inputs[0], opts.rootRank)]
+        return self._each(
+            self._host.gather, calls, "gather", (outputs, inputs, opts), pieces or inputs, opts
+        )
+
+    def scatter(  # type: ignore[override]
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
+    ) -> Work:
+        """Give each rank its piece of the list on rank `opts.rootRank`."""
+        opts = opts or ScatterOptions()
+        pieces = inputs[0] if self.rank() == opts.rootRank else []
+        if pieces:
+            check_pieces(pieces, outputs[0], self.size(), "scatter", equal=True)
+        calls = [(outputs[0], pieces, opts.rootRank)]
+        return self._each(
+            self._host.scatter, calls, "scatter", (outputs, inputs, opts), outputs, opts
+        )
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
+    ) -> Work:
+        """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
+        opts = opts or ReduceScatterOptions()
+        for output, pieces in zip(outputs, inputs, strict=True):
+            mpi_reduction(output.dtype, opts.reduceOp)
+            check_pieces(pieces, output, self.size(), "reduce_scatter")
+
+        def task() -> None:
+            for output, pieces in zip(outputs, inputs, strict=True):
+                counts = [piece.numel() for piece in pieces]
+                self._host.reduce_scatter(output, collect(pieces), counts, opts.reduceOp)
+
+        return self._submit(task, "reduce_scatter", (outputs, inputs, opts), outputs, opts)
+
+    def reduce_scatter_single(  # type: ignore[override]
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Work:
+        """Reduce a tensor over all ranks and leave each its part of the first dimension."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(  # type: ignore[override]
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Reduce several tensors over all ranks and leave each rank its parts."""
+        opts = opts or ReduceScatterOptions()
+        for output, tensor in zip(outputs, inputs, strict=True):
+            mpi_reduction(tensor.dtype, opts.reduceOp)
+            check_whole(tensor, output, self.size(), "reduce_scatter_single")
+        calls = [
+            (output, tensor, [output.numel()] * self.size(), opts.reduceOp)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        name, host = "reduce_scatter_single_coalesced", self._host.reduce_scatter
+        return self._each(host, calls, name, (outputs, inputs, opts), outputs, opts)
+
+    def alltoall(  # type: ignore[override]
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
+        for pieces in (outputs, inputs):
+            check_pieces(pieces, inputs[0], self.size(), "all_to_all")
+        given = (outputs, inputs, opts or AllToAllOptions())
+        return self._each(
+            self._host.all_to_all, [(outputs, inputs)], "alltoall", given, outputs, opts
+        )
+
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Work:
+        """Send a part of the first dimension to each rank; no splits mean equal parts."""
+        counts = [
+            element_counts(output, output_splits, self.size()),
+            element_counts(tensor, input_splits, self.size()),
+        ]
+        calls = [(output, counts[0], tensor, counts[1])]
+        given = (output, tensor, output_splits, input_splits, opts or AllToAllOptions())
+        host = self._host.all_to_all_single
+        return self._each(host, calls, "all_to_all_single", given, [output], opts)
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
-        return self._submit(lambda: wait_quietly(self.comms.world), [], opts)
+        return self._worker.run(
+            lambda: wait_quietly(self.comms.world), [], in_background=_in_background(opts)
+        )
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
+        """Start sending one tensor to a rank. Not collective."""
+        return self._mailbox.send(tensors[0], target, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:  # type: ignore[override]
+        """Start receiving one tensor from a rank. Not collective."""
+        return self._mailbox.receive(tensors[0], source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
+        """Start receiving one tensor from whichever rank sends first. Not collective."""
+        return self._mailbox.receive(tensors[0], ANY_SOURCE, tag)
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def shutdown(self) -> None:
-        """Finish what is queued, end the thread, free the communicators. Collective."""
+        """Finish what is queued, end the threads, free the communicators. Collective."""
         if self._closed:
             return
         self._closed = True
@@ -122,28 +279,45 @@ class KaitianProcessGroup(dist.ProcessGroup):
         if self._vendor_group is not None:
             self._vendor_group.close()
         wait_quietly(self.comms.world)
+        self._mailbox.close()
         self.comms.free()
 
-    def _submit(self, task: Callable[[], None], result: list[torch.Tensor], opts: Any) -> Work:
-        in_background = getattr(opts, "asyncOp", True)
-        return self._worker.run(task, result, in_background=in_background)
+    def _each(
+        self,
+        host: Callable[..., None],
+        calls: Sequence[tuple[Any, ...]],
+        name: str,
+        given: tuple[Any, ...],
+        result: Tensors,
+        opts: Any,
+    ) -> Work:
+        """Submit an operation that is `host` once for each of `calls`."""
 
-    def _allreduce_all(self, tensors: list[torch.Tensor], op: dist.ReduceOp) -> None:
-        for tensor in tensors:
-            wide = tensor.to(_wide(tensor.dtype)).contiguous()
-            self._allreduce(wide.view(-1), _plain(op))
-            if op == dist.ReduceOp.AVG:
-                wide.div_(self.size())
-            if wide is not tensor:
-                tensor.copy_(wide)
+        def task() -> None:
+            for arguments in calls:
+                host(*arguments)
 
-    def _allreduce(self, flat: torch.Tensor, op: dist.ReduceOp) -> None:
-        vendor = self._vendor(flat.device)
-        if self.single_kind and vendor is not None:
-            vendor.allreduce(flat, op)
-            return
+        return self._submit(task, name, given, result, opts)
+
+    def _submit(
+        self,
+        task: Callable[[], None],
+        name: str,
+        given: tuple[Any, ...],
+        result: Tensors,
+        opts: Any,
+    ) -> Work:
+        """Queue an operation: the vendor's `name(*given)` where it can do it, else `task`."""
+        vendor = self._vendor(result[0].device) if self.single_kind and result else None
+        if vendor is not None:
+            chosen = vendor
+            task = lambda: chosen.call(name, *given)  # noqa: E731
+        return self._worker.run(task, list(result), in_background=_in_background(opts))
+
+    def _allreduce(self, flat: torch.Tensor, op: Any) -> None:
         if flat.numel() * flat.element_size() > _QUIET_BYTES:
             wait_quietly(self.comms.world)
+        vendor = self._vendor(flat.device)
         algorithm = "flat" if self.single_kind else self.algorithm
         # Without a vendor's library a group works in host memory, on its ranks' copies.
         if vendor is None and algorithm != "flat":
@@ -151,28 +325,6 @@ class KaitianProcessGroup(dist.ProcessGroup):
                 hybrid.allreduce(algorithm, self.comms, self._host_group, host, op)
             return
         hybrid.allreduce(algorithm, self.comms, vendor or self._host_group, flat, op)
-
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        vendor = self._vendor(tensor.device) if self.single_kind else None
-        if vendor is not None:
-            vendor.broadcast(tensor, root)
-            return
-        wait_quietly(self.comms.world)
-        is_root = self.rank() == root
-        with on_host(tensor, read=is_root, write=not is_root) as host:
-            host_collectives.broadcast(self.comms.world, host, root)
-
-    def _all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> None:
-        vendor = self._vendor(tensor.device) if self.single_kind else None
-        if vendor is not None:
-            vendor.all_gather(gathered, tensor)
-            return
-        wait_quietly(self.comms.world)
-        with on_host(tensor, write=False) as host:
-            flat = host.new_empty(self.size() * host.numel())
-            host_collectives.all_gather(self.comms.world, flat, host)
-            for part, target in zip(flat.chunk(self.size()), gathered, strict=True):
-                target.copy_(part.view(target.shape))
 
     def _vendor(self, device: torch.device) -> VendorGroup | None:
         """Return the vendor's group for tensors on this device; None where MPI does it."""
@@ -186,33 +338,5 @@ class KaitianProcessGroup(dist.ProcessGroup):
         return self._vendor_group
 
 
-def _plain(op: Any) -> Any:
-    return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type a reduction computes in: 16-bit floats are summed in float32 and rounded once."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def create(options: Any, _: Any = None) -> KaitianProcessGroup:
-    """Make the process group that torch asks for. Collective over the group's ranks."""
-    world = rendezvous.world_or_join()
-    if options.group_size > world.size:
-        raise UnsupportedError(
-            f"a group of {options.group_size} ranks in an MPI world of {world.size}; start the "
-            "job with mpirun, one process per rank"
-        )
-    comm = _communicator(world.comm, options)
-    kinds = [world.kinds[rank] for rank in positions(comm, world.comm)]
-    comms = split_by_kind(comm, kinds)
-    return KaitianProcessGroup(options.store, comms, str(options.group_id), options.timeout)
-
-
-def _communicator(world: MPI.Intracomm, options: Any) -> MPI.Intracomm:
-    members = list(options.global_ranks_in_group)
-    if not members:  # the default group; its ranks may be in another order than MPI's
-        return cast("MPI.Intracomm", world.Split(0, options.group_rank))
-    default = dist.group.WORLD
-    base = default.comms.world if isinstance(default, KaitianProcessGroup) else world
-    return subset(base, members, str(options.group_id))
+def _in_background(opts: Any) -> bool:
+    return getattr(opts, "asyncOp", True)

@@ -30,11 +30,9 @@ class VendorGroup:
         self.rank, self.size = rank, size
         self._backend = _create(backend, store, rank, size, timeout)
 
-    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
-        """Leave the reduction over the group in `tensor` on every rank."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        self._backend.allreduce([tensor], options).wait()
+    def call(self, name: str, *arguments: Any) -> None:
+        """Carry out one of torch's operations on tensors of this device."""
+        getattr(self._backend, name)(*arguments).wait()
 
     def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
@@ -46,17 +44,9 @@ class VendorGroup:
     def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
         for root, piece in enumerate(tensor.split(list(shares))):
-            self.broadcast(piece, root)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy `tensor` from group rank `root` to every rank."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        self._backend.broadcast([tensor], options).wait()
-
-    def all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Gather every rank's `tensor` into `gathered`, by rank."""
-        self._backend.allgather([gathered], [tensor]).wait()
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._backend.broadcast([piece], options).wait()
 
     def close(self) -> None:
         """Release the library's resources. Collective over the group."""

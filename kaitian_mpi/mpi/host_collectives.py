@@ -26,6 +26,8 @@ _TYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.int8: MPI.INT8_T,
     torch.uint8: MPI.UINT8_T,
     torch.bool: MPI.C_BOOL,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
 _OPERATIONS: dict[object, MPI.Op] = {
@@ -46,6 +48,7 @@ _LOGICAL: dict[object, MPI.Op] = {
     dist.ReduceOp.BAND: MPI.LAND,
     dist.ReduceOp.BXOR: MPI.LXOR,
 }
+_ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 
@@ -57,7 +60,9 @@ def reduction(dtype: torch.dtype, op: dist.ReduceOp) -> MPI.Op:
     """
     kind = getattr(op, "op", op)  # a ReduceOp object holds its kind, a plain kind is itself
     table = _LOGICAL if dtype is torch.bool else _OPERATIONS
-    if kind not in table or (kind in _BITWISE and dtype.is_floating_point):
+    inexact = dtype.is_floating_point or dtype.is_complex
+    impossible = (kind in _BITWISE and inexact) or (kind in _ORDERED and dtype.is_complex)
+    if kind not in table or impossible:
         raise UnsupportedError(f"reduce operation {kind} on {dtype} is not supported by kaitian")
     if dtype not in _TYPES:
         raise UnsupportedError(f"a reduction of {dtype} is not supported by kaitian")
@@ -116,16 +121,84 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
         broadcast(comm, piece, root)
 
 
-def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Gather `tensor` ([n]) of every rank into `gathered` ([size * n]) on every rank; any dtype."""
-    source, target = _as_bytes(tensor), _as_bytes(gathered)
-    if source.numel() >= _PIECE:
-        for rank, part in enumerate(target.chunk(comm.size)):
-            if rank == comm.rank:
-                part.copy_(source)
-            broadcast(comm, part, rank)
-    else:
-        comm.Allgather(_typed(source), _typed(target))
+def all_gather(
+    comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor, counts: Sequence[int]
+) -> None:
+    """Gather rank r's flat `tensor`, `counts[r]` long, into flat `gathered`; any dtype."""
+    target = (_plain(gathered), list(counts), _mover(gathered))
+    comm.Allgatherv((_plain(tensor), _mover(tensor)), target)
+
+
+def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: MPI.Op) -> None:
+    """Leave the reduction over all ranks in `tensor` on rank `root`; elsewhere it stays."""
+    for piece in _pieces(tensor):
+        if comm.rank == root:
+            comm.Reduce(MPI.IN_PLACE, _typed(piece), op, root)
+        else:
+            comm.Reduce(_typed(piece), None, op, root)
+
+
+def gather(comm: MPI.Comm, gathered: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
+    """Gather every rank's flat `tensor` into flat `gathered` on rank `root`; any dtype."""
+    target = None if gathered is None else (_plain(gathered), _mover(gathered))
+    comm.Gather((_plain(tensor), _mover(tensor)), target, root)
+
+
+def scatter(
+    comm: MPI.Comm, tensor: torch.Tensor, scattered: torch.Tensor | None, root: int
+) -> None:
+    """Give every rank its piece of rank `root`'s flat `scattered` in flat `tensor`; any dtype."""
+    source = None if scattered is None else (_plain(scattered), _mover(scattered))
+    comm.Scatter(source, (_plain(tensor), _mover(tensor)), root)
+
+
+def reduce_scatter(
+    comm: MPI.Comm,
+    result: torch.Tensor,
+    tensor: torch.Tensor,
+    counts: Sequence[int],
+    op: MPI.Op,
+) -> None:
+    """Reduce piece r of flat `tensor`, `counts[r]` long, into flat `result` on rank r."""
+    comm.Reduce_scatter(_typed(tensor), _typed(result), list(counts), op)
+
+
+def all_to_all(
+    comm: MPI.Comm,
+    received: torch.Tensor,
+    received_counts: Sequence[int],
+    sent: torch.Tensor,
+    sent_counts: Sequence[int],
+) -> None:
+    """Send piece r of flat `sent` to rank r, and receive its pieces in order; any dtype."""
+    comm.Alltoallv(
+        (_plain(sent), list(sent_counts), _mover(sent)),
+        (_plain(received), list(received_counts), _mover(received)),
+    )
+
+
+# What moves without being reduced needs a type of the right size only.
+_MOVERS: dict[int, tuple[MPI.Datatype, torch.dtype]] = {
+    1: (MPI.UINT8_T, torch.uint8),
+    2: (MPI.INT16_T, torch.int16),
+    4: (MPI.INT32_T, torch.int32),
+    8: (MPI.INT64_T, torch.int64),
+    16: (MPI.C_DOUBLE_COMPLEX, torch.complex128),
+}
+
+
+def message(tensor: torch.Tensor) -> tuple[np.ndarray, MPI.Datatype]:
+    """Return a contiguous host tensor as a buffer that mpi4py can send or fill."""
+    return _plain(tensor), _mover(tensor)
+
+
+def _mover(tensor: torch.Tensor) -> MPI.Datatype:
+    return _MOVERS[tensor.element_size()][0]
+
+
+def _plain(tensor: torch.Tensor) -> np.ndarray:
+    flat = tensor.detach().view(-1)
+    return flat.view(_MOVERS[tensor.element_size()][1]).numpy()
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,8 @@ class GroupComms:
     lane: MPI.Comm | None
     """This rank's lane: the ranks with its group rank in every group; None for a rank whose group
     rank some smaller group does not have. Lane 0 joins the groups' leaders."""
+    messages: MPI.Comm
+    """The same ranks as `world`, for messages between two of them."""
     lanes: int
     """How many lanes there are: the size of the smallest group."""
 
@@ -71,7 +73,7 @@ class GroupComms:
 
     def free(self) -> None:
         """Give the communicators back to MPI. Collective."""
-        for comm in (self.lane, self.group, self.world):
+        for comm in (self.lane, self.group, self.messages, self.world):
             if comm is not None:
                 comm.Free()
 
@@ -111,4 +113,4 @@ def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
     group = world.Split(own, world.rank)
     in_lane = group.rank < lanes
     lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)
-    return GroupComms(world, groups, group, lane if in_lane else None, lanes)
+    return GroupComms(world, groups, group, lane if in_lane else None, world.Dup(), lanes)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
 
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.errors import UnsupportedError
@@ -88,8 +89,10 @@ def test_sixteen_bit_floats_are_summed_in_float32_and_rounded_once(world, dtype)
 def test_unsupported_reductions_say_so_and_the_group_goes_on(world):
     with pytest.raises(UnsupportedError, match="BAND"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
     with pytest.raises(UnsupportedError, match="complex"):
-        dist.group.WORLD.allreduce([torch.ones(3, dtype=torch.complex64)])
+        dist.group.WORLD.allreduce([torch.ones(3, dtype=torch.complex64)], options)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [world.size] * 3

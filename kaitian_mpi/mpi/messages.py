@@ -1,0 +1,45 @@
+"""Nonblocking messages of tensors in host memory."""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+
+from kaitian_mpi.mpi.host_collectives import message
+
+ANY_SOURCE = MPI.ANY_SOURCE
+
+
+class Transfer:
+    """A message that is being sent or received. Keeps its buffer until MPI is done with it."""
+
+    def __init__(self, request: MPI.Request, buffer: torch.Tensor, *, is_receive: bool) -> None:
+        self._request = request
+        self._buffer = buffer
+        self._status = MPI.Status()
+        self.is_receive = is_receive
+
+    @property
+    def source(self) -> int:
+        """The sender's rank, of a message that has been received."""
+        return self._status.Get_source()
+
+    def done(self) -> bool:
+        """Return whether MPI is done with the buffer; helps it along."""
+        return bool(self._request.Test(self._status))
+
+    def cancel(self) -> None:
+        """Give up a receive that nothing has matched."""
+        self._request.Cancel()
+
+
+def start_send(comm: MPI.Comm, buffer: torch.Tensor, target: int, tag: int) -> Transfer:
+    """Start sending a contiguous host tensor."""
+    request = comm.Isend(message(buffer), target, tag)
+    return Transfer(request, buffer, is_receive=False)
+
+
+def start_receive(comm: MPI.Comm, buffer: torch.Tensor, source: int, tag: int) -> Transfer:
+    """Start receiving into a contiguous host tensor; `ANY_SOURCE` takes any sender."""
+    request = comm.Irecv(message(buffer), source, tag)
+    return Transfer(request, buffer, is_receive=True)
