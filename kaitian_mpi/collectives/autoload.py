@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kaitian_mpi.collectives import BACKEND, SCHEME
+from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, SCHEME
 
 
 def register() -> None:
@@ -18,7 +18,7 @@ def register() -> None:
 
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICE_TYPES)
     register_rendezvous_handler(SCHEME, _rendezvous)
 
 

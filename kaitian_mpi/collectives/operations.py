@@ -103,6 +103,20 @@ class HostOperations:
         ):
             host_collectives.reduce(self._comm, host, root, mpi_reduction(tensor.dtype, op))
 
+    def sum_sparse(self, tensor: torch.Tensor) -> None:
+        """Leave the sum of the ranks' `torch.sparse_coo` tensors in each, coalesced."""
+        own = tensor.coalesce()
+        indices, entries = own.indices(), own.values()
+        found = torch.zeros(self._comm.size, dtype=torch.int64)
+        self.all_gather_single(found, torch.tensor([indices.size(1)]))
+        # As rows of entries, so that the pieces of the ranks are neighbours in memory.
+        places = [indices.new_empty((count, indices.size(0))) for count in found.tolist()]
+        values = [entries.new_empty((count, *entries.shape[1:])) for count in found.tolist()]
+        self.all_gather(places, indices.t())
+        self.all_gather(values, entries)
+        total = torch.sparse_coo_tensor(torch.cat(places).t(), torch.cat(values), tensor.shape)
+        tensor.copy_(total.coalesce())
+
     def all_gather(self, pieces: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into `pieces`."""
         wait_quietly(self._comm)

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from kaitian_mpi.collectives import BACKEND, hybrid
-from kaitian_mpi.collectives.arguments import check_pieces, check_whole, element_counts
+from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, hybrid
+from kaitian_mpi.collectives.arguments import check_dense, check_pieces, check_whole, element_counts
 from kaitian_mpi.collectives.operations import (
     HostOperations,
     collect,
@@ -76,6 +76,17 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Whether all ranks are of one device kind: then there is no relay."""
         return len(self.comms.groups) == 1
 
+    @property
+    def pg_name(self) -> str:
+        """The name torch gave this group."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+    group_name = pg_name  # type: ignore[assignment]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in DEVICE_TYPES]
+
     def getBackendName(self) -> str:  # noqa: N802
         """Return `kaitian`."""
         return BACKEND
@@ -86,6 +97,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         op = opts.reduceOp
         for tensor in tensors:
             mpi_reduction(tensor.dtype, op)
+
+        if op == dist.ReduceOp.SUM and any(tensor.is_sparse for tensor in tensors):
+            return self._sum_sparse(tensors, opts)
 
         def task() -> None:
             for tensor in tensors:
@@ -282,6 +296,13 @@ class KaitianProcessGroup(dist.ProcessGroup):
         self._mailbox.close()
         self.comms.free()
 
+    def _sum_sparse(self, tensors: Tensors, opts: Any) -> Work:
+        def task() -> None:
+            for tensor in tensors:
+                self._host.sum_sparse(tensor)
+
+        return self._worker.run(task, tensors, in_background=_in_background(opts))
+
     def _each(
         self,
         host: Callable[..., None],
@@ -308,6 +329,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> Work:
         """Queue an operation: the vendor's `name(*given)` where it can do it, else `task`."""
+        check_dense(result, name)
         vendor = self._vendor(result[0].device) if self.single_kind and result else None
         if vendor is not None:
             chosen = vendor

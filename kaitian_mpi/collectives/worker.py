@@ -118,6 +118,11 @@ class Worker:
             in_background: False where the caller will wait for it anyway; it then runs in the
                 caller's own thread if nothing is queued, which saves two thread switches.
         """
+        if threading.current_thread() is self._thread:
+            # A future's callback asks for more, as PowerSGD's hook does, and may wait: queued,
+            # it would never come. Here and now is the same place in the order on every rank.
+            _guarded(task)
+            return Finished(result)
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
                 _guarded(task)

@@ -1,0 +1,202 @@
+"""What torch builds on a process group, unmodified, between ranks of two device kinds."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed import nn as autograd_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+# torch's own notes about its older parts.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def one_step(model, size=4):
+    model(torch.ones(2, size)).sum().backward()
+
+
+def parameters_agree(world, module):
+    own = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    everybodys = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(everybodys, own)
+    return all(torch.equal(own, other) for other in everybodys)
+
+
+def test_device_mesh_and_subgroups(world):
+    mesh = init_device_mesh("cpu", (world.size,))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=mesh.get_group())
+    assert tensor.item() == world.size
+    alone, _ = dist.new_subgroups(1)
+    dist.all_reduce(tensor, group=alone)
+    assert tensor.item() == world.size
+
+
+def test_functional_collectives(world):
+    group, size = dist.group.WORLD, world.size
+    ones = torch.ones(4)
+    summed = functional.wait_tensor(functional.all_reduce(ones, "sum", group))
+    assert summed.tolist() == [float(size)] * 4
+    gathered = functional.wait_tensor(functional.all_gather_tensor(ones * world.rank, 0, group))
+    assert gathered[::4].tolist() == [float(rank) for rank in range(size)]
+    scattered = functional.reduce_scatter_tensor(torch.ones(2 * size), "sum", 0, group)
+    assert functional.wait_tensor(scattered).tolist() == [float(size)] * 2
+    swapped = functional.all_to_all_single(
+        torch.full((size,), float(world.rank)), None, None, group
+    )
+    assert functional.wait_tensor(swapped).tolist() == [float(rank) for rank in range(size)]
+
+
+def test_collectives_with_gradients(world):
+    tensor = torch.ones(3, requires_grad=True)
+    autograd_collectives.functional.all_reduce(tensor).sum().backward()
+    assert tensor.grad.tolist() == [float(world.size)] * 3
+    sent = torch.full((world.size,), 2.0, requires_grad=True)
+    received = torch.empty(world.size)
+    received = autograd_collectives.functional.all_to_all_single(received, sent)
+    (received * (world.rank + 1)).sum().backward()
+    assert sent.grad.tolist() == [float(rank + 1) for rank in range(world.size)]
+
+
+def test_sparse_sum(world):
+    indices = torch.tensor([[world.rank, world.size]])
+    tensor = torch.sparse_coo_tensor(indices, torch.tensor([[1.0, 2.0]] * 2), (world.size + 1, 2))
+    dist.all_reduce(tensor)
+    dense = tensor.to_dense()
+    assert dense[: world.size].tolist() == [[1.0, 2.0]] * world.size
+    assert dense[world.size].tolist() == [float(world.size), 2.0 * world.size]
+
+
+class OneBranch(nn.Module):
+    """Uses another half of its parameters on each rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.chosen = rank % 2
+
+    def forward(self, x):
+        return self.branches[self.chosen](x)
+
+
+def test_ddp_with_unused_parameters_and_no_sync(world):
+    model = DistributedDataParallel(OneBranch(world.rank), find_unused_parameters=True)
+    with model.no_sync():
+        one_step(model)
+    one_step(model)
+    gradient = model.module.branches[0].bias.grad
+    # Two steps of two samples on every rank that uses the branch.
+    users = (world.size + 1) // 2
+    if world.rank % 2 == 0:
+        assert torch.allclose(gradient, torch.full((4,), 4.0 * users / world.size))
+
+
+def test_ddp_with_a_static_graph(world):
+    model = DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), float(world.rank))).sum().backward()
+        optimizer.step()
+    assert parameters_agree(world, model)
+
+
+def test_ddp_with_torchs_own_hooks(world):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    compressed = DistributedDataParallel(nn.Linear(4, 4, bias=False))
+    compressed.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    one_step(compressed)
+    assert torch.allclose(compressed.module.weight.grad, torch.full((4, 4), 2.0))
+    low_rank = DistributedDataParallel(nn.Linear(64, 64))
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    low_rank.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        low_rank(torch.rand(2, 64)).sum().backward()
+    gradient = low_rank.module.weight.grad.clone()
+    dist.all_reduce(gradient, dist.ReduceOp.AVG)
+    assert torch.allclose(gradient, low_rank.module.weight.grad, atol=1e-5)
+
+
+def test_join_with_uneven_inputs(world):
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with model.join():
+        for _ in range(world.rank + 1):
+            one_step(model)
+            optimizer.step()
+            steps += 1
+    assert steps == world.rank + 1
+    assert parameters_agree(world, model)
+
+
+def test_zero_redundancy_optimizer(world):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+    before = model.module.weight.detach().clone()
+    one_step(model)
+    optimizer.step()
+    assert not torch.equal(before, model.module.weight)
+    assert parameters_agree(world, model)
+
+
+def test_fully_sharded_training_equals_plain_training(world):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).double()
+    sharded = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).double()
+    sharded.load_state_dict(plain.state_dict())
+    mesh = init_device_mesh("cpu", (world.size,))
+    for layer in (sharded[0], sharded[2], sharded):
+        fully_shard(layer, mesh=mesh)
+    inputs = torch.randn(2 * world.size, 8, dtype=torch.float64)
+    dist.broadcast(inputs, 0)
+    for model, batch in ((plain, inputs), (sharded, inputs[2 * world.rank : 2 * world.rank + 2])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.full_tensor(), theirs, atol=1e-12)
+
+
+def test_distributed_checkpoint(world, tmp_path):
+    import torch.distributed.checkpoint as checkpoint
+
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder, 0)
+    state = {"shared": torch.arange(4.0)}
+    checkpoint.async_save(state, checkpoint_id=folder[0]).result()
+    dist.barrier()
+    loaded = {"shared": torch.zeros(4)}
+    checkpoint.load(loaded, checkpoint_id=folder[0])
+    assert loaded["shared"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.ranks(2)
+def test_pipeline_stages(world):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(world.size)]
+    stage = PipelineStage(layers[world.rank], world.rank, world.size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=4)
+    inputs = torch.ones(8, 8)
+    output = schedule.step(inputs) if world.rank == 0 else schedule.step()
+    if world.rank == world.size - 1:
+        assert torch.allclose(output, nn.Sequential(*layers)(inputs), atol=1e-6)
+
+
+def test_thousands_in_flight(world):
+    tensors = [torch.full((10,), float(index)) for index in range(3_000)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    assert all(t[0].item() == index * world.size for index, t in enumerate(tensors))
