@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
 import torch.distributed as dist
 
 from kaitian_mpi.collectives import BACKEND, SCHEME, autoload
@@ -27,3 +32,53 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
     autoload.register()
     dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
     return world
+
+
+def use_backend_for(names: Iterable[str]) -> None:
+    """Let scripts that name other backends get `kaitian`, with its rendezvous by MPI.
+
+    Replaces `init_process_group` and `new_group` in torch.distributed, so it must come before the
+    script imports them. A default group asked for without a store meets by `mpi://`, so that no
+    port is opened; a script's own store or other method stays.
+
+    Args:
+        names: backends to replace, such as `nccl`, also where they stand in `cpu:gloo,cuda:nccl`.
+    """
+    autoload.register()
+    overridden = frozenset(names)
+    start, subgroup = dist.init_process_group, dist.new_group
+
+    @functools.wraps(start)
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        chosen = _override(backend, overridden)
+        by_environment = init_method in (None, "env://") and kwargs.get("store") is None
+        if chosen == BACKEND and by_environment:
+            init_method = f"{SCHEME}://"
+            kwargs.pop("rank", None)
+            kwargs.pop("world_size", None)
+        if chosen == BACKEND:
+            kwargs.pop("device_id", None)  # binds a group to one vendor's device
+        start(chosen, init_method, *args, **kwargs)
+
+    @functools.wraps(subgroup)
+    def new_group(
+        ranks: list[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return subgroup(ranks, timeout, _override(backend, overridden), *args, **kwargs)
+
+    for module in (dist, dist.distributed_c10d):
+        vars(module).update(init_process_group=init_process_group, new_group=new_group)
+
+
+def _override(backend: str | None, overridden: frozenset[str]) -> str | None:
+    """Return `kaitian` for a backend that is overridden, or for none where any is."""
+    if backend is None:
+        return BACKEND if overridden else None
+    named = {part.rpartition(":")[2].lower() for part in str(backend).split(",")}
+    return BACKEND if named & overridden else backend
