@@ -15,6 +15,7 @@ from kaitian_mpi.mpi.launch import prepare_environment, read_launch, usable_core
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_AWAKE_SEC = 100e-6  # a nap, however short, takes nearly as long
 _SHORTEST_NAP_SEC = 20e-6
 _LONGEST_NAP_SEC = 1e-3
 
@@ -93,11 +94,14 @@ def wait_quietly(comm: MPI.Comm) -> None:
     """Wait until every rank of `comm` has come here, asleep rather than spinning.
 
     Collective. MPI's blocking calls burn a core while they wait for a slower rank; one that shares
-    its cores with other ranks, or with its own computing thread, must not. The sleeps grow with
+    its cores with other ranks, or with its own computing thread, must not. The naps grow with
     the time waited, so that waking up late adds 2% to it at most.
     """
     request = comm.Ibarrier()
     began = time.perf_counter()
     while not request.Test():
         waited = time.perf_counter() - began
-        time.sleep(min(max(waited / 50, _SHORTEST_NAP_SEC), _LONGEST_NAP_SEC))
+        if waited < _AWAKE_SEC:
+            os.sched_yield()
+        else:
+            time.sleep(min(max(waited / 50, _SHORTEST_NAP_SEC), _LONGEST_NAP_SEC))
