@@ -64,7 +64,7 @@ class TrainConfig:
         ("static", "off"),
     )
     benchmark_steps: int = _flag(
-        5, "timed rounds per batch size in the benchmark, after one to warm up"
+        3, "timed rounds per batch size in the benchmark, after one to warm up"
     )
 
     allreduce: str = _flag(

@@ -90,6 +90,17 @@ def _close_all() -> None:
         _closers.pop()()
 
 
+class Arrival:
+    """This rank has come to a point; tells when every rank has. Making one is collective."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._request = comm.Ibarrier()
+
+    def complete(self) -> bool:
+        """Return whether every rank has come; once it has, do not ask again."""
+        return bool(self._request.Test())
+
+
 def wait_quietly(comm: MPI.Comm) -> None:
     """Wait until every rank of `comm` has come here, asleep rather than spinning.
 
@@ -97,9 +108,9 @@ def wait_quietly(comm: MPI.Comm) -> None:
     its cores with other ranks, or with its own computing thread, must not. The naps grow with
     the time waited, so that waking up late adds 2% to it at most.
     """
-    request = comm.Ibarrier()
+    arrival = Arrival(comm)
     began = time.perf_counter()
-    while not request.Test():
+    while not arrival.complete():
         waited = time.perf_counter() - began
         if waited < _AWAKE_SEC:
             os.sched_yield()

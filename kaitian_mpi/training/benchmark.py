@@ -15,12 +15,12 @@ from kaitian_mpi.balance.cost_model import CostModel, fit, scores
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.runtime import Arrival, wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.computation import MEMORY_FORMATS, Computation, make_optimizer
 
 _PROBE_BATCH = 8
-_LONGEST_STEP_SEC = 1.0
+_LONGEST_STEP_SEC = 2.0
 _ROUND_SEC = 0.25
 _FORMAT_ROUNDS = 4
 
@@ -81,17 +81,24 @@ class _RankTimer:
     def measure(self, share: int) -> RankBenchmark:
         probe = min(share, _PROBE_BATCH)
         computation, step_sec = self._fastest_format(probe)
-        large = min(share, max(probe, int(probe * _LONGEST_STEP_SEC / step_sec)))
+        # The equal share itself where that is affordable, so that nothing is extrapolated.
+        large = share
+        while large > probe and large * step_sec / probe > _LONGEST_STEP_SEC:
+            large = -(-large // 2)
         batches = [max(1, large // 2), large]
         model, optimizer = self._prepare(computation)
         rounds: list[list[float]] = [[], []]
-        # Ranks may share cores, so each is timed while the others are busy too, as in training.
+        # Ranks may share cores, so each is timed while all the others are busy too, as in training:
+        # the first to be done goes on until the last is.
         wait_quietly(self._world.comm)
         for round_number in range(self._config.benchmark_steps + 1):
             for batch, seconds in zip(batches, rounds, strict=True):
                 elapsed = self._mean_step(computation, model, optimizer, batch)
                 if round_number > 0:  # the first warms up
                     seconds.append(elapsed)
+        finished = Arrival(self._world.comm)
+        while not finished.complete():
+            self._time_step(computation, model, optimizer, probe)
         cost = fit(batches, [statistics.median(seconds) for seconds in rounds])
         return RankBenchmark(cost, computation.memory_format, cost.seconds(share))
 
@@ -114,14 +121,19 @@ class _RankTimer:
         names = list(MEMORY_FORMATS) if named == "auto" else [named]
         contestants = [self._compute_in(name) for name in names]
         prepared = [self._prepare(computation) for computation in contestants]
+        # On a core shared with other ranks the layouts differ by less than the wait for the core,
+        # which the thread's own CPU time leaves out. The first step, which warms up, is no minimum.
+        clock = time.thread_time if self._world.torch_device.type == "cpu" else time.perf_counter
+        costs: list[list[float]] = [[] for _ in names]
         seconds: list[list[float]] = [[] for _ in names]
         for _ in range(_FORMAT_ROUNDS):
-            for computation, made, times in zip(contestants, prepared, seconds, strict=True):
-                times.append(self._time_step(computation, *made, batch))
-        # The least disturbed step of each: the layouts differ by less than a busy core does.
-        fastest = [min(times) for times in seconds]
-        best = fastest.index(min(fastest))
-        return contestants[best], fastest[best]
+            for index, (computation, made) in enumerate(zip(contestants, prepared, strict=True)):
+                before = clock()
+                seconds[index].append(self._time_step(computation, *made, batch))
+                costs[index].append(clock() - before)
+        cheapest = [min(values) for values in costs]
+        best = cheapest.index(min(cheapest))
+        return contestants[best], min(seconds[best])
 
     def _compute_in(self, memory_format: str) -> Computation:
         return Computation(

@@ -20,7 +20,7 @@ DEFAULTS = {
     "--batch-policy": "global",
     "--batch-size": 64,
     "--balance": "static",
-    "--benchmark-steps": 5,
+    "--benchmark-steps": 3,
     "--allreduce": "auto",
     "--devices": "auto",
     "--emulate-kinds": "",
