@@ -58,6 +58,7 @@ def finish(process: subprocess.Popen[str], started_at: float) -> Ended:
         out, err = process.communicate()
         pytest.fail(f"still running after {LONGEST_SEC} s\n{out}\n{err}")
     now = time.time()
+    err = err.replace("\0", "")  # Open MPI ends its own messages with one
     return Ended(process.returncode, out, err, now - started_at, now)
 
 

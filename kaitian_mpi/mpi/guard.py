@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.launch import read_launch
 
 _PR_SET_PDEATHSIG = 1
+_FORWARDING_SEC = 0.1
 _MEANINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
     # mpirun sends this for every reason it has, and does not tell which.
@@ -87,6 +89,8 @@ def end_job(code: int) -> None:
     if _mpi_is_running():
         from mpi4py import MPI
 
+        # So that the launcher passes on the reason before what it has to say itself.
+        time.sleep(_FORWARDING_SEC)
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 
