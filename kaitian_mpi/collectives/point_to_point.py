@@ -17,12 +17,11 @@ import torch
 
 from kaitian_mpi.collectives.worker import Queued
 from kaitian_mpi.mpi.messages import Transfer, start_receive, start_send
+from kaitian_mpi.mpi.runtime import nap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_SHORTEST_NAP_SEC = 20e-6
-_LONGEST_NAP_SEC = 1e-3
 _PATIENCE_SEC = 5.0  # for a message that is still on its way when its group ends
 
 
@@ -106,8 +105,7 @@ class Mailbox:
             if self._finish_done(waiting):
                 moved_at = now
                 continue
-            nap = (now - moved_at) / 50
-            time.sleep(min(max(nap, _SHORTEST_NAP_SEC), _LONGEST_NAP_SEC))
+            nap(now - moved_at)
 
     def _finish_done(self, waiting: list[_UnderWay]) -> bool:
         done = [item for item in waiting if item.transfer.done()]

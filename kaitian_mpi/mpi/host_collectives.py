@@ -102,11 +102,7 @@ def reduce_shares(
         own.copy_(result)
         return
     for root, share in enumerate(pieces):
-        for piece in _pieces(share):
-            if comm.rank == root:
-                comm.Reduce(MPI.IN_PLACE, _typed(piece), op, root)
-            else:
-                comm.Reduce(_typed(piece), None, op, root)
+        reduce(comm, share, root, op)
 
 
 def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -> None:

@@ -86,11 +86,7 @@ def _write_benchmark(
         }
         for rank, result in enumerate(results)
     ]
-    made.folder.write("benchmark.json", {"ranks": ranks, **_emulation(world, made)})
-
-
-def _emulation(world: World, made: Ingredients) -> dict[str, bool]:
-    return {"emulated": is_emulated(world, made)}
+    made.folder.write("benchmark.json", {"ranks": ranks, "emulated": is_emulated(world, made)})
 
 
 def is_emulated(world: World, made: Ingredients) -> bool:

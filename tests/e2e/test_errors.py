@@ -88,17 +88,24 @@ def ranks_of(mpirun_pid):
     return [int(pid) for pid in listing.stdout.split()]
 
 
-def test_ctrl_c_ends_every_rank_and_says_so(tmp_path):
+def start_slow_job(size, folder):
+    """Start a job, and return it and its ranks' process ids once it trains."""
     process = start(
-        *"mpirun -np 4 kaitian-train --model planted:slow --balance off --log-interval 0".split(),
-        cwd=tmp_path,
+        *f"mpirun -np {size} kaitian-train --model planted:slow --balance off".split(),
+        *("--log-interval", "0"),
+        cwd=folder,
         env={"PYTHONUNBUFFERED": "1"},
     )
     for line in process.stdout:
         if "step 1/" in line:
             break
     ranks = ranks_of(process.pid)
-    assert len(ranks) == 4
+    assert len(ranks) == size
+    return process, ranks
+
+
+def test_ctrl_c_ends_every_rank_and_says_so(tmp_path):
+    process, ranks = start_slow_job(4, tmp_path)
     interrupted_at = time.time()
     process.send_signal(signal.SIGINT)
     ended = finish(process, interrupted_at)
@@ -110,16 +117,7 @@ def test_ctrl_c_ends_every_rank_and_says_so(tmp_path):
 
 
 def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path):
-    process = start(
-        *"mpirun -np 2 kaitian-train --model planted:slow --balance off --log-interval 0".split(),
-        cwd=tmp_path,
-        env={"PYTHONUNBUFFERED": "1"},
-    )
-    for line in process.stdout:
-        if "step 1/" in line:
-            break
-    ranks = ranks_of(process.pid)
-    assert len(ranks) == 2
+    process, ranks = start_slow_job(2, tmp_path)
     process.kill()
     process.communicate()
     assert_gone(ranks)
