@@ -16,3 +16,14 @@ class AgreedError(UserError):
 
 class UnsupportedError(RuntimeError):
     """A collective was asked for something the backend does not do; it is never done wrongly."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective that did not come about: a rank is missing, or the ranks' calls differ.
+
+    The process group cannot be used any more.
+    """
+
+
+class MissingRanksError(RuntimeError):
+    """A monitored barrier that some rank did not reach; the process group is still good."""

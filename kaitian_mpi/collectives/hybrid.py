@@ -15,10 +15,9 @@ reaches the memory. Between groups it moves by the relay: device, host, MPI, hos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from kaitian_mpi.collectives.staging import relay_in_chunks
 from kaitian_mpi.mpi import host_collectives
@@ -28,12 +27,12 @@ ALGORITHMS = ("flat", "leader", "striped")
 
 
 class GroupCollectives(Protocol):
-    """What the algorithms need inside a group; tensors are flat."""
+    """What the algorithms need inside a group; tensors are flat, `op` is a plain kind."""
 
     rank: int
     size: int
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Any) -> None:
         """Reduce piece r of `tensor` to group rank r."""
         ...
 
@@ -49,10 +48,9 @@ class HostGroup:
         self._comm = comms.group
         self.rank, self.size = comms.group.rank, comms.group.size
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Any) -> None:
         """Reduce piece r of `tensor` to group rank r."""
-        mpi_op = host_collectives.reduction(tensor.dtype, op)
-        host_collectives.reduce_shares(self._comm, tensor, shares, mpi_op)
+        host_collectives.reduce_shares(self._comm, tensor, shares, op)
 
     def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of `tensor` from group rank r to every rank of the group."""
@@ -64,7 +62,7 @@ def allreduce(
     comms: GroupComms,
     group: GroupCollectives,
     tensor: torch.Tensor,
-    op: dist.ReduceOp,
+    op: Any,
 ) -> None:
     """Leave the reduction over all ranks in `tensor`, in place. Collective over `comms.world`.
 
@@ -72,19 +70,18 @@ def allreduce(
         algorithm: one of `ALGORITHMS`, the same on every rank.
         comms: the world split by kind.
         group: what joins this rank's group for tensors on this device.
-        tensor: flat and contiguous, of a type MPI can reduce.
-        op: how to reduce.
+        tensor: flat and contiguous, of a type that can be reduced so.
+        op: how to reduce; not by the average.
     """
-    mpi_op = host_collectives.reduction(tensor.dtype, op)
     if algorithm == "flat":
-        relay_in_chunks(tensor, lambda t: host_collectives.allreduce(comms.world, t, mpi_op))
+        relay_in_chunks(tensor, lambda t: host_collectives.allreduce(comms.world, t, op))
         return
     shares = split_evenly(tensor.numel(), 1 if algorithm == "leader" else comms.lanes)
     group.reduce_shares(tensor, shares, op)
     if comms.lane is not None and group.rank < len(shares):
         lane = comms.lane
         own = tensor.split(shares)[group.rank]
-        relay_in_chunks(own, lambda t: host_collectives.allreduce(lane, t, mpi_op))
+        relay_in_chunks(own, lambda t: host_collectives.allreduce(lane, t, op))
     group.spread_shares(tensor, shares)
 
 

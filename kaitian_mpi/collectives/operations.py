@@ -2,110 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from kaitian_mpi.collectives.staging import on_host
-from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.collectives.staging import from_host, to_host
+from kaitian_mpi.mpi import direct, host_collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mpi4py import MPI
 
-
-_PLAIN = torch.contiguous_format
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type a reduction computes in: 16-bit floats are summed in float32 and rounded once."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def plain(op: Any) -> Any:
-    """The operation that MPI does for torch's: an average is a sum, divided afterwards."""
-    return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-
-
-def mpi_reduction(dtype: torch.dtype, op: Any) -> MPI.Op:
-    """Return MPI's operation for a reduction of tensors of this type.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    return host_collectives.reduction(wide(dtype), plain(op))
-
-
-@contextmanager
-def reducible(
-    tensor: torch.Tensor, op: Any, size: int, *, read: bool = True, write: bool = True
-) -> Iterator[torch.Tensor]:
-    """Lend a contiguous copy of `tensor` in the type it is reduced in, or `tensor` itself.
-
-    Args:
-        tensor: on any device; the copy is on the same.
-        op: torch's operation; an average is divided by `size` at the end.
-        size: how many ranks are averaged over.
-        read: whether the tensor's values are needed.
-        write: whether the result goes back to the tensor.
-    """
-    dtype = wide(tensor.dtype)
-    if read:
-        lent = tensor.to(dtype).contiguous()
-    else:
-        fits = dtype == tensor.dtype and tensor.is_contiguous()
-        lent = tensor if fits else torch.empty_like(tensor, dtype=dtype, memory_format=_PLAIN)
-    yield lent
-    if write:
-        if op == dist.ReduceOp.AVG:
-            average(lent, size)
-        if lent is not tensor:
-            tensor.copy_(lent)
-
-
-def average(total: torch.Tensor, size: int) -> None:
-    """Divide a sum by the number of ranks, in place; integers towards zero, as in C."""
-    if total.is_floating_point() or total.is_complex():
-        total.div_(size)
-    else:
-        total.div_(size, rounding_mode="trunc")
+Tensors = Sequence[torch.Tensor]
 
 
 class HostOperations:
     """The collectives of one communicator, in host memory. Every method is collective.
 
-    Pieces are lists of tensors by rank. They may differ in size between ranks where sender and
-    receiver agree.
+    Each first waits for the other ranks. Contiguous host tensors are used where they are, others by
+    a copy. Pieces are lists of tensors by rank, and may differ in size between ranks where sender
+    and receiver agree. `op` is a kind of torch's reduce operations that has been checked.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, arrive: Callable[[], None]) -> None:
+        """Make the operations.
+
+        Args:
+            comm: the ranks.
+            arrive: waits until every rank of `comm` has come.
+        """
         self._comm = comm
+        self._arrive = arrive
+
+    def allreduce(self, tensor: torch.Tensor, op: Any) -> None:
+        """Leave the reduction in `tensor` on every rank."""
+        self._arrive()
+        host = to_host(tensor)
+        host_collectives.allreduce(self._comm, host, op)
+        from_host(host, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""
-        wait_quietly(self._comm)
+        self._arrive()
         is_root = self._comm.rank == root
-        with on_host(tensor, read=is_root, write=not is_root) as host:
-            host_collectives.broadcast(self._comm, host, root)
+        host = to_host(tensor, read=is_root)
+        host_collectives.broadcast(self._comm, host, root)
+        if not is_root:
+            from_host(host, tensor)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> None:
         """Leave the reduction in `tensor` on rank `root`; the other ranks' tensors stay."""
-        wait_quietly(self._comm)
-        is_root = self._comm.rank == root
-        with (
-            reducible(tensor, op, self._comm.size, write=is_root) as lent,
-            on_host(lent, write=is_root) as host,
-        ):
-            host_collectives.reduce(self._comm, host, root, mpi_reduction(tensor.dtype, op))
+        self._arrive()
+        host = to_host(tensor)
+        host_collectives.reduce(self._comm, host, root, op)
+        if self._comm.rank == root:
+            from_host(host, tensor)
 
     def sum_sparse(self, tensor: torch.Tensor) -> None:
         """Leave the sum of the ranks' `torch.sparse_coo` tensors in each, coalesced."""
-        own = tensor.coalesce()
+        own = tensor.detach().coalesce()
         indices, entries = own.indices(), own.values()
         found = torch.zeros(self._comm.size, dtype=torch.int64)
         self.all_gather_single(found, torch.tensor([indices.size(1)]))
@@ -115,65 +70,53 @@ class HostOperations:
         self.all_gather(places, indices.t())
         self.all_gather(values, entries)
         total = torch.sparse_coo_tensor(torch.cat(places).t(), torch.cat(values), tensor.shape)
-        tensor.copy_(total.coalesce())
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
 
-    def all_gather(self, pieces: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into `pieces`."""
-        wait_quietly(self._comm)
-        counts = [piece.numel() for piece in pieces]
-        with on_host(tensor, write=False) as own:
-            gathered = own.new_empty(sum(counts))
-            host_collectives.all_gather(self._comm, gathered, own, counts)
-        spread(gathered, pieces)
+        self._exchange([to_host(tensor)] * self._comm.size, pieces)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        wait_quietly(self._comm)
-        counts = [tensor.numel()] * self._comm.size
-        with on_host(tensor, write=False) as own, on_host(output, read=False) as gathered:
-            host_collectives.all_gather(self._comm, gathered, own, counts)
+        self._arrive()
+        host = to_host(output, read=False)
+        host_collectives.all_gather(self._comm, host, to_host(tensor))
+        from_host(host, output)
 
-    def gather(self, pieces: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+    def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
         """Gather every rank's tensor into `pieces` on rank `root`; elsewhere they are empty."""
-        wait_quietly(self._comm)
-        is_root = self._comm.rank == root
-        with on_host(tensor, write=False) as own:
-            gathered = own.new_empty(own.numel() * self._comm.size) if is_root else None
-            host_collectives.gather(self._comm, gathered, own, root)
-        if gathered is not None:
-            spread(gathered, pieces)
+        sent: list[torch.Tensor | None] = [None] * self._comm.size
+        sent[root] = to_host(tensor)
+        self._exchange(sent, pieces)
 
-    def scatter(self, tensor: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> None:
+    def scatter(self, tensor: torch.Tensor, pieces: Tensors, root: int) -> None:
         """Give every rank its piece of rank `root`'s; elsewhere `pieces` is empty."""
-        wait_quietly(self._comm)
-        with on_host(tensor, read=False) as own:
-            scattered = collect(pieces) if self._comm.rank == root else None
-            host_collectives.scatter(self._comm, own, scattered, root)
+        received: list[torch.Tensor | None] = [None] * self._comm.size
+        received[root] = tensor
+        sent: list[torch.Tensor | None] = [None] * self._comm.size
+        if pieces:
+            sent = [to_host(piece) for piece in pieces]
+        self._exchange(sent, received)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, counts: Sequence[int], op: Any
-    ) -> None:
-        """Reduce piece r of `tensor`, `counts[r]` elements long, into `output` on rank r."""
-        wait_quietly(self._comm)
-        size = self._comm.size
-        with (
-            reducible(tensor, op, size, write=False) as lent,
-            on_host(lent, write=False) as given,
-            reducible(output, op, size, read=False) as result,
-            on_host(result, read=False) as own,
-        ):
-            mpi_op = mpi_reduction(tensor.dtype, op)
-            host_collectives.reduce_scatter(self._comm, own, given, counts, mpi_op)
+    def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Any) -> None:
+        """Reduce `pieces[r]` into `output` on rank r."""
+        self._arrive()
+        host = to_host(output, read=False)
+        parts = [to_host(piece).view(-1) for piece in pieces]
+        direct.reduce_scatter(self._comm, host.view(-1), parts, op)
+        from_host(host, output)
 
-    def all_to_all(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
+        """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
+        self._arrive()
+        host = to_host(output, read=False)
+        host_collectives.reduce_scatter(self._comm, host, to_host(tensor), op)
+        from_host(host, output)
+
+    def all_to_all(self, received: Tensors, sent: Tensors) -> None:
         """Send `sent[r]` to rank r and receive `received[r]` from it."""
-        wait_quietly(self._comm)
-        given = collect(sent)
-        counts = [piece.numel() for piece in received]
-        taken = given.new_empty(sum(counts))
-        sent_counts = [piece.numel() for piece in sent]
-        host_collectives.all_to_all(self._comm, taken, counts, given, sent_counts)
-        spread(taken, received)
+        self._exchange([to_host(piece) for piece in sent], received)
 
     def all_to_all_single(
         self,
@@ -183,20 +126,21 @@ class HostOperations:
         sent_counts: Sequence[int],
     ) -> None:
         """As `all_to_all`, with the pieces in one tensor; counts are of elements."""
-        wait_quietly(self._comm)
-        with ExitStack() as stack:
-            given = stack.enter_context(on_host(tensor, write=False))
-            taken = stack.enter_context(on_host(output, read=False))
-            host_collectives.all_to_all(self._comm, taken, received_counts, given, sent_counts)
+        self._arrive()
+        host = to_host(output, read=False)
+        sent = to_host(tensor).view(-1).split(list(sent_counts))
+        received = host.view(-1).split(list(received_counts))
+        direct.exchange(self._comm, sent, received)
+        from_host(host, output)
 
-
-def collect(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the pieces' values one after the other, as one flat host tensor."""
-    return torch.cat([piece.reshape(-1) for piece in pieces]).cpu()
-
-
-def spread(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Put the values of a flat host tensor into the pieces, one after the other."""
-    parts = flat.split([piece.numel() for piece in pieces])
-    for part, piece in zip(parts, pieces, strict=True):
-        piece.copy_(part.view(piece.shape))
+    def _exchange(
+        self, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Send from host tensors, and receive into tensors anywhere."""
+        self._arrive()
+        received = received or [None] * self._comm.size
+        hosts = [None if piece is None else to_host(piece, read=False) for piece in received]
+        direct.exchange(self._comm, sent, hosts)
+        for host, piece in zip(hosts, received, strict=True):
+            if host is not None and piece is not None:
+                from_host(host, piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
+    BarrierOptions,
     BroadcastOptions,
     GatherOptions,
     ReduceOptions,
@@ -22,26 +24,17 @@ from torch._C._distributed_c10d import (
 
 from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, hybrid
 from kaitian_mpi.collectives.arguments import check_dense, check_pieces, check_whole, element_counts
-from kaitian_mpi.collectives.operations import (
-    HostOperations,
-    collect,
-    mpi_reduction,
-    plain,
-    reducible,
-)
+from kaitian_mpi.collectives.dispatch import Dispatcher
+from kaitian_mpi.collectives.monitored_barrier import MonitoredBarrier
+from kaitian_mpi.collectives.operations import HostOperations
 from kaitian_mpi.collectives.point_to_point import Mailbox
-from kaitian_mpi.collectives.staging import on_host
-from kaitian_mpi.collectives.vendor import VendorGroup
-from kaitian_mpi.collectives.worker import Worker
-from kaitian_mpi.devices import KINDS, device_of_kind
+from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi.datatypes import check_reduction, kind_of
+from kaitian_mpi.mpi.direct import average
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
 from kaitian_mpi.mpi.topology import GroupComms
-
-# Below this a collective is over before a waiting rank could fall asleep and wake up again.
-_QUIET_BYTES = 32 << 10
-
 
 Tensors = list[torch.Tensor]
 
@@ -61,25 +54,24 @@ class KaitianProcessGroup(dist.ProcessGroup):
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
         self.algorithm = "flat"
-        self._store = store
+        self.single_kind = len(comms.groups) == 1
+        """Whether all ranks are of one device kind: then there is no relay."""
+        self._name = name
+        self._size = comms.world.size
         self._timeout = timeout
-        self._host = HostOperations(comms.world)
+        self._dispatcher = Dispatcher(comms, store, name, timeout)
+        self._arrive = self._dispatcher.roll_call.arrive
+        self._host = HostOperations(comms.world, self._arrive)
         self._host_group = hybrid.HostGroup(comms)
-        self._vendor_group: VendorGroup | None = None
-        self._worker = Worker(f"kaitian-{name}")
         self._mailbox = Mailbox(comms.messages, f"kaitian-messages-{name}")
+        self._monitored_barrier = MonitoredBarrier(comms.world)
         self._closed = False
         close_at_exit(self.shutdown)
 
     @property
-    def single_kind(self) -> bool:
-        """Whether all ranks are of one device kind: then there is no relay."""
-        return len(self.comms.groups) == 1
-
-    @property
     def pg_name(self) -> str:
         """The name torch gave this group."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return self._name
 
     group_name = pg_name  # type: ignore[assignment]
 
@@ -96,17 +88,15 @@ class KaitianProcessGroup(dist.ProcessGroup):
         opts = opts or AllreduceOptions()
         op = opts.reduceOp
         for tensor in tensors:
-            mpi_reduction(tensor.dtype, op)
-
-        if op == dist.ReduceOp.SUM and any(tensor.is_sparse for tensor in tensors):
-            return self._sum_sparse(tensors, opts)
-
-        def task() -> None:
-            for tensor in tensors:
-                with reducible(tensor, op, self.size()) as lent:
-                    self._allreduce(lent.view(-1), plain(op))
-
-        return self._submit(task, "allreduce", (tensors, opts), tensors, opts)
+            check_reduction(tensor.dtype, op)
+        kind = kind_of(op)
+        if kind == dist.ReduceOp.SUM and any(tensor.is_sparse for tensor in tensors):
+            task = partial(_each, self._host.sum_sparse, [(tensor,) for tensor in tensors])
+            return self._dispatcher.run("all_reduce", task, tensors, opts)
+        check_dense(tensors, "all_reduce")
+        task = partial(_each, self._allreduce, [(tensor, kind) for tensor in tensors])
+        vendor_call = ("allreduce", tensors, opts)
+        return self._dispatcher.run("all_reduce", task, tensors, opts, vendor_call, str(kind))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -119,28 +109,32 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Reduce each tensor to rank `opts.rootRank`."""
         opts = opts or ReduceOptions()
         for tensor in tensors:
-            mpi_reduction(tensor.dtype, opts.reduceOp)
-        calls = [(tensor, opts.rootRank, opts.reduceOp) for tensor in tensors]
-        return self._each(self._host.reduce, calls, "reduce", (tensors, opts), tensors, opts)
+            check_reduction(tensor.dtype, opts.reduceOp)
+        kind, root = kind_of(opts.reduceOp), opts.rootRank
+        task = partial(_each, self._host.reduce, [(tensor, root, kind) for tensor in tensors])
+        details = f"{kind}, root {root}"
+        return self._run("reduce", task, tensors, ("reduce", tensors, opts), details)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Copy each tensor from rank `opts.rootRank` to every rank."""
         opts = opts or BroadcastOptions()
-        calls = [(tensor, opts.rootRank) for tensor in tensors]
-        return self._each(self._host.broadcast, calls, "broadcast", (tensors, opts), tensors, opts)
+        task = partial(_each, self._host.broadcast, [(tensor, opts.rootRank) for tensor in tensors])
+        given = ("broadcast", tensors, opts)
+        return self._run("broadcast", task, tensors, given, f"root {opts.rootRank}")
 
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
         for pieces, tensor in zip(outputs, inputs, strict=True):
-            check_pieces(pieces, tensor, self.size(), "all_gather")
+            check_pieces(pieces, tensor, self._size, "all_gather")
             if pieces[self.rank()].numel() != tensor.numel():
                 raise UnsupportedError("all_gather: a rank's own piece differs from what it gives")
         calls = list(zip(outputs, inputs, strict=True))
         result = [piece for pieces in outputs for piece in pieces]
-        given = (outputs, inputs, opts or AllgatherOptions())
-        return self._each(self._host.all_gather, calls, "allgather", given, result, opts)
+        task = partial(_each, self._host.all_gather, calls)
+        given = ("allgather", outputs, inputs, opts or AllgatherOptions())
+        return self._run("all_gather", task, result, given)
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
@@ -160,53 +154,50 @@ class KaitianProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Gather several tensors, each into one along its first dimension."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_whole(output, tensor, self.size(), "all_gather_single")
-        calls = list(zip(outputs, inputs, strict=True))
-        name, host = "all_gather_single_coalesced", self._host.all_gather_single
-        given = (outputs, inputs, opts or AllgatherOptions())
-        return self._each(host, calls, name, given, outputs, opts)
+            check_whole(output, tensor, self._size, "all_gather_single")
+        task = partial(_each, self._host.all_gather_single, list(zip(outputs, inputs, strict=True)))
+        given = ("all_gather_single_coalesced", outputs, inputs, opts or AllgatherOptions())
+        return self._run("all_gather", task, outputs, given)
 
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather each rank's tensor into a list on rank `opts.rootRank`."""
         opts = opts or GatherOptions()
-        pieces = outputs[0] if self.rank() == opts.rootRank else []
+        root = opts.rootRank
+        pieces = outputs[0] if self.rank() == root else []
         if pieces:
-            check_pieces(pieces, inputs[0], self.size(), "gather", equal=True)
-        calls = [(pieces, inputs[0], opts.rootRank)]
-        return self._each(
-            self._host.gather, calls, "gather", (outputs, inputs, opts), pieces or inputs, opts
-        )
+            check_pieces(pieces, inputs[0], self._size, "gather", equal=True)
+        task = partial(self._host.gather, pieces, inputs[0], root)
+        given = ("gather", outputs, inputs, opts)
+        return self._run("gather", task, pieces or inputs, given, f"root {root}")
 
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
         """Give each rank its piece of the list on rank `opts.rootRank`."""
         opts = opts or ScatterOptions()
-        pieces = inputs[0] if self.rank() == opts.rootRank else []
+        root = opts.rootRank
+        pieces = inputs[0] if self.rank() == root else []
         if pieces:
-            check_pieces(pieces, outputs[0], self.size(), "scatter", equal=True)
-        calls = [(outputs[0], pieces, opts.rootRank)]
-        return self._each(
-            self._host.scatter, calls, "scatter", (outputs, inputs, opts), outputs, opts
-        )
+            check_pieces(pieces, outputs[0], self._size, "scatter", equal=True)
+        task = partial(self._host.scatter, outputs[0], pieces, root)
+        given = ("scatter", outputs, inputs, opts)
+        return self._run("scatter", task, outputs, given, f"root {root}")
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
         """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
         opts = opts or ReduceScatterOptions()
+        kind = kind_of(opts.reduceOp)
         for output, pieces in zip(outputs, inputs, strict=True):
-            mpi_reduction(output.dtype, opts.reduceOp)
-            check_pieces(pieces, output, self.size(), "reduce_scatter")
-
-        def task() -> None:
-            for output, pieces in zip(outputs, inputs, strict=True):
-                counts = [piece.numel() for piece in pieces]
-                self._host.reduce_scatter(output, collect(pieces), counts, opts.reduceOp)
-
-        return self._submit(task, "reduce_scatter", (outputs, inputs, opts), outputs, opts)
+            check_reduction(output.dtype, opts.reduceOp)
+            check_pieces(pieces, output, self._size, "reduce_scatter")
+        calls = [(output, pieces, kind) for output, pieces in zip(outputs, inputs, strict=True)]
+        task = partial(_each, self._host.reduce_scatter, calls)
+        given = ("reduce_scatter", outputs, inputs, opts)
+        return self._run("reduce_scatter", task, outputs, given, str(kind))
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -219,26 +210,24 @@ class KaitianProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Reduce several tensors over all ranks and leave each rank its parts."""
         opts = opts or ReduceScatterOptions()
+        kind = kind_of(opts.reduceOp)
         for output, tensor in zip(outputs, inputs, strict=True):
-            mpi_reduction(tensor.dtype, opts.reduceOp)
-            check_whole(tensor, output, self.size(), "reduce_scatter_single")
-        calls = [
-            (output, tensor, [output.numel()] * self.size(), opts.reduceOp)
-            for output, tensor in zip(outputs, inputs, strict=True)
-        ]
-        name, host = "reduce_scatter_single_coalesced", self._host.reduce_scatter
-        return self._each(host, calls, name, (outputs, inputs, opts), outputs, opts)
+            check_reduction(tensor.dtype, opts.reduceOp)
+            check_whole(tensor, output, self._size, "reduce_scatter_single")
+        calls = [(output, tensor, kind) for output, tensor in zip(outputs, inputs, strict=True)]
+        task = partial(_each, self._host.reduce_scatter_single, calls)
+        given = ("reduce_scatter_single_coalesced", outputs, inputs, opts)
+        return self._run("reduce_scatter", task, outputs, given, str(kind))
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
         for pieces in (outputs, inputs):
-            check_pieces(pieces, inputs[0], self.size(), "all_to_all")
-        given = (outputs, inputs, opts or AllToAllOptions())
-        return self._each(
-            self._host.all_to_all, [(outputs, inputs)], "alltoall", given, outputs, opts
-        )
+            check_pieces(pieces, inputs[0], self._size, "all_to_all")
+        task = partial(self._host.all_to_all, outputs, inputs)
+        given = ("alltoall", outputs, inputs, opts or AllToAllOptions())
+        return self._run("all_to_all", task, outputs, given)
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -249,20 +238,26 @@ class KaitianProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send a part of the first dimension to each rank; no splits mean equal parts."""
-        counts = [
-            element_counts(output, output_splits, self.size()),
-            element_counts(tensor, input_splits, self.size()),
-        ]
-        calls = [(output, counts[0], tensor, counts[1])]
-        given = (output, tensor, output_splits, input_splits, opts or AllToAllOptions())
-        host = self._host.all_to_all_single
-        return self._each(host, calls, "all_to_all_single", given, [output], opts)
+        received = element_counts(output, output_splits, self._size)
+        sent = element_counts(tensor, input_splits, self._size)
+        task = partial(self._host.all_to_all_single, output, received, tensor, sent)
+        opts = opts or AllToAllOptions()
+        given = ("all_to_all_single", output, tensor, output_splits, input_splits, opts)
+        return self._run("all_to_all", task, [output], given)
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
-        return self._worker.run(
-            lambda: wait_quietly(self.comms.world), [], in_background=_in_background(opts)
-        )
+        return self._dispatcher.run("barrier", self._arrive, [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank; rank 0 raises an error that names those who do not come in time."""
+        limit = timeout or self._timeout
+        task = partial(self._monitored_barrier.run, limit, wait_all_ranks=wait_all_ranks)
+        options = BarrierOptions()
+        options.asyncOp = False
+        self._dispatcher.run("monitored_barrier", task, [], options).wait()
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""
@@ -289,76 +284,48 @@ class KaitianProcessGroup(dist.ProcessGroup):
             return
         self._closed = True
         closed_early(self.shutdown)
-        self._worker.close()
-        if self._vendor_group is not None:
-            self._vendor_group.close()
+        self._dispatcher.close()
+        if self._dispatcher.is_broken:  # the ranks do not agree on where they are
+            self._mailbox.close()
+            return
         wait_quietly(self.comms.world)
         self._mailbox.close()
         self.comms.free()
 
-    def _sum_sparse(self, tensors: Tensors, opts: Any) -> Work:
-        def task() -> None:
-            for tensor in tensors:
-                self._host.sum_sparse(tensor)
-
-        return self._worker.run(task, tensors, in_background=_in_background(opts))
-
-    def _each(
+    def _run(
         self,
-        host: Callable[..., None],
-        calls: Sequence[tuple[Any, ...]],
         name: str,
-        given: tuple[Any, ...],
-        result: Tensors,
-        opts: Any,
-    ) -> Work:
-        """Submit an operation that is `host` once for each of `calls`."""
-
-        def task() -> None:
-            for arguments in calls:
-                host(*arguments)
-
-        return self._submit(task, name, given, result, opts)
-
-    def _submit(
-        self,
         task: Callable[[], None],
-        name: str,
-        given: tuple[Any, ...],
         result: Tensors,
-        opts: Any,
+        vendor_call: tuple[Any, ...],
+        details: str = "",
     ) -> Work:
-        """Queue an operation: the vendor's `name(*given)` where it can do it, else `task`."""
+        """Carry out a dense operation; torch's options are the last of the vendor's arguments."""
         check_dense(result, name)
-        vendor = self._vendor(result[0].device) if self.single_kind and result else None
-        if vendor is not None:
-            chosen = vendor
-            task = lambda: chosen.call(name, *given)  # noqa: E731
-        return self._worker.run(task, list(result), in_background=_in_background(opts))
+        return self._dispatcher.run(name, task, result, vendor_call[-1], vendor_call, details)
 
-    def _allreduce(self, flat: torch.Tensor, op: Any) -> None:
-        if flat.numel() * flat.element_size() > _QUIET_BYTES:
-            wait_quietly(self.comms.world)
-        vendor = self._vendor(flat.device)
+    def _allreduce(self, tensor: torch.Tensor, op: Any) -> None:
         algorithm = "flat" if self.single_kind else self.algorithm
+        vendor = None if tensor.is_cpu else self._dispatcher.vendor(tensor.device)
         # Without a vendor's library a group works in host memory, on its ranks' copies.
-        if vendor is None and algorithm != "flat":
-            with on_host(flat) as host:
-                hybrid.allreduce(algorithm, self.comms, self._host_group, host, op)
+        if vendor is None and algorithm == "flat":
+            self._host.allreduce(tensor, op)
             return
-        hybrid.allreduce(algorithm, self.comms, vendor or self._host_group, flat, op)
+        self._arrive()
+        lent = tensor.contiguous() if vendor is not None else to_host(tensor)
+        average_after = op == dist.ReduceOp.AVG
+        hybrid.allreduce(
+            algorithm,
+            self.comms,
+            vendor or self._host_group,
+            lent.view(-1),
+            dist.ReduceOp.SUM if average_after else op,
+        )
+        if average_after:
+            average(lent, self._size)
+        from_host(lent, tensor)
 
-    def _vendor(self, device: torch.device) -> VendorGroup | None:
-        """Return the vendor's group for tensors on this device; None where MPI does it."""
-        backend = device_of_kind(device.type).vendor_backend if device.type in KINDS else None
-        if backend is None:
-            return None
-        if self._vendor_group is None:
-            group = self.comms.group
-            store = dist.PrefixStore(f"vendor/{self.comms.own.kind}", self._store)
-            self._vendor_group = VendorGroup(backend, store, group.rank, group.size, self._timeout)
-        return self._vendor_group
 
-
-def _in_background(opts: Any) -> bool:
-    return getattr(opts, "asyncOp", True)
+def _each(method: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+    for arguments in calls:
+        method(*arguments)

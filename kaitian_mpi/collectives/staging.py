@@ -42,26 +42,26 @@ def _on_side_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_host(
-    tensor: torch.Tensor, *, read: bool = True, write: bool = True
-) -> Iterator[torch.Tensor]:
-    """Lend a contiguous host copy of `tensor`; for a contiguous host tensor, itself.
+def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
+    """Return a contiguous copy of `tensor` in host memory; for a contiguous host tensor, itself.
 
     Args:
         tensor: on any device.
         read: whether the tensor's values are needed in the copy.
-        write: whether the copy's values go back to the tensor at the end.
     """
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield tensor
-        return
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.detach() if tensor.requires_grad else tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
     if read:
-        host.copy_(tensor)  # blocking: MPI reads as soon as this returns
-    yield host
-    if write:
-        tensor.copy_(host)
+        host.copy_(tensor.detach())  # blocking: MPI reads as soon as this returns
+    return host
+
+
+def from_host(host: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Bring the values of what `to_host` returned back to its tensor."""
+    if host is tensor or (tensor.is_cpu and host.data_ptr() == tensor.data_ptr()):
+        return
+    tensor.detach().copy_(host)
 
 
 def relay_in_chunks(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], None]) -> None:

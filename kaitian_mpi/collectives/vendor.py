@@ -34,11 +34,11 @@ class VendorGroup:
         """Carry out one of torch's operations on tensors of this device."""
         getattr(self._backend, name)(*arguments).wait()
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: dist.ReduceOp) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Any) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = op, root
+            options.reduceOp, options.rootRank = dist.ReduceOp(op), root
             self._backend.reduce([piece], options).wait()
 
     def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +13,9 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.staging import Streams, after_caller
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.guard import end_job, say_labelled
+from kaitian_mpi.mpi.runtime import nap
 
 Task = Callable[[], None]
 
@@ -33,8 +36,11 @@ class Finished(Work):
         return True
 
     def is_success(self) -> bool:
-        """Return True: a collective that fails ends the job."""
+        """Return True: a collective that fails raises instead."""
         return True
+
+    def exception(self) -> None:
+        """Return None."""
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors the collective wrote."""
@@ -51,29 +57,53 @@ class Finished(Work):
 
 
 class Queued(Work):
-    """A collective that a worker thread carries out."""
+    """A collective that another thread carries out."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result = result
         self._future = _future_for(result)
+        self._error: CollectiveError | None = None
+        self._is_watched = False
 
     def finish(self) -> None:
         """Mark it done; on an accelerator, once the streams of this thread are."""
         self._future.set_result(self._result)
 
+    def fail(self, error: CollectiveError) -> None:
+        """Mark it failed, for `wait` to raise.
+
+        Where somebody has its future the job ends instead: in a future an exception crashes DDP's
+        reducer, without a word.
+        """
+        self._error = error
+        if self._is_watched:
+            say_labelled(f"a collective failed: {error}")
+            end_job(1)
+        self._future.set_exception(error)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done."""
+        """Block until it is done.
+
+        Raises:
+            CollectiveError: it failed, or was not done within `timeout`, after which it goes on.
+        """
+        if timeout:
+            self._wait_at_most(timeout.total_seconds())
         self._future.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done."""
+        """Return whether it is done or has failed."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Return whether it is done: a collective that fails ends the job."""
-        return self._future.done()
+        """Return whether it is done."""
+        return self._future.done() and self._error is None
+
+    def exception(self) -> CollectiveError | None:
+        """Return why it failed."""
+        return self._error
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors the collective writes."""
@@ -85,47 +115,66 @@ class Queued(Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the tensors."""
+        self._is_watched = True
         return self._future
+
+    def _wait_at_most(self, limit_sec: float) -> None:
+        began = time.perf_counter()
+        while not self._future.done():
+            waited = time.perf_counter() - began
+            if waited > limit_sec:
+                raise CollectiveError(f"timed out after {limit_sec:g} s, waiting for a collective")
+            nap(waited)
 
 
 def _future_for(tensors: list[torch.Tensor]) -> torch.futures.Future:
     # With its devices named, a future makes the waiter's stream wait for the writer's.
-    devices = {t.device for t in tensors if t.device.type in ("cuda", "xpu")}
+    devices = {t.device for t in tensors if not t.is_cpu and t.device.type in ("cuda", "xpu")}
     return torch.futures.Future(devices=sorted(devices, key=str))
 
 
 class Worker:
     """Runs tasks one after the other; in the caller's thread where it may, else in its own.
 
-    A failed task ends the job with its traceback: a future completed with an exception crashes
-    DDP's reducer, and a rank that goes on alone would leave the others waiting.
+    After a `CollectiveError` the ranks no longer agree on what comes next, so all that follows
+    fails with it. Any other error in the worker's thread ends the job with its traceback: a rank
+    that went on alone would leave the others waiting.
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Task, Queued, Streams] | None] = queue.SimpleQueue()
+        self.broken: CollectiveError | None = None
+        """Why no more tasks can be carried out."""
+        self._tasks: queue.SimpleQueue[tuple[str, Task, Queued, Streams] | None]
+        self._tasks = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._waiting = 0
         self._count_lock = threading.Lock()
         self._name = name
         self._thread: threading.Thread | None = None
 
-    def run(self, task: Task, result: list[torch.Tensor], *, in_background: bool) -> Work:
+    def run(
+        self, name: str, task: Task, result: list[torch.Tensor], *, in_background: bool
+    ) -> Work:
         """Carry out a task, after all those given before it.
 
         Args:
+            name: the operation, for errors.
             task: the collective.
             result: the tensors it writes.
             in_background: False where the caller will wait for it anyway; it then runs in the
                 caller's own thread if nothing is queued, which saves two thread switches.
+
+        Raises:
+            CollectiveError: it failed in the caller's thread, or the worker is broken.
         """
-        if threading.current_thread() is self._thread:
+        if self._thread is not None and threading.current_thread() is self._thread:
             # A future's callback asks for more, as PowerSGD's hook does, and may wait: queued,
             # it would never come. Here and now is the same place in the order on every rank.
-            _guarded(task)
+            self._attempt(name, task)
             return Finished(result)
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
-                _guarded(task)
+                self._attempt(name, task)
             finally:
                 self._turn.release()
             return Finished(result)
@@ -136,7 +185,7 @@ class Worker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
-        self._tasks.put((task, work, streams))
+        self._tasks.put((name, task, work, streams))
         return work
 
     def close(self) -> None:
@@ -148,17 +197,31 @@ class Worker:
 
     def _loop(self) -> None:
         while (item := self._tasks.get()) is not None:
-            task, work, streams = item
+            name, task, work, streams = item
             with self._turn, streams:
-                _guarded(task)
+                error = self._error_of(name, task)
                 with self._count_lock:
                     self._waiting -= 1
-                work.finish()
+                if error is None:
+                    work.finish()
+                else:
+                    work.fail(error)
 
+    def _error_of(self, name: str, task: Task) -> CollectiveError | None:
+        try:
+            self._attempt(name, task)
+        except CollectiveError as error:
+            return error
+        except BaseException:
+            say_labelled("a collective failed:\n" + traceback.format_exc())
+            end_job(1)
+        return None
 
-def _guarded(task: Task) -> None:
-    try:
-        task()
-    except BaseException:
-        say_labelled("a collective failed:\n" + traceback.format_exc())
-        end_job(1)
+    def _attempt(self, name: str, task: Task) -> None:
+        if self.broken is not None:
+            raise CollectiveError(f"{name}: this process group failed before: {self.broken}")
+        try:
+            task()
+        except CollectiveError as error:
+            self.broken = CollectiveError(f"{name}: {error}")
+            raise self.broken from None

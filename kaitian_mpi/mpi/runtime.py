@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Callable
@@ -106,18 +107,27 @@ class Arrival:
         return bool(self._request.Test())
 
 
-def wait_quietly(comm: MPI.Comm) -> None:
-    """Wait until every rank of `comm` has come here, asleep rather than spinning.
+def wait_for(request: MPI.Request, limit_sec: float = math.inf) -> bool:
+    """Wait for an MPI request, asleep rather than spinning; return whether it was done in time.
 
-    Collective. MPI's blocking calls burn a core while they wait for a slower rank; one that shares
-    its cores with other ranks, or with its own computing thread, must not. The naps grow with
-    the time waited, so that waking up late adds 2% to it at most.
+    MPI's blocking calls burn a core while they wait for a slower rank; one that shares its cores
+    with other ranks, or with its own computing thread, must not. The naps grow with the time
+    waited, so that waking up late adds 2% to it at most.
     """
-    arrival = Arrival(comm)
+    if request.Test():
+        return True
     began = time.perf_counter()
-    while not arrival.complete():
+    while not request.Test():
         waited = time.perf_counter() - began
         if waited < _AWAKE_SEC:
             os.sched_yield()
+        elif waited > limit_sec:
+            return False
         else:
             nap(waited)
+    return True
+
+
+def wait_quietly(comm: MPI.Comm) -> None:
+    """Wait as `wait_for` until every rank of `comm` has come here. Collective."""
+    wait_for(comm.Ibarrier())

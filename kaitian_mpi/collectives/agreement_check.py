@@ -1,0 +1,50 @@
+"""`TORCH_DISTRIBUTED_DEBUG=DETAIL`: before each collective, whether all ranks call the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.mpi.exchange import gather_values
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Operations whose tensors may differ in shape between ranks.
+_UNEVEN = ("all_to_all", "all_to_all_single", "all_gather", "reduce_scatter")
+
+
+class AgreementCheck:
+    """Compares what the ranks of a group are about to do, at the price of a small exchange."""
+
+    def __init__(self, comm: MPI.Intracomm, arrive: Callable[[], None]) -> None:
+        """Prepare for the ranks of `comm`; `arrive` waits until all of them have come."""
+        self._comm = comm
+        self._arrive = arrive
+
+    def before(
+        self, task: Callable[[], None], name: str, tensors: Sequence[torch.Tensor], details: str
+    ) -> Callable[[], None]:
+        """Return `task` with the comparison before it. Collective when it runs.
+
+        The task raises a `CollectiveError` that names the ranks whose call differs.
+        """
+        types = sorted({str(t.dtype) for t in tensors})
+        shapes = [] if name in _UNEVEN else sorted({str(list(t.shape)) for t in tensors})
+        own = f"{name}({', '.join([*shapes, *types, *filter(None, [details])])})"
+
+        def checked() -> None:
+            self._arrive()
+            calls = gather_values(self._comm, own)
+            differing = [rank for rank, call in enumerate(calls) if call != calls[0]]
+            if differing:
+                listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+                raise CollectiveError(
+                    f"the ranks call different collectives, or with different shapes: {listed}"
+                )
+            task()
+
+        return checked

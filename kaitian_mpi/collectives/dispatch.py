@@ -1,0 +1,108 @@
+"""Where a process group's operations run: whose library, which thread, and what is noted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from kaitian_mpi.collectives import BACKEND
+from kaitian_mpi.collectives.agreement_check import AgreementCheck
+from kaitian_mpi.collectives.roll_call import RollCall
+from kaitian_mpi.collectives.vendor import VendorGroup
+from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.devices import KINDS, device_of_kind
+from kaitian_mpi.mpi.topology import GroupComms
+
+Tensors = list[torch.Tensor]
+
+
+class Dispatcher:
+    """Carries out the operations of one process group, in the order they are given."""
+
+    def __init__(self, comms: GroupComms, store: dist.Store, name: str, timeout: timedelta) -> None:
+        """Prepare; the vendor's library and the thread start when they are first needed."""
+        self.roll_call = RollCall(comms.world, store, timeout)
+        self._comms = comms
+        self._store = store
+        self._timeout = timeout
+        self._is_single_kind = len(comms.groups) == 1
+        self._vendors: dict[str, VendorGroup | None] = {"cpu": None}
+        self._worker = Worker(f"{BACKEND}-{name}")
+        detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._check = AgreementCheck(comms.world, self.roll_call.arrive) if detailed else None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a collective has failed, so that no more can follow."""
+        return self._worker.broken is not None
+
+    def run(
+        self,
+        name: str,
+        task: Callable[[], None],
+        result: Tensors,
+        opts: Any,
+        vendor_call: tuple[Any, ...] | None = None,
+        details: str = "",
+    ) -> Work:
+        """Carry out an operation.
+
+        Args:
+            name: as gloo calls it in profiles, such as `all_reduce`.
+            task: the operation through host memory.
+            result: the tensors it writes.
+            opts: torch's options; with `asyncOp` false the caller will wait for it anyway.
+            vendor_call: the name and arguments of the vendor's method that does the same, where
+                all ranks are of the kind that `result` is on.
+            details: what ranks may differ in besides the tensors' shapes, such as the root.
+
+        Raises:
+            CollectiveError: it failed in the caller's thread.
+        """
+        if vendor_call is not None and self._is_single_kind and result and not result[0].is_cpu:
+            vendor = self.vendor(result[0].device)
+            if vendor is not None:
+                chosen, call = vendor, vendor_call
+                task = lambda: chosen.call(*call)  # noqa: E731
+        if self._check is not None:
+            task = self._check.before(task, name, result, details)
+        in_background = getattr(opts, "asyncOp", True)
+        if torch.autograd._profiler_enabled():
+            return self._run_profiled(name, task, result, in_background)
+        return self._worker.run(name, task, result, in_background=in_background)
+
+    def vendor(self, device: torch.device) -> VendorGroup | None:
+        """Return the vendor's group for tensors on this device; None where MPI does it."""
+        if device.type not in self._vendors:
+            self._vendors[device.type] = self._join_vendor(device.type)
+        return self._vendors[device.type]
+
+    def close(self) -> None:
+        """Finish what is queued, end the thread and the vendor's library. Collective."""
+        self._worker.close()
+        for vendor in self._vendors.values():
+            if vendor is not None:
+                vendor.close()
+
+    def _join_vendor(self, kind: str) -> VendorGroup | None:
+        backend = device_of_kind(kind).vendor_backend if kind in KINDS else None
+        if backend is None:
+            return None
+        group = self._comms.group
+        store = dist.PrefixStore(f"vendor/{self._comms.own.kind}", self._store)
+        return VendorGroup(backend, store, group.rank, group.size, self._timeout)
+
+    def _run_profiled(
+        self, name: str, task: Callable[[], None], result: Tensors, in_background: bool
+    ) -> Work:
+        record = torch.autograd.profiler.record_function(f"{BACKEND}:{name}")
+        with record:
+            work = self._worker.run(name, task, result, in_background=in_background)
+            if in_background:
+                record._call_end_callbacks_on_future(work.get_future())
+        return work

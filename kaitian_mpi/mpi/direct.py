@@ -1,0 +1,145 @@
+"""Collectives by direct messages between every two ranks.
+
+They read and write the caller's own tensors, in lists or of uneven sizes, without collecting them
+in one buffer first. Reductions add up in the cache what comes in, piece by piece: about twice as
+fast as MPI's own reduce-scatter on one host. 16-bit floats travel as they are, are added up in
+float32 and rounded once.
+
+Every function is collective over `comm`; tensors are contiguous, on the CPU, and listed by rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from kaitian_mpi.mpi.datatypes import SIXTEEN_BIT, moved
+
+# A piece is long enough that a message's fixed cost does not show; the scratch of all pieces that
+# come in at once stays near the cache.
+_PIECE_BYTES = 512 << 10
+_SCRATCH_BYTES = 4 << 20
+_SHORTEST_PIECE_BYTES = 32 << 10
+
+_Combine = Callable[..., torch.Tensor]
+
+_OPERATIONS: dict[Any, _Combine] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+_LOGICAL = {
+    **_OPERATIONS,
+    dist.ReduceOp.SUM: torch.logical_or,
+    dist.ReduceOp.PRODUCT: torch.logical_and,
+}
+
+_threads = threading.local()
+
+
+def exchange(
+    comm: MPI.Comm, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
+) -> None:
+    """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are left out."""
+    requests = [
+        comm.Irecv(moved(piece), rank)
+        for rank in _others(comm)
+        if (piece := received[rank]) is not None and piece.numel()
+    ]
+    requests += [
+        comm.Isend(moved(piece), rank)
+        for rank in _others(comm)
+        if (piece := sent[rank]) is not None and piece.numel()
+    ]
+    target, source = received[comm.rank], sent[comm.rank]
+    if target is not None and source is not None and target.data_ptr() != source.data_ptr():
+        target.view(-1).copy_(source.view(-1))
+    MPI.Request.Waitall(requests)
+
+
+def reduce_scatter(
+    comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Any
+) -> None:
+    """Reduce every rank's `pieces[r]`, flat, into flat `result` on rank r; it may be that piece.
+
+    Lengths may differ between ranks.
+    """
+    step = _piece_elements(comm, result)
+    # All ranks go through as many rounds as the longest piece needs.
+    for start in range(0, max(piece.numel() for piece in pieces), step):
+        parts = [piece[start : start + step] for piece in pieces]
+        _reduce_parts(comm, result[start : start + step], parts, op)
+
+
+def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Any) -> None:
+    """Leave the reduction over all ranks in flat `tensor` on every rank; bit-identical."""
+    step = _piece_elements(comm, tensor) * comm.size
+    for start in range(0, tensor.numel(), step):
+        piece = tensor[start : start + step]
+        share = -(-piece.numel() // comm.size)
+        parts = [piece[r * share : (r + 1) * share] for r in range(comm.size)]
+        own = parts[comm.rank]
+        reduce_scatter(comm, own, parts, op)
+        exchange(comm, [own] * comm.size, parts)
+
+
+def average(total: torch.Tensor, size: int) -> None:
+    """Divide a sum by the number of ranks, in place; integers towards zero, as in C."""
+    if total.is_floating_point() or total.is_complex():
+        total.div_(size)
+    else:
+        total.div_(size, rounding_mode="trunc")
+
+
+def _reduce_parts(comm: MPI.Comm, result: torch.Tensor, parts: list[torch.Tensor], op: Any) -> None:
+    length = result.numel()
+    scratch = _scratch(result.dtype, length * comm.size).view(comm.size, length)
+    exchange(comm, _without(parts, comm.rank), _without(list(scratch), comm.rank))
+    if not length:
+        return
+    combine = (_LOGICAL if result.dtype is torch.bool else _OPERATIONS)[op]
+    own, others = parts[comm.rank], [scratch[rank] for rank in _others(comm)]
+    # Of two 16-bit floats the sum is rounded once as it is.
+    once = result.dtype not in SIXTEEN_BIT or (len(others) == 1 and op != dist.ReduceOp.AVG)
+    total = result if once else torch.empty(length, dtype=torch.float32)
+    if not once or not others:
+        own = total.copy_(own)
+    for other in others:
+        own = combine(own, other, out=total)
+    if op == dist.ReduceOp.AVG:
+        average(total, comm.size)
+    if not once:
+        result.copy_(total)
+
+
+def _others(comm: MPI.Comm) -> list[int]:
+    """Return the other ranks, the next one first, so that not all begin with the same."""
+    return [(comm.rank + distance) % comm.size for distance in range(1, comm.size)]
+
+
+def _without(tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor | None]:
+    return [None if index == rank else tensor for index, tensor in enumerate(tensors)]
+
+
+def _piece_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
+    piece = min(_PIECE_BYTES, max(_SHORTEST_PIECE_BYTES, _SCRATCH_BYTES // comm.size))
+    return piece // tensor.element_size()
+
+
+def _scratch(dtype: torch.dtype, elements: int) -> torch.Tensor:
+    """Return this thread's scratch memory as a flat tensor."""
+    needed = elements * dtype.itemsize
+    kept: torch.Tensor | None = getattr(_threads, "scratch", None)
+    if kept is None or kept.numel() < needed:
+        kept = _threads.scratch = torch.empty(needed, dtype=torch.uint8)
+    return kept[:needed].view(dtype)
