@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,8 @@ from kaitian_mpi.mpi.exchange import gather_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from kaitian_mpi.collectives.worker import Calls, Method
 
 # Operations whose tensors may differ in shape between ranks.
 _UNEVEN = ("all_to_all", "all_to_all_single", "all_gather", "reduce_scatter")
@@ -26,15 +28,22 @@ class AgreementCheck:
         self._arrive = arrive
 
     def before(
-        self, task: Callable[[], None], name: str, tensors: Sequence[torch.Tensor], details: str
+        self,
+        method: Method,
+        calls: Calls,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        details: Any,
     ) -> Callable[[], None]:
-        """Return `task` with the comparison before it. Collective when it runs.
+        """Return the calls of `method` with the comparison before them. Collective when it runs.
 
-        The task raises a `CollectiveError` that names the ranks whose call differs.
+        It raises a `CollectiveError` that names the ranks whose call differs.
         """
         types = sorted({str(t.dtype) for t in tensors})
         shapes = [] if name in _UNEVEN else sorted({str(list(t.shape)) for t in tensors})
-        own = f"{name}({', '.join([*shapes, *types, *filter(None, [details])])})"
+        own = (
+            f"{name}({', '.join([*shapes, *types, *([] if details is None else [str(details)])])})"
+        )
 
         def checked() -> None:
             self._arrive()
@@ -45,6 +54,7 @@ class AgreementCheck:
                 raise CollectiveError(
                     f"the ranks call different collectives, or with different shapes: {listed}"
                 )
-            task()
+            for arguments in calls:
+                method(*arguments)
 
         return checked

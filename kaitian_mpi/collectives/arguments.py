@@ -10,18 +10,17 @@ import torch
 from kaitian_mpi.errors import UnsupportedError
 
 
-def check_dense(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Check that tensors are dense.
+def check_dense(tensor: torch.Tensor, what: str) -> None:
+    """Check that a tensor is dense.
 
     Raises:
-        UnsupportedError: one is sparse.
+        UnsupportedError: it is sparse.
     """
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"{what}: found a tensor of layout {tensor.layout}, needed a dense one; only the "
-                "sum of all_reduce takes torch.sparse_coo"
-            )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{what}: found a tensor of layout {tensor.layout}, needed a dense one; only the "
+            "sum of all_reduce takes torch.sparse_coo"
+        )
 
 
 def check_pieces(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +11,10 @@ from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives import BACKEND
 from kaitian_mpi.collectives.agreement_check import AgreementCheck
+from kaitian_mpi.collectives.arguments import check_dense
 from kaitian_mpi.collectives.roll_call import RollCall
 from kaitian_mpi.collectives.vendor import VendorGroup
-from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.collectives.worker import Calls, Method, Worker
 from kaitian_mpi.devices import KINDS, device_of_kind
 from kaitian_mpi.mpi.topology import GroupComms
 
@@ -44,37 +44,40 @@ class Dispatcher:
     def run(
         self,
         name: str,
-        task: Callable[[], None],
+        method: Method,
+        calls: Calls,
         result: Tensors,
-        opts: Any,
-        vendor_call: tuple[Any, ...] | None = None,
-        details: str = "",
+        given: tuple[Any, ...],
+        details: Any = None,
     ) -> Work:
         """Carry out an operation.
 
         Args:
             name: as gloo calls it in profiles, such as `all_reduce`.
-            task: the operation through host memory.
-            result: the tensors it writes.
-            opts: torch's options; with `asyncOp` false the caller will wait for it anyway.
-            vendor_call: the name and arguments of the vendor's method that does the same, where
-                all ranks are of the kind that `result` is on.
-            details: what ranks may differ in besides the tensors' shapes, such as the root.
+            method: what does it through host memory.
+            calls: the arguments of each call of `method`.
+            result: the dense tensors it writes.
+            given: the name and the arguments of the vendor's method that does the same, where all
+                ranks are of the kind that `result` is on. The last are torch's options; with
+                `asyncOp` false the caller will wait for it anyway.
+            details: what ranks may not differ in besides the tensors' types and shapes.
 
         Raises:
+            UnsupportedError: a tensor is not dense.
             CollectiveError: it failed in the caller's thread.
         """
-        if vendor_call is not None and self._is_single_kind and result and not result[0].is_cpu:
+        for tensor in result:
+            check_dense(tensor, name)
+        if self._is_single_kind and result and not result[0].is_cpu:
             vendor = self.vendor(result[0].device)
             if vendor is not None:
-                chosen, call = vendor, vendor_call
-                task = lambda: chosen.call(*call)  # noqa: E731
+                method, calls = vendor.call, (given,)
         if self._check is not None:
-            task = self._check.before(task, name, result, details)
-        in_background = getattr(opts, "asyncOp", True)
+            method, calls = self._check.before(method, calls, name, result, details), ((),)
+        in_background = given[-1].asyncOp
         if torch.autograd._profiler_enabled():
-            return self._run_profiled(name, task, result, in_background)
-        return self._worker.run(name, task, result, in_background=in_background)
+            return self._run_profiled(name, method, calls, result, in_background)
+        return self._worker.run(name, method, calls, result, in_background)
 
     def vendor(self, device: torch.device) -> VendorGroup | None:
         """Return the vendor's group for tensors on this device; None where MPI does it."""
@@ -98,11 +101,11 @@ class Dispatcher:
         return VendorGroup(backend, store, group.rank, group.size, self._timeout)
 
     def _run_profiled(
-        self, name: str, task: Callable[[], None], result: Tensors, in_background: bool
+        self, name: str, method: Method, calls: Calls, result: Tensors, in_background: bool
     ) -> Work:
         record = torch.autograd.profiler.record_function(f"{BACKEND}:{name}")
         with record:
-            work = self._worker.run(name, task, result, in_background=in_background)
+            work = self._worker.run(name, method, calls, result, in_background)
             if in_background:
                 record._call_end_callbacks_on_future(work.get_future())
         return work

@@ -15,24 +15,25 @@ reaches the memory. Between groups it moves by the relay: device, host, MPI, hos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from kaitian_mpi.collectives.staging import relay_in_chunks
 from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.mpi.datatypes import Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 
 ALGORITHMS = ("flat", "leader", "striped")
 
 
 class GroupCollectives(Protocol):
-    """What the algorithms need inside a group; tensors are flat, `op` is a plain kind."""
+    """What the algorithms need inside a group; tensors are flat."""
 
     rank: int
     size: int
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Any) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of `tensor` to group rank r."""
         ...
 
@@ -48,7 +49,7 @@ class HostGroup:
         self._comm = comms.group
         self.rank, self.size = comms.group.rank, comms.group.size
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Any) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of `tensor` to group rank r."""
         host_collectives.reduce_shares(self._comm, tensor, shares, op)
 
@@ -62,7 +63,7 @@ def allreduce(
     comms: GroupComms,
     group: GroupCollectives,
     tensor: torch.Tensor,
-    op: Any,
+    op: Reduction,
 ) -> None:
     """Leave the reduction over all ranks in `tensor`, in place. Collective over `comms.world`.
 

@@ -29,7 +29,7 @@ class MonitoredBarrier:
         # Under way until the other rank comes, which may be never; they keep their buffers.
         self._sent: list[MPI.Request] = []
 
-    def run(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
+    def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Wait for every rank. Collective.
 
         Args:

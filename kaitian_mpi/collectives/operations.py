@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from kaitian_mpi.collectives.roll_call import RollCall
 from kaitian_mpi.collectives.staging import from_host, to_host
-from kaitian_mpi.mpi import direct, host_collectives
+from kaitian_mpi.mpi import direct, host_collectives, short_collectives
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from kaitian_mpi.mpi.datatypes import Reduction
 
 Tensors = Sequence[torch.Tensor]
 
@@ -19,38 +22,47 @@ Tensors = Sequence[torch.Tensor]
 class HostOperations:
     """The collectives of one communicator, in host memory. Every method is collective.
 
-    Each first waits for the other ranks. Contiguous host tensors are used where they are, others by
-    a copy. Pieces are lists of tensors by rank, and may differ in size between ranks where sender
-    and receiver agree. `op` is a kind of torch's reduce operations that has been checked.
+    Each waits for the other ranks asleep. Contiguous host tensors are used where they are, others
+    by a copy. Pieces are lists of tensors by rank, and may differ in size between ranks where
+    sender and receiver agree.
     """
 
-    def __init__(self, comm: MPI.Comm, arrive: Callable[[], None]) -> None:
+    def __init__(self, comm: MPI.Comm, roll_call: RollCall) -> None:
         """Make the operations.
 
         Args:
             comm: the ranks.
-            arrive: waits until every rank of `comm` has come.
+            roll_call: waits for every rank of `comm`.
         """
         self._comm = comm
-        self._arrive = arrive
+        self._arrive = roll_call.arrive
+        self._complete = roll_call.complete
 
-    def allreduce(self, tensor: torch.Tensor, op: Any) -> None:
+    def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Leave the reduction in `tensor` on every rank."""
-        self._arrive()
         host = to_host(tensor)
-        host_collectives.allreduce(self._comm, host, op)
+        if short_collectives.is_short_sum(host):
+            self._complete(short_collectives.allreduce(self._comm, host, op), host)
+            if op.is_average:
+                direct.average(host, self._comm.size)
+        else:
+            self._arrive()
+            host_collectives.allreduce(self._comm, host, op)
         from_host(host, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""
-        self._arrive()
         is_root = self._comm.rank == root
         host = to_host(tensor, read=is_root)
-        host_collectives.broadcast(self._comm, host, root)
+        if short_collectives.is_short(host):
+            self._complete(short_collectives.broadcast(self._comm, host, root), host)
+        else:
+            self._arrive()
+            host_collectives.broadcast(self._comm, host, root)
         if not is_root:
             from_host(host, tensor)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
         """Leave the reduction in `tensor` on rank `root`; the other ranks' tensors stay."""
         self._arrive()
         host = to_host(tensor)
@@ -79,9 +91,12 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        self._arrive()
-        host = to_host(output, read=False)
-        host_collectives.all_gather(self._comm, host, to_host(tensor))
+        host, given = to_host(output, read=False), to_host(tensor)
+        if short_collectives.is_short(host):
+            self._complete(short_collectives.all_gather(self._comm, host, given), host)
+        else:
+            self._arrive()
+            host_collectives.all_gather(self._comm, host, given)
         from_host(host, output)
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
@@ -99,7 +114,7 @@ class HostOperations:
             sent = [to_host(piece) for piece in pieces]
         self._exchange(sent, received)
 
-    def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Any) -> None:
+    def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
         """Reduce `pieces[r]` into `output` on rank r."""
         self._arrive()
         host = to_host(output, read=False)
@@ -107,11 +122,19 @@ class HostOperations:
         direct.reduce_scatter(self._comm, host.view(-1), parts, op)
         from_host(host, output)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
+    ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
-        self._arrive()
-        host = to_host(output, read=False)
-        host_collectives.reduce_scatter(self._comm, host, to_host(tensor), op)
+        host, given = to_host(output, read=False), to_host(tensor)
+        if short_collectives.is_short_sum(given):
+            request = short_collectives.reduce_scatter(self._comm, host, given, op)
+            self._complete(request, host)
+            if op.is_average:
+                direct.average(host, self._comm.size)
+        else:
+            self._arrive()
+            host_collectives.reduce_scatter(self._comm, host, given, op)
         from_host(host, output)
 
     def all_to_all(self, received: Tensors, sent: Tensors) -> None:
@@ -127,10 +150,8 @@ class HostOperations:
     ) -> None:
         """As `all_to_all`, with the pieces in one tensor; counts are of elements."""
         self._arrive()
-        host = to_host(output, read=False)
-        sent = to_host(tensor).view(-1).split(list(sent_counts))
-        received = host.view(-1).split(list(received_counts))
-        direct.exchange(self._comm, sent, received)
+        host, given = to_host(output, read=False), to_host(tensor)
+        host_collectives.all_to_all(self._comm, host, received_counts, given, sent_counts)
         from_host(host, output)
 
     def _exchange(

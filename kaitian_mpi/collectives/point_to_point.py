@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.collectives.worker import Queued
+from kaitian_mpi.mpi.guard import end_job, say_labelled
 from kaitian_mpi.mpi.messages import Transfer, start_receive, start_send
 from kaitian_mpi.mpi.runtime import nap
 
@@ -58,17 +61,17 @@ class Mailbox:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
         """Start sending a tensor on any device; it may be changed once the work is done."""
-        buffer = tensor.detach().cpu().contiguous()
+        buffer = to_host(tensor)
         transfer = start_send(self._comm, buffer, target, tag)
         return self._follow(_UnderWay(transfer, Message([tensor]), _nothing))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` takes any sender."""
-        direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-        buffer = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer = to_host(tensor, read=False)
         transfer = start_receive(self._comm, buffer, source, tag)
-        deliver = _nothing if direct else partial(tensor.copy_, buffer)
-        return self._follow(_UnderWay(transfer, Message([tensor]), deliver))
+        return self._follow(
+            _UnderWay(transfer, Message([tensor]), partial(from_host, buffer, tensor))
+        )
 
     def close(self) -> None:
         """End the thread. What nobody will receive or send any more is given up."""
@@ -85,10 +88,19 @@ class Mailbox:
         with self._changed:
             self._under_way.append(item)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._look_guarded, name=self._name, daemon=True
+                )
                 self._thread.start()
             self._changed.notify()
         return item.work
+
+    def _look_guarded(self) -> None:
+        try:
+            self._look()
+        except BaseException:  # without this thread nobody's messages would come any more
+            say_labelled("messages failed:\n" + traceback.format_exc())
+            end_job(1)
 
     def _look(self) -> None:
         """Help messages along and finish them, asleep in between, until closed."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +21,14 @@ from torch._C._distributed_c10d import (
 )
 
 from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, hybrid
-from kaitian_mpi.collectives.arguments import check_dense, check_pieces, check_whole, element_counts
+from kaitian_mpi.collectives.arguments import check_pieces, check_whole, element_counts
 from kaitian_mpi.collectives.dispatch import Dispatcher
 from kaitian_mpi.collectives.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.collectives.operations import HostOperations
 from kaitian_mpi.collectives.point_to_point import Mailbox
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi.datatypes import check_reduction, kind_of
+from kaitian_mpi.mpi.datatypes import Reduction, reduction
 from kaitian_mpi.mpi.direct import average
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
@@ -60,8 +58,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         self._size = comms.world.size
         self._timeout = timeout
         self._dispatcher = Dispatcher(comms, store, name, timeout)
+        self._run = self._dispatcher.run
         self._arrive = self._dispatcher.roll_call.arrive
-        self._host = HostOperations(comms.world, self._arrive)
+        self._host = HostOperations(comms.world, self._dispatcher.roll_call)
         self._host_group = hybrid.HostGroup(comms)
         self._mailbox = Mailbox(comms.messages, f"kaitian-messages-{name}")
         self._monitored_barrier = MonitoredBarrier(comms.world)
@@ -87,16 +86,12 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Reduce each tensor over all ranks, in place."""
         opts = opts or AllreduceOptions()
         op = opts.reduceOp
-        for tensor in tensors:
-            check_reduction(tensor.dtype, op)
-        kind = kind_of(op)
-        if kind == dist.ReduceOp.SUM and any(tensor.is_sparse for tensor in tensors):
-            task = partial(_each, self._host.sum_sparse, [(tensor,) for tensor in tensors])
-            return self._dispatcher.run("all_reduce", task, tensors, opts)
-        check_dense(tensors, "all_reduce")
-        task = partial(_each, self._allreduce, [(tensor, kind) for tensor in tensors])
-        vendor_call = ("allreduce", tensors, opts)
-        return self._dispatcher.run("all_reduce", task, tensors, opts, vendor_call, str(kind))
+        calls = [(tensor, reduction(tensor.dtype, op)) for tensor in tensors]
+        given = ("allreduce", tensors, opts)
+        if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
+            sparse = [(tensor,) for tensor in tensors]
+            return self._run("all_reduce", self._host.sum_sparse, sparse, [], given, op)
+        return self._run("all_reduce", self._allreduce, calls, tensors, given, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -108,19 +103,18 @@ class KaitianProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor to rank `opts.rootRank`."""
         opts = opts or ReduceOptions()
-        for tensor in tensors:
-            check_reduction(tensor.dtype, opts.reduceOp)
-        kind, root = kind_of(opts.reduceOp), opts.rootRank
-        task = partial(_each, self._host.reduce, [(tensor, root, kind) for tensor in tensors])
-        details = f"{kind}, root {root}"
-        return self._run("reduce", task, tensors, ("reduce", tensors, opts), details)
+        op, root = opts.reduceOp, opts.rootRank
+        calls = [(tensor, root, reduction(tensor.dtype, op)) for tensor in tensors]
+        given = ("reduce", tensors, opts)
+        return self._run("reduce", self._host.reduce, calls, tensors, given, (op, root))
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Copy each tensor from rank `opts.rootRank` to every rank."""
         opts = opts or BroadcastOptions()
-        task = partial(_each, self._host.broadcast, [(tensor, opts.rootRank) for tensor in tensors])
+        root = opts.rootRank
+        calls = [(tensor, root) for tensor in tensors]
         given = ("broadcast", tensors, opts)
-        return self._run("broadcast", task, tensors, given, f"root {opts.rootRank}")
+        return self._run("broadcast", self._host.broadcast, calls, tensors, given, root)
 
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
@@ -132,9 +126,8 @@ class KaitianProcessGroup(dist.ProcessGroup):
                 raise UnsupportedError("all_gather: a rank's own piece differs from what it gives")
         calls = list(zip(outputs, inputs, strict=True))
         result = [piece for pieces in outputs for piece in pieces]
-        task = partial(_each, self._host.all_gather, calls)
         given = ("allgather", outputs, inputs, opts or AllgatherOptions())
-        return self._run("all_gather", task, result, given)
+        return self._run("all_gather", self._host.all_gather, calls, result, given)
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
@@ -155,9 +148,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Gather several tensors, each into one along its first dimension."""
         for output, tensor in zip(outputs, inputs, strict=True):
             check_whole(output, tensor, self._size, "all_gather_single")
-        task = partial(_each, self._host.all_gather_single, list(zip(outputs, inputs, strict=True)))
+        calls = list(zip(outputs, inputs, strict=True))
         given = ("all_gather_single_coalesced", outputs, inputs, opts or AllgatherOptions())
-        return self._run("all_gather", task, outputs, given)
+        return self._run("all_gather", self._host.all_gather_single, calls, outputs, given)
 
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
@@ -168,9 +161,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         pieces = outputs[0] if self.rank() == root else []
         if pieces:
             check_pieces(pieces, inputs[0], self._size, "gather", equal=True)
-        task = partial(self._host.gather, pieces, inputs[0], root)
+        calls = [(pieces, inputs[0], root)]
         given = ("gather", outputs, inputs, opts)
-        return self._run("gather", task, pieces or inputs, given, f"root {root}")
+        return self._run("gather", self._host.gather, calls, pieces or inputs, given, root)
 
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
@@ -181,23 +174,22 @@ class KaitianProcessGroup(dist.ProcessGroup):
         pieces = inputs[0] if self.rank() == root else []
         if pieces:
             check_pieces(pieces, outputs[0], self._size, "scatter", equal=True)
-        task = partial(self._host.scatter, outputs[0], pieces, root)
+        calls = [(outputs[0], pieces, root)]
         given = ("scatter", outputs, inputs, opts)
-        return self._run("scatter", task, outputs, given, f"root {root}")
+        return self._run("scatter", self._host.scatter, calls, outputs, given, root)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
         """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
         opts = opts or ReduceScatterOptions()
-        kind = kind_of(opts.reduceOp)
+        op = opts.reduceOp
+        calls = []
         for output, pieces in zip(outputs, inputs, strict=True):
-            check_reduction(output.dtype, opts.reduceOp)
             check_pieces(pieces, output, self._size, "reduce_scatter")
-        calls = [(output, pieces, kind) for output, pieces in zip(outputs, inputs, strict=True)]
-        task = partial(_each, self._host.reduce_scatter, calls)
+            calls.append((output, pieces, reduction(output.dtype, op)))
         given = ("reduce_scatter", outputs, inputs, opts)
-        return self._run("reduce_scatter", task, outputs, given, str(kind))
+        return self._run("reduce_scatter", self._host.reduce_scatter, calls, outputs, given, op)
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -210,14 +202,14 @@ class KaitianProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Reduce several tensors over all ranks and leave each rank its parts."""
         opts = opts or ReduceScatterOptions()
-        kind = kind_of(opts.reduceOp)
+        op = opts.reduceOp
+        calls = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_reduction(tensor.dtype, opts.reduceOp)
             check_whole(tensor, output, self._size, "reduce_scatter_single")
-        calls = [(output, tensor, kind) for output, tensor in zip(outputs, inputs, strict=True)]
-        task = partial(_each, self._host.reduce_scatter_single, calls)
+            calls.append((output, tensor, reduction(tensor.dtype, op)))
+        host = self._host.reduce_scatter_single
         given = ("reduce_scatter_single_coalesced", outputs, inputs, opts)
-        return self._run("reduce_scatter", task, outputs, given, str(kind))
+        return self._run("reduce_scatter", host, calls, outputs, given, op)
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -225,9 +217,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
         for pieces in (outputs, inputs):
             check_pieces(pieces, inputs[0], self._size, "all_to_all")
-        task = partial(self._host.all_to_all, outputs, inputs)
+        calls = [(outputs, inputs)]
         given = ("alltoall", outputs, inputs, opts or AllToAllOptions())
-        return self._run("all_to_all", task, outputs, given)
+        return self._run("all_to_all", self._host.all_to_all, calls, outputs, given)
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -240,24 +232,25 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Send a part of the first dimension to each rank; no splits mean equal parts."""
         received = element_counts(output, output_splits, self._size)
         sent = element_counts(tensor, input_splits, self._size)
-        task = partial(self._host.all_to_all_single, output, received, tensor, sent)
+        calls = [(output, received, tensor, sent)]
         opts = opts or AllToAllOptions()
         given = ("all_to_all_single", output, tensor, output_splits, input_splits, opts)
-        return self._run("all_to_all", task, [output], given)
+        return self._run("all_to_all", self._host.all_to_all_single, calls, [output], given)
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
-        return self._dispatcher.run("barrier", self._arrive, [], opts)
+        opts = opts or BarrierOptions()
+        return self._run("barrier", self._arrive, [()], [], ("barrier", opts))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for every rank; rank 0 raises an error that names those who do not come in time."""
-        limit = timeout or self._timeout
-        task = partial(self._monitored_barrier.run, limit, wait_all_ranks=wait_all_ranks)
         options = BarrierOptions()
         options.asyncOp = False
-        self._dispatcher.run("monitored_barrier", task, [], options).wait()
+        calls = [(timeout or self._timeout, wait_all_ranks)]
+        given = ("monitored_barrier", options)
+        self._run("monitored_barrier", self._monitored_barrier.run, calls, [], given).wait()
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""
@@ -292,19 +285,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
         self._mailbox.close()
         self.comms.free()
 
-    def _run(
-        self,
-        name: str,
-        task: Callable[[], None],
-        result: Tensors,
-        vendor_call: tuple[Any, ...],
-        details: str = "",
-    ) -> Work:
-        """Carry out a dense operation; torch's options are the last of the vendor's arguments."""
-        check_dense(result, name)
-        return self._dispatcher.run(name, task, result, vendor_call[-1], vendor_call, details)
-
-    def _allreduce(self, tensor: torch.Tensor, op: Any) -> None:
+    def _allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         algorithm = "flat" if self.single_kind else self.algorithm
         vendor = None if tensor.is_cpu else self._dispatcher.vendor(tensor.device)
         # Without a vendor's library a group works in host memory, on its ranks' copies.
@@ -313,19 +294,8 @@ class KaitianProcessGroup(dist.ProcessGroup):
             return
         self._arrive()
         lent = tensor.contiguous() if vendor is not None else to_host(tensor)
-        average_after = op == dist.ReduceOp.AVG
-        hybrid.allreduce(
-            algorithm,
-            self.comms,
-            vendor or self._host_group,
-            lent.view(-1),
-            dist.ReduceOp.SUM if average_after else op,
-        )
-        if average_after:
+        group = vendor or self._host_group
+        hybrid.allreduce(algorithm, self.comms, group, lent.view(-1), op.undivided)
+        if op.is_average:
             average(lent, self._size)
         from_host(lent, tensor)
-
-
-def _each(method: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-    for arguments in calls:
-        method(*arguments)

@@ -9,6 +9,7 @@ from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.runtime import wait_for
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from mpi4py import MPI
 
@@ -36,10 +37,25 @@ class RollCall:
         Raises:
             CollectiveError: some rank did not come within the group's time-out.
         """
+        self.complete(self._comm.Ibarrier())
+
+    def complete(self, request: MPI.Request, tensor: torch.Tensor | None = None) -> None:
+        """Wait, without spinning, until a collective that has been started is done. Collective.
+
+        Args:
+            request: the collective.
+            tensor: what it reads or writes, kept where it is not done in time.
+
+        Raises:
+            CollectiveError: as `arrive`.
+        """
         self._calls += 1
-        request = self._comm.Ibarrier()
-        if wait_for(request, self._signing_sec):
-            return
+        if not (request.Test() or wait_for(request, self._signing_sec)):
+            self._abandoned = request, tensor
+            self._wait_long(request)
+            del self._abandoned
+
+    def _wait_long(self, request: MPI.Request) -> None:
         self._store.set(self._key(self._comm.rank), str(self._calls))
         if wait_for(request, self._timeout_sec - self._signing_sec):
             return

@@ -11,6 +11,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kaitian_mpi.mpi.datatypes import Reduction
+
 
 class VendorGroup:
     """The ranks of one kind, joined by their vendor's library. Tensors stay on the device."""
@@ -34,11 +36,11 @@ class VendorGroup:
         """Carry out one of torch's operations on tensors of this device."""
         getattr(self._backend, name)(*arguments).wait()
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Any) -> None:
+    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = dist.ReduceOp(op), root
+            options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
             self._backend.reduce([piece], options).wait()
 
     def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:

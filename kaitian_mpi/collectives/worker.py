@@ -6,8 +6,11 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -17,7 +20,10 @@ from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.guard import end_job, say_labelled
 from kaitian_mpi.mpi.runtime import nap
 
-Task = Callable[[], None]
+Method = Callable[..., None]
+Calls = Sequence[tuple[Any, ...]]
+
+_KEPT_WORKS = 16
 
 
 class Finished(Work):
@@ -133,6 +139,15 @@ def _future_for(tensors: list[torch.Tensor]) -> torch.futures.Future:
     return torch.futures.Future(devices=sorted(devices, key=str))
 
 
+@dataclass(frozen=True)
+class _Task:
+    name: str
+    method: Method
+    calls: Calls
+    work: Queued
+    streams: Streams
+
+
 class Worker:
     """Runs tasks one after the other; in the caller's thread where it may, else in its own.
 
@@ -144,22 +159,30 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.broken: CollectiveError | None = None
         """Why no more tasks can be carried out."""
-        self._tasks: queue.SimpleQueue[tuple[str, Task, Queued, Streams] | None]
-        self._tasks = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._waiting = 0
         self._count_lock = threading.Lock()
         self._name = name
+        # DDP's join keeps only the C++ half of the work of its one-element all_reduce, which then
+        # needs the Python half to live on.
+        self._kept: deque[Queued] = deque(maxlen=_KEPT_WORKS)
         self._thread: threading.Thread | None = None
 
     def run(
-        self, name: str, task: Task, result: list[torch.Tensor], *, in_background: bool
+        self,
+        name: str,
+        method: Method,
+        calls: Calls,
+        result: list[torch.Tensor],
+        in_background: bool,
     ) -> Work:
-        """Carry out a task, after all those given before it.
+        """Carry out a collective, after all those given before it.
 
         Args:
             name: the operation, for errors.
-            task: the collective.
+            method: what does it.
+            calls: the arguments of each call of `method`.
             result: the tensors it writes.
             in_background: False where the caller will wait for it anyway; it then runs in the
                 caller's own thread if nothing is queued, which saves two thread switches.
@@ -170,22 +193,24 @@ class Worker:
         if self._thread is not None and threading.current_thread() is self._thread:
             # A future's callback asks for more, as PowerSGD's hook does, and may wait: queued,
             # it would never come. Here and now is the same place in the order on every rank.
-            self._attempt(name, task)
+            self._attempt(name, method, calls)
             return Finished(result)
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
-                self._attempt(name, task)
+                self._attempt(name, method, calls)
             finally:
                 self._turn.release()
             return Finished(result)
         work = Queued(result)
-        streams = after_caller(result)
+        if sum(tensor.numel() for tensor in result) <= 1:
+            self._kept.append(work)
+        task = _Task(name, method, calls, work, after_caller(result))
         with self._count_lock:
             self._waiting += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
-        self._tasks.put((name, task, work, streams))
+        self._tasks.put(task)
         return work
 
     def close(self) -> None:
@@ -196,20 +221,19 @@ class Worker:
             self._thread = None
 
     def _loop(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            name, task, work, streams = item
-            with self._turn, streams:
-                error = self._error_of(name, task)
+        while (task := self._tasks.get()) is not None:
+            with self._turn, task.streams:
+                error = self._error_of(task)
                 with self._count_lock:
                     self._waiting -= 1
                 if error is None:
-                    work.finish()
+                    task.work.finish()
                 else:
-                    work.fail(error)
+                    task.work.fail(error)
 
-    def _error_of(self, name: str, task: Task) -> CollectiveError | None:
+    def _error_of(self, task: _Task) -> CollectiveError | None:
         try:
-            self._attempt(name, task)
+            self._attempt(task.name, task.method, task.calls)
         except CollectiveError as error:
             return error
         except BaseException:
@@ -217,11 +241,12 @@ class Worker:
             end_job(1)
         return None
 
-    def _attempt(self, name: str, task: Task) -> None:
+    def _attempt(self, name: str, method: Method, calls: Calls) -> None:
         if self.broken is not None:
             raise CollectiveError(f"{name}: this process group failed before: {self.broken}")
         try:
-            task()
+            for arguments in calls:
+                method(*arguments)
         except CollectiveError as error:
             self.broken = CollectiveError(f"{name}: {error}")
             raise self.broken from None

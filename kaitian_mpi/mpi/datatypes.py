@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,42 +43,61 @@ _MOVED: dict[int, MPI.Datatype] = {
     16: MPI.C_DOUBLE_COMPLEX,
 }
 
-_OPERATIONS: dict[object, MPI.Op] = {
-    dist.ReduceOp.SUM: MPI.SUM,
-    dist.ReduceOp.AVG: MPI.SUM,
-    dist.ReduceOp.PRODUCT: MPI.PROD,
-    dist.ReduceOp.MIN: MPI.MIN,
-    dist.ReduceOp.MAX: MPI.MAX,
-    dist.ReduceOp.BAND: MPI.BAND,
-    dist.ReduceOp.BOR: MPI.BOR,
-    dist.ReduceOp.BXOR: MPI.BXOR,
-}
-_LOGICAL: dict[object, MPI.Op] = {
-    dist.ReduceOp.SUM: MPI.LOR,
-    dist.ReduceOp.MAX: MPI.LOR,
-    dist.ReduceOp.BOR: MPI.LOR,
-    dist.ReduceOp.PRODUCT: MPI.LAND,
-    dist.ReduceOp.MIN: MPI.LAND,
-    dist.ReduceOp.BAND: MPI.LAND,
-    dist.ReduceOp.BXOR: MPI.LXOR,
-}
+
+@dataclass(frozen=True)
+class Reduction:
+    """How tensors of one type are reduced."""
+
+    kind: Any
+    """The kind of torch's reduce operation."""
+    mpi_op: MPI.Op
+    """MPI's; for an average that of a sum, which is divided afterwards."""
+    combine: Callable[..., torch.Tensor]
+    """torch's function of two tensors, with `out`."""
+    is_average: bool = False
+
+    @property
+    def undivided(self) -> Reduction:
+        """The same, but the sum for an average."""
+        return _OPERATIONS[dist.ReduceOp.SUM] if self.is_average else self
+
+
+def _by_kind(*reductions: Reduction) -> dict[Any, Reduction]:
+    return {reduction.kind: reduction for reduction in reductions}
+
+
+_OPERATIONS = _by_kind(
+    Reduction(dist.ReduceOp.SUM, MPI.SUM, torch.add),
+    Reduction(dist.ReduceOp.AVG, MPI.SUM, torch.add, is_average=True),
+    Reduction(dist.ReduceOp.PRODUCT, MPI.PROD, torch.mul),
+    Reduction(dist.ReduceOp.MIN, MPI.MIN, torch.minimum),
+    Reduction(dist.ReduceOp.MAX, MPI.MAX, torch.maximum),
+    Reduction(dist.ReduceOp.BAND, MPI.BAND, torch.bitwise_and),
+    Reduction(dist.ReduceOp.BOR, MPI.BOR, torch.bitwise_or),
+    Reduction(dist.ReduceOp.BXOR, MPI.BXOR, torch.bitwise_xor),
+)
+_LOGICAL = _by_kind(
+    Reduction(dist.ReduceOp.SUM, MPI.LOR, torch.logical_or),
+    Reduction(dist.ReduceOp.MAX, MPI.LOR, torch.logical_or),
+    Reduction(dist.ReduceOp.BOR, MPI.LOR, torch.logical_or),
+    Reduction(dist.ReduceOp.PRODUCT, MPI.LAND, torch.logical_and),
+    Reduction(dist.ReduceOp.MIN, MPI.LAND, torch.logical_and),
+    Reduction(dist.ReduceOp.BAND, MPI.LAND, torch.logical_and),
+    Reduction(dist.ReduceOp.BXOR, MPI.LXOR, torch.logical_xor),
+)
 _ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
-
-
-def kind_of(op: Any) -> Any:
-    """Return the kind of one of torch's reduce operations; a plain kind is itself."""
-    return getattr(op, "op", op)
+SUM = _OPERATIONS[dist.ReduceOp.SUM]
 
 
 @functools.cache
-def check_reduction(dtype: torch.dtype, op: Any) -> None:
-    """Check that tensors of this type can be reduced so; said before anything is sent.
+def reduction(dtype: torch.dtype, op: Any) -> Reduction:
+    """Return how tensors of this type are reduced by one of torch's operations.
 
     Raises:
-        UnsupportedError: they cannot.
+        UnsupportedError: they cannot be; said before anything is sent.
     """
-    kind = kind_of(op)
+    kind = getattr(op, "op", op)  # a ReduceOp object holds its kind, a plain kind is itself
     table = _LOGICAL if dtype is torch.bool else _OPERATIONS
     inexact = dtype.is_floating_point or dtype.is_complex
     impossible = (kind in _BITWISE and inexact) or (kind in _ORDERED and dtype.is_complex)
@@ -84,12 +105,7 @@ def check_reduction(dtype: torch.dtype, op: Any) -> None:
         raise UnsupportedError(f"reduce operation {kind} on {dtype} is not supported by kaitian")
     if dtype not in _TYPES and dtype not in SIXTEEN_BIT:
         raise UnsupportedError(f"a reduction of {dtype} is not supported by kaitian")
-
-
-@functools.cache
-def reduction(dtype: torch.dtype, op: Any) -> MPI.Op:
-    """Return MPI's operation for torch's, that of a sum for an average."""
-    return (_LOGICAL if dtype is torch.bool else _OPERATIONS)[kind_of(op)]
+    return table[kind]
 
 
 def typed(tensor: torch.Tensor) -> Buffer:
@@ -100,10 +116,15 @@ def typed(tensor: torch.Tensor) -> Buffer:
 
 def moved(tensor: torch.Tensor) -> Buffer:
     """Return a contiguous host tensor of any type and size as a buffer, to be moved unchanged."""
-    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     if tensor.numel() > LARGEST_COUNT:
+        memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return memory, _one_of(tensor.nbytes)
-    return memory, _MOVED[tensor.element_size()]
+    return as_units(tensor, tensor.element_size())
+
+
+def as_units(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
+    """Return a contiguous host tensor as a buffer of units of 1, 2, 4, 8 or 16 bytes."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MOVED[unit_bytes]
 
 
 @functools.cache

@@ -11,38 +11,18 @@ Every function is collective over `comm`; tensors are contiguous, on the CPU, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.datatypes import SIXTEEN_BIT, moved
+from kaitian_mpi.mpi.datatypes import SIXTEEN_BIT, Reduction, moved
 
 # A piece is long enough that a message's fixed cost does not show; the scratch of all pieces that
 # come in at once stays near the cache.
 _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20
 _SHORTEST_PIECE_BYTES = 32 << 10
-
-_Combine = Callable[..., torch.Tensor]
-
-_OPERATIONS: dict[Any, _Combine] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.BAND: torch.bitwise_and,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-    dist.ReduceOp.BXOR: torch.bitwise_xor,
-}
-_LOGICAL = {
-    **_OPERATIONS,
-    dist.ReduceOp.SUM: torch.logical_or,
-    dist.ReduceOp.PRODUCT: torch.logical_and,
-}
 
 _threads = threading.local()
 
@@ -68,7 +48,7 @@ def exchange(
 
 
 def reduce_scatter(
-    comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Any
+    comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Reduction
 ) -> None:
     """Reduce every rank's `pieces[r]`, flat, into flat `result` on rank r; it may be that piece.
 
@@ -81,7 +61,7 @@ def reduce_scatter(
         _reduce_parts(comm, result[start : start + step], parts, op)
 
 
-def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Any) -> None:
+def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
     """Leave the reduction over all ranks in flat `tensor` on every rank; bit-identical."""
     step = _piece_elements(comm, tensor) * comm.size
     for start in range(0, tensor.numel(), step):
@@ -101,22 +81,23 @@ def average(total: torch.Tensor, size: int) -> None:
         total.div_(size, rounding_mode="trunc")
 
 
-def _reduce_parts(comm: MPI.Comm, result: torch.Tensor, parts: list[torch.Tensor], op: Any) -> None:
+def _reduce_parts(
+    comm: MPI.Comm, result: torch.Tensor, parts: list[torch.Tensor], op: Reduction
+) -> None:
     length = result.numel()
     scratch = _scratch(result.dtype, length * comm.size).view(comm.size, length)
     exchange(comm, _without(parts, comm.rank), _without(list(scratch), comm.rank))
     if not length:
         return
-    combine = (_LOGICAL if result.dtype is torch.bool else _OPERATIONS)[op]
     own, others = parts[comm.rank], [scratch[rank] for rank in _others(comm)]
     # Of two 16-bit floats the sum is rounded once as it is.
-    once = result.dtype not in SIXTEEN_BIT or (len(others) == 1 and op != dist.ReduceOp.AVG)
+    once = result.dtype not in SIXTEEN_BIT or (len(others) == 1 and not op.is_average)
     total = result if once else torch.empty(length, dtype=torch.float32)
     if not once or not others:
         own = total.copy_(own)
     for other in others:
-        own = combine(own, other, out=total)
-    if op == dist.ReduceOp.AVG:
+        own = op.combine(own, other, out=total)
+    if op.is_average:
         average(total, comm.size)
     if not once:
         result.copy_(total)

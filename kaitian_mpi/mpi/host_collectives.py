@@ -6,15 +6,23 @@ that MPI does not copy itself, but for scratch buffers of a few megabytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 
+from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi import direct
-from kaitian_mpi.mpi.datatypes import LARGEST_COUNT, SIXTEEN_BIT, moved, reduction, typed
+from kaitian_mpi.mpi.datatypes import (
+    LARGEST_COUNT,
+    SIXTEEN_BIT,
+    SUM,
+    Reduction,
+    as_units,
+    moved,
+    typed,
+)
 
 # Longer reductions are faster in pieces that stay in the cache; see docs/benchmarks.md.
 _PIECE_BYTES = 2 << 20
@@ -22,20 +30,19 @@ _PIECE_BYTES = 2 << 20
 _DIRECT_BYTES = 512 << 10
 
 
-def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None:
     """Leave the reduction over all ranks in `tensor` on every rank."""
     if comm.size == 1:
         return
     if tensor.dtype in SIXTEEN_BIT:
         direct.allreduce(comm, tensor.view(-1), op)
         return
-    mpi_op = reduction(tensor.dtype, op)
     if tensor.nbytes <= _PIECE_BYTES:
-        comm.Allreduce(MPI.IN_PLACE, typed(tensor), mpi_op)
+        comm.Allreduce(MPI.IN_PLACE, typed(tensor), op.mpi_op)
     else:
         for piece in tensor.view(-1).split(_PIECE_BYTES // tensor.element_size()):
-            comm.Allreduce(MPI.IN_PLACE, typed(piece), mpi_op)
-    if op == dist.ReduceOp.AVG:
+            comm.Allreduce(MPI.IN_PLACE, typed(piece), op.mpi_op)
+    if op.is_average:
         direct.average(tensor, comm.size)
 
 
@@ -45,13 +52,13 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
         comm.Bcast(moved(tensor), root)
 
 
-def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Any) -> None:
+def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
     """Leave the reduction over all ranks in `tensor` on rank `root`; elsewhere it stays."""
     reduce_shares(comm, tensor, [0] * root + [tensor.numel()], op)
 
 
 def reduce_shares(
-    comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: Any = dist.ReduceOp.SUM
+    comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: Reduction = SUM
 ) -> None:
     """Reduce piece r of `tensor` to rank r of `comm`, in place; the rest of it stays.
 
@@ -67,25 +74,26 @@ def reduce_shares(
         _reduce(comm, share, root, op)
 
 
-def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Any) -> None:
-    mpi_op = reduction(tensor.dtype, op)
+def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
     for piece in tensor.split(max(1, _PIECE_BYTES // tensor.element_size())):
         if comm.rank == root:
-            comm.Reduce(MPI.IN_PLACE, typed(piece), mpi_op, root)
+            comm.Reduce(MPI.IN_PLACE, typed(piece), op.mpi_op, root)
         else:
-            comm.Reduce(typed(piece), None, mpi_op, root)
-    if op == dist.ReduceOp.AVG and comm.rank == root:
+            comm.Reduce(typed(piece), None, op.mpi_op, root)
+    if op.is_average and comm.rank == root:
         direct.average(tensor, comm.size)
 
 
-def reduce_scatter(comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
+def reduce_scatter(
+    comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
+) -> None:
     """Reduce equal part r of `tensor` into `result` on rank r."""
     if tensor.nbytes > _DIRECT_BYTES or tensor.dtype in SIXTEEN_BIT:
         parts = tensor.view(-1).split(max(1, result.numel()))
         direct.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return
-    comm.Reduce_scatter_block(typed(tensor), typed(result), reduction(tensor.dtype, op))
-    if op == dist.ReduceOp.AVG:
+    comm.Reduce_scatter_block(typed(tensor), typed(result), op.mpi_op)
+    if op.is_average:
         direct.average(result, comm.size)
 
 
@@ -109,3 +117,34 @@ def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> 
         return
     pieces = gathered.view(-1).split(tensor.numel())
     direct.exchange(comm, [tensor] * comm.size, pieces)
+
+
+def all_to_all(
+    comm: MPI.Comm,
+    received: torch.Tensor,
+    received_counts: Sequence[int],
+    sent: torch.Tensor,
+    sent_counts: Sequence[int],
+) -> None:
+    """Send piece r of `sent` to rank r, and receive its pieces in order; any dtype.
+
+    Raises:
+        UnsupportedError: there is more than MPI can count.
+    """
+    unit = math.gcd(
+        16, *(count * sent.element_size() for count in (*sent_counts, *received_counts))
+    )
+    source, target = _in_units(sent, sent_counts, unit), _in_units(received, received_counts, unit)
+    comm.Alltoallv(source, target)
+
+
+def _in_units(
+    tensor: torch.Tensor, counts: Sequence[int], unit_bytes: int
+) -> tuple[MPI.buffer, list[int], MPI.Datatype]:
+    if tensor.nbytes // unit_bytes > LARGEST_COUNT:
+        raise UnsupportedError(
+            f"all_to_all_single: found {tensor.nbytes} bytes to cut in units of {unit_bytes}, "
+            "needed fewer, or parts of a multiple of 16 bytes; all_to_all takes lists of any size"
+        )
+    memory, kind = as_units(tensor, unit_bytes)
+    return memory, [count * tensor.element_size() // unit_bytes for count in counts], kind
