@@ -5,7 +5,7 @@ In a script of one's own, started by mpirun::
     import kaitian_mpi
 
     world = kaitian_mpi.init()  # torch.distributed is ready, over the backend `kaitian`
-    model = DistributedDataParallel(model.to(world.torch_device))
+    model = kaitian_mpi.data_parallel(model.to(world.device))  # stock DDP, weighted by samples
 
 Installing the package makes the backend `kaitian` and the rendezvous `mpi://` known to torch, so
 that `init_process_group("kaitian", init_method="mpi://")` does as well.
@@ -17,18 +17,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kaitian_mpi.collectives.data_parallel import data_parallel
     from kaitian_mpi.collectives.gradients import WeightedSum
     from kaitian_mpi.collectives.startup import init
     from kaitian_mpi.data.sampler import LoadAdaptiveSampler
     from kaitian_mpi.mpi.world import World
 
 __version__ = "0.1.0"
-__all__ = ["LoadAdaptiveSampler", "WeightedSum", "World", "__version__", "init"]
+__all__ = [
+    "LoadAdaptiveSampler",
+    "WeightedSum",
+    "World",
+    "__version__",
+    "data_parallel",
+    "init",
+]
 
 _HOMES = {
     "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
     "WeightedSum": "kaitian_mpi.collectives.gradients",
     "World": "kaitian_mpi.mpi.world",
+    "data_parallel": "kaitian_mpi.collectives.data_parallel",
     "init": "kaitian_mpi.collectives.startup",
 }
 

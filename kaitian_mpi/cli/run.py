@@ -7,6 +7,8 @@ import os
 import runpy
 import socket
 import sys
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,9 @@ def main() -> None:
         if not Path(chosen.script).is_file():
             raise UserError(f"found no script {chosen.script}; name the file to run")
         comm = start_mpi()
-        host, port = gather_values(comm, free_address(comm.rank))[0]
-        set_environment(os.environ, comm.rank, comm.size, (host, port))
+        hosts = gather_values(comm, socket.gethostname())
+        port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
+        set_environment(os.environ, comm.rank, hosts, port, run_id)
 
         from kaitian_mpi.collectives.startup import use_backend_for
         from kaitian_mpi.mpi.world import join_world
@@ -74,24 +77,40 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def set_environment(environ: Any, rank: int, size: int, master: tuple[str, int]) -> None:
-    """Set the variables that torchrun sets; what the user has set of the last two stays."""
+def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:
+    """Set the variables that torchrun sets; where the ranks meet may be set by the user.
+
+    Args:
+        environ: where to set them.
+        rank: this rank.
+        hosts: every rank's host.
+        port: one that is free on rank 0's host.
+        run_id: the job's name, the same on every rank.
+    """
     launch = read_launch(environ)
-    environ["RANK"], environ["WORLD_SIZE"] = str(rank), str(size)
+    size, names = str(len(hosts)), list(dict.fromkeys(hosts))
+    environ["RANK"], environ["WORLD_SIZE"] = str(rank), size
     environ["LOCAL_RANK"] = str(launch.local_rank)
     environ["LOCAL_WORLD_SIZE"] = str(launch.local_size)
-    environ["ROLE_RANK"], environ["ROLE_WORLD_SIZE"] = str(rank), str(size)
-    environ.setdefault("MASTER_ADDR", master[0])
-    environ.setdefault("MASTER_PORT", str(master[1]))
+    environ["GROUP_RANK"] = str(names.index(hosts[rank]))
+    environ["GROUP_WORLD_SIZE"] = str(len(names))
+    environ["ROLE_NAME"] = "default"
+    environ["ROLE_RANK"], environ["ROLE_WORLD_SIZE"] = str(rank), size
+    # Frameworks take the first of these for the sign that they are not to start ranks themselves.
+    environ["TORCHELASTIC_RUN_ID"] = run_id
+    environ["TORCHELASTIC_RESTART_COUNT"] = environ["TORCHELASTIC_MAX_RESTARTS"] = "0"
+    # torchrun's own process serves the store at MASTER_PORT; here rank 0 must.
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    one_host = launch.local_size == len(hosts)  # whose name may resolve to nothing
+    environ.setdefault("MASTER_ADDR", "localhost" if one_host else hosts[0])
+    environ.setdefault("MASTER_PORT", str(port))
 
 
-def free_address(rank: int) -> tuple[str, int] | None:
-    """Return, on rank 0, its host's name and a port that is free now; nothing stays open."""
-    if rank != 0:
-        return None
+def free_port() -> int:
+    """Return a port of this host that is free now; nothing stays open."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return socket.gethostname(), probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 def run_script(script: str, arguments: list[str]) -> None:

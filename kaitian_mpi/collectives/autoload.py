@@ -31,4 +31,7 @@ def _create(options: Any, _: Any = None) -> Any:
 def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
     from kaitian_mpi.mpi.rendezvous import rendezvous
 
-    return rendezvous(options.get("timeout"))
+    # torch puts what the script gives as `rank` and `world_size` into the address.
+    given = dict(pair.split("=") for pair in url.partition("?")[2].split("&") if pair)
+    rank, size = (int(given[name]) if name in given else None for name in ("rank", "world_size"))
+    return rendezvous(rank, size, options.get("timeout"))

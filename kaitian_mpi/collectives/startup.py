@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -49,31 +50,32 @@ def use_backend_for(names: Iterable[str]) -> None:
     start, subgroup = dist.init_process_group, dist.new_group
 
     @functools.wraps(start)
-    def init_process_group(
-        backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        chosen = _override(backend, overridden)
-        by_environment = init_method in (None, "env://") and kwargs.get("store") is None
-        if chosen == BACKEND and by_environment:
-            init_method = f"{SCHEME}://"
-            kwargs.pop("rank", None)
-            kwargs.pop("world_size", None)
-        if chosen == BACKEND:
-            kwargs.pop("device_id", None)  # binds a group to one vendor's device
-        start(chosen, init_method, *args, **kwargs)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(start).bind(*args, **kwargs).arguments
+        given["backend"] = _override(given.get("backend"), overridden)
+        if given["backend"] == BACKEND:
+            if given.get("init_method") in (None, "env://") and given.get("store") is None:
+                given["init_method"] = f"{SCHEME}://"
+            given.pop("device_id", None)  # binds a group to one vendor's device
+        start(**given)
 
     @functools.wraps(subgroup)
-    def new_group(
-        ranks: list[int] | None = None,
-        timeout: timedelta | None = None,
-        backend: str | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return subgroup(ranks, timeout, _override(backend, overridden), *args, **kwargs)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(subgroup).bind(*args, **kwargs).arguments
+        if given.get("backend") is not None:  # None: the default group's
+            given["backend"] = _override(given["backend"], overridden)
+        return subgroup(**given)
 
-    for module in (dist, dist.distributed_c10d):
-        vars(module).update(init_process_group=init_process_group, new_group=new_group)
+    replacements: dict[str, tuple[Any, Any]] = {
+        "init_process_group": (start, init_process_group),
+        "new_group": (subgroup, new_group),
+    }
+    for place, module in list(sys.modules.items()):
+        if not place.startswith("torch.distributed"):
+            continue
+        for name, (old, new) in replacements.items():  # device_mesh, for one, has its own
+            if vars(module).get(name) is old:
+                vars(module)[name] = new
 
 
 def _override(backend: str | None, overridden: frozenset[str]) -> str | None:

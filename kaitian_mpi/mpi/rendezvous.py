@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.guard import guard_script
+from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import start_mpi
-from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore
 from kaitian_mpi.mpi.world import World, current_world, join_world
+
+if TYPE_CHECKING:
+    from kaitian_mpi.mpi.store import MPIStore
 
 _store: MPIStore | None = None  # torch keeps no Python reference, and needs one
 
@@ -25,14 +31,69 @@ def world_or_join() -> World:
     return world
 
 
-def rendezvous(timeout: timedelta | None = None) -> Iterator[tuple[MPIStore, int, int]]:
+def world_of_size(size: int | None) -> World:
+    """Return the world, joined where nobody has, of as many ranks as torch was told.
+
+    Collective the first time, over all ranks that mpirun started.
+
+    Args:
+        size: the number of ranks that the script or its environment gives; None: it gives none.
+
+    Raises:
+        UserError: MPI has another number of ranks.
+    """
+    launched = read_launch(os.environ).world_size
+    if size is not None and launched > 1:
+        # Before MPI starts: that would wait for ranks that may never come here.
+        _check_size(size, launched)
+    world = world_or_join()
+    _check_size(world.size if size is None else size, world.size)
+    return world
+
+
+def rendezvous(
+    rank: int | None = None, size: int | None = None, timeout: timedelta | None = None
+) -> Iterator[tuple[MPIStore, int, int]]:
     """Yield a store, this rank and the number of ranks, as torch asks of a rendezvous handler.
 
     Collective. After a `destroy_process_group` a program may do it again, with a new store.
+
+    Args:
+        rank: this rank's number where the script gives one; None: the one that MPI gave it.
+        size: the number of ranks where the script gives it.
+        timeout: how long the store waits for a key.
+
+    Raises:
+        UserError: MPI has another number of ranks than the script, or than WORLD_SIZE where
+            there is no mpirun.
     """
     global _store
-    world = world_or_join()
+    if size is None and read_launch(os.environ).world_size == 1:
+        size = _told_by_another_launcher()
+    world = world_of_size(size)
+    from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore  # MPI starts with the import
+
     if _store is not None:
         _store.close()
     _store = MPIStore(world.comm, timeout or DEFAULT_TIMEOUT)
-    yield _store, world.rank, world.size
+    yield _store, world.rank if rank is None else rank, world.size
+
+
+def _told_by_another_launcher() -> int | None:
+    """Return the number of ranks that torchrun, say, has started: each would be a job of one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() and int(size) > 1 else None
+
+
+def _check_size(given: int, ranks: int) -> None:
+    if given == ranks:
+        return
+    if ranks == 1:
+        raise UserError(
+            f"found a world size of {given}, but MPI has this rank alone: it was not started by "
+            f"mpirun; start the job with mpirun -np {given} in the place of another launcher"
+        )
+    raise UserError(
+        f"found a world size of {given}, needed {ranks}, the number of ranks that mpirun started; "
+        f'give world_size={ranks}, or none with init_method="mpi://"'
+    )

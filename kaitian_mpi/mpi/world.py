@@ -29,8 +29,10 @@ class World:
     """A communicator of our own over all ranks."""
     infos: tuple[RankInfo, ...]
     """What every rank told about itself, by world rank."""
-    device: Device
+    device_kind: Device
+    """What there is to know and do about this rank's kind of device."""
     device_index: int
+    """This rank's device among those of its kind on the host."""
     threads: int
     """Threads this rank computes with on the host."""
 
@@ -60,13 +62,18 @@ class World:
         return plan_groups(self.kinds)
 
     @property
-    def torch_device(self) -> torch.device:
-        """This rank's torch device."""
-        return self.device.torch_device(self.device_index)
+    def group(self) -> Group:
+        """This rank's group."""
+        return next(group for group in self.groups if self.rank in group.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device, for torch."""
+        return self.device_kind.torch_device(self.device_index)
 
     def synchronize(self) -> None:
         """Wait until this rank's device has done all it was given."""
-        self.device.synchronize(self.device_index)
+        self.device_kind.synchronize(self.device_index)
 
 
 _current: World | None = None

@@ -123,7 +123,7 @@ class _RankTimer:
         prepared = [self._prepare(computation) for computation in contestants]
         # On a core shared with other ranks the layouts differ by less than the wait for the core,
         # which the thread's own CPU time leaves out. The first step, which warms up, is no minimum.
-        clock = time.thread_time if self._world.torch_device.type == "cpu" else time.perf_counter
+        clock = time.thread_time if self._world.device.type == "cpu" else time.perf_counter
         costs: list[list[float]] = [[] for _ in names]
         seconds: list[list[float]] = [[] for _ in names]
         for _ in range(_FORMAT_ROUNDS):
@@ -137,7 +137,7 @@ class _RankTimer:
 
     def _compute_in(self, memory_format: str) -> Computation:
         return Computation(
-            self._world.torch_device,
+            self._world.device,
             self._config.precision,
             memory_format,
             self._config.label_smoothing,

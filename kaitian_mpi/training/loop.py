@@ -82,7 +82,7 @@ class Trainer:
         self._samples_left = len(self._data.train)  # type: ignore[arg-type]
         self._data.set_epoch(epoch)
         self.sampler.set_epoch(epoch)
-        pin_memory = self._world.torch_device.type == "cuda"
+        pin_memory = self._world.device.type == "cuda"
         loader = make_loader(self._data.train, self.sampler, self._config.workers, pin_memory)
         self._ddp.train()
         self.metrics.restart()

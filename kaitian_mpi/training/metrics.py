@@ -53,13 +53,13 @@ class Metrics:
             world: the ranks.
             folder: where the lines go.
         """
-        self.clock = make_clock(world.torch_device)
+        self.clock = make_clock(world.device)
         self.compute_sec = [0.0] * world.size
         self.wait_sec = [0.0] * world.size
         self.training_sec = 0.0
         self._config, self._world, self._folder = config, world, folder
         # Summed where the losses are, so that a step does not wait for its device.
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.torch_device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         self._data_sec = 0.0
         self._samples = self._steps = 0
         self._next_reading = 1

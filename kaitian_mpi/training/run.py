@@ -35,7 +35,7 @@ def train(config: TrainConfig, world: World) -> dict[str, Any]:
     plan = make_plan(config, world, made, slowdown)
     allreduce = choose_allreduce(config, world, made)
     computation = Computation(
-        world.torch_device, config.precision, plan.memory_format, config.label_smoothing
+        world.device, config.precision, plan.memory_format, config.label_smoothing
     )
     trainer = Trainer(config, world, made, computation, plan.batch_sizes, slowdown)
     summary = _opening(world, made, plan, allreduce)
@@ -63,7 +63,7 @@ def choose_allreduce(config: TrainConfig, world: World, made: Ingredients) -> st
     assert isinstance(group, KaitianProcessGroup)
     left = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
     sizes = [min(_BUCKET_ELEMENTS, left - done) for done in range(0, left, _BUCKET_ELEMENTS)]
-    measured = choose_algorithm(group, config.allreduce, sizes, world.torch_device)
+    measured = choose_algorithm(group, config.allreduce, sizes, world.device)
     if group.single_kind:
         say(world, "allreduce: one device kind, no relay")
         return "direct"

@@ -17,7 +17,7 @@ for algorithm in ("flat", "leader", "striped"):
     dist.group.WORLD.algorithm = algorithm
     for length in (1, 1000, 5_000_001):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            values = torch.arange(length, device=world.torch_device) % 13
+            values = torch.arange(length, device=world.device) % 13
             tensor = (values * (world.rank + 1)).to(dtype)
             work = dist.all_reduce(tensor, async_op=True)
             work.wait()

@@ -1,0 +1,210 @@
+"""Scripts for test_rendezvous.py: plain torch.distributed, each a function named on the command."""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+REVERSED = SIZE - 1 - RANK
+
+
+class WatchMPI:
+    """Sees whether the settings that must precede MPI are made when its module is looked for."""
+
+    settings_made = None
+
+    def find_spec(self, name, *_):
+        if name == "mpi4py.MPI":
+            WatchMPI.settings_made = "OMP_NUM_THREADS" in os.environ
+
+
+os.environ.pop("OMP_NUM_THREADS", None)
+sys.meta_path.insert(0, WatchMPI())
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+
+def say(text):
+    os.write(1, f"{text}\n".encode())  # whole, whoever else is writing
+
+
+def say_once(text):
+    if RANK == 0:
+        say(text)
+
+
+def assert_in_order(rank, group=None, size=SIZE):
+    """Check that a group's collectives run between its ranks as torch numbers them."""
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == size * (size + 1) / 2
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, group=group, group_src=0)
+    assert tensor.item() == 0
+    parts = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(parts, torch.tensor([float(rank)]), group=group)
+    assert [part.item() for part in parts] == list(range(size))
+    dist.barrier(group=group)
+
+
+def assert_works(rank):
+    assert_in_order(rank)
+    members = sorted({0, SIZE - 1})
+    ends = dist.new_group(members)
+    if rank in members:
+        assert_in_order(members.index(rank), ends, len(members))
+    assert_in_order(rank, dist.new_group())
+
+
+def session(name, rank, /, **options):
+    dist.init_process_group("kaitian", **options)
+    assert dist.get_backend() == "kaitian"
+    assert_works(rank)
+    dist.destroy_process_group()
+    say_once(name)
+
+
+def set_environment(rank, size, port):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def methods(folder, *ports):
+    """Every way to meet, one after the other, in MPI's order of ranks and in the reverse."""
+    ports = list(ports)
+    set_environment(RANK, SIZE, ports.pop())
+    session("env://", RANK, init_method="env://")
+    assert WatchMPI.settings_made
+    set_environment(REVERSED, SIZE, ports.pop())
+    session("nothing", REVERSED)
+    set_environment(RANK, SIZE, ports.pop())
+    session("nothing but numbers", RANK, rank=RANK, world_size=SIZE)
+    session("mpi://", RANK, init_method="mpi://")
+    for order, rank in (("", RANK), (" reversed", REVERSED)):
+        numbers = {"rank": rank, "world_size": SIZE}
+        for method in ("mpi://", f"file://{folder}/meet{order}", f"tcp://127.0.0.1:{ports.pop()}"):
+            session(f"{method[:6]}{order}", rank, init_method=method, **numbers)
+        store = dist.FileStore(f"{folder}/store{order}", SIZE)
+        session(f"FileStore{order}", rank, store=store, **numbers)
+        store = dist.TCPStore("127.0.0.1", int(ports.pop()), SIZE, is_master=RANK == 0)
+        session(f"TCPStore{order}", rank, store=store, **numbers)
+
+
+def alone():
+    """One rank, without mpirun, with a store that no other process can reach."""
+    session("HashStore", 0, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def beside_gloo(folder):
+    """Groups of either backend, where the other is the default group's."""
+    dist.init_process_group("cpu:kaitian", init_method="mpi://")
+    assert WatchMPI.settings_made
+    assert_works(RANK)
+    assert_in_order(RANK, dist.new_group(backend="gloo"))
+    assert_in_order(RANK, init_device_mesh("cpu", (SIZE,)).get_group())
+    mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("a", "b"))
+    assert_in_order(0, mesh.get_group("a"), 1)
+    assert_in_order(RANK, mesh.get_group("b"))
+    alone_together = dist.new_group([RANK], use_local_synchronization=True)
+    assert_in_order(0, alone_together, 1)
+    dist.destroy_process_group()
+    say_once("kaitian, then gloo")
+
+    meeting = f"file://{folder}/gloo"
+    dist.init_process_group("gloo", init_method=meeting, rank=REVERSED, world_size=SIZE)
+    whole = dist.new_group(backend="kaitian")
+    assert dist.get_backend(whole) == "kaitian"
+    assert_in_order(REVERSED, whole)
+    pair = dist.new_group([0, 1], backend="kaitian")
+    if REVERSED < 2:
+        assert_in_order(REVERSED, pair, 2)
+    assert_in_order(REVERSED)
+    dist.destroy_process_group()
+    say_once("gloo, then kaitian")
+
+
+def refused(**options):
+    try:
+        dist.init_process_group("kaitian", **options)
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    assert not dist.is_initialized()
+
+
+def wrong_numbers(folder):
+    """What is refused on every rank, caught; a right call is possible afterwards."""
+    refused(init_method="mpi://", world_size=SIZE + 1, rank=RANK)
+    refused(init_method=f"file://{folder}/more", world_size=SIZE + 1, rank=RANK)
+    assert "mpi4py.MPI" not in sys.modules
+    refused(init_method=f"file://{folder}/less", world_size=SIZE - 1, rank=0)
+    refused(init_method=f"file://{folder}/twice", world_size=SIZE, rank=min(RANK, 1))
+    refused(init_method="mpi://", rank=RANK + 1)
+    session("mpi://", RANK, init_method="mpi://")
+
+
+def too_few(port):
+    """All ranks but the last meet, as a job of their own."""
+    if RANK == SIZE - 1:
+        time.sleep(600)
+    set_environment(RANK, SIZE - 1, port)
+    dist.init_process_group("kaitian")
+
+
+def part_first(folder):
+    """The first group over kaitian is of some ranks, and torch does not ask the others."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=RANK, world_size=SIZE)
+    dist.new_group([0, 1], backend="kaitian")
+    time.sleep(600)
+
+
+def plain(method):
+    """What torchrun starts: the environment is the launcher's."""
+    dist.init_process_group("kaitian", init_method=method)
+
+
+def open_doors():
+    """Return the sockets of this process that wait for anybody, as (type, address, port)."""
+    import psutil
+
+    found = psutil.Process().net_connections(kind="inet")
+    waiting = [c for c in found if c.status == psutil.CONN_LISTEN or c.type.name == "SOCK_DGRAM"]
+    return Counter(f"{c.type.name} {c.laddr.ip}" for c in waiting)
+
+
+def doors_of_mpi():
+    """What MPI itself opens."""
+    import numpy as np
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, np.ones(1 << 20))
+    say(json.dumps({"rank": RANK, "doors": open_doors()}))
+    MPI.COMM_WORLD.Barrier()
+
+
+def doors(port):
+    """What a job opens, and, to see that it would be seen, what TCPStore opens."""
+    dist.init_process_group("kaitian", init_method="mpi://")
+    assert_works(RANK)
+    dist.all_reduce(torch.ones(1 << 20))
+    request = dist.isend(torch.ones(3), (RANK + 1) % SIZE)
+    dist.recv(torch.empty(3), (RANK - 1) % SIZE)
+    request.wait()
+    dist.all_gather_object([None] * SIZE, {"rank": RANK})
+    own = open_doors()
+    dist.barrier()
+    dist.destroy_process_group()
+    set_environment(RANK, SIZE, port)
+    dist.init_process_group("kaitian", init_method="env://")
+    with_tcp_store = open_doors()
+    say(json.dumps({"rank": RANK, "doors": own, "with TCPStore": with_tcp_store}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,114 @@
+"""How the ranks meet: every method of torch's, beside gloo, and without an open port."""
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+
+import pytest
+from jobs import PLANTED, PYTHON, finish, start
+
+SCRIPT = str(PLANTED / "planted_rendezvous.py")
+# A job that refuses ends in a few seconds; one that hangs, after the tests' limit or never.
+SOON_SEC = 40
+
+
+@pytest.fixture
+def planted(mpirun):
+    """Run one of the planted functions on three ranks."""
+    return lambda name, *arguments: mpirun(3, PYTHON, SCRIPT, name, *map(str, arguments))
+
+
+def free_ports(count):
+    """Return ports that are free now, as a list of text."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def test_all_of_torchs_methods_in_one_process(planted, tmp_path):
+    ended = planted("methods", tmp_path, *free_ports(7))
+    assert ended.code == 0, ended.text
+    once = ["env://", "nothing", "nothing but numbers", "mpi://"]
+    both = ["mpi://", "file:/", "tcp://", "FileStore", "TCPStore"]
+    assert ended.out.splitlines() == once + both + [f"{name} reversed" for name in both]
+    assert ended.err == ""
+
+
+def test_a_store_that_no_other_process_can_reach(tmp_path):
+    ended = finish(start(PYTHON, SCRIPT, "alone", cwd=tmp_path), time.time())
+    assert (ended.code, ended.out) == (0, "HashStore\n"), ended.text
+
+
+def test_groups_of_gloo_beside_groups_of_kaitian(planted, tmp_path):
+    ended = planted("beside_gloo", tmp_path)
+    assert ended.code == 0, ended.text
+    assert ended.out.splitlines() == ["kaitian, then gloo", "gloo, then kaitian"]
+
+
+def test_wrong_numbers_are_refused_on_every_rank_and_can_be_mended(planted, tmp_path):
+    ended = planted("wrong_numbers", tmp_path)
+    assert ended.code == 0, ended.text
+    needed = "needed 3, the number of ranks that mpirun started; give world_size=3, or none with"
+    counts = Counter(ended.out.splitlines())
+    assert counts == {
+        f'UserError: found a world size of 4, {needed} init_method="mpi://"': 6,
+        f'UserError: found a world size of 2, {needed} init_method="mpi://"': 3,
+        **{
+            f"AgreedError: found the ranks {ranks}, by MPI's order, needed each of 0 to 2 once; "
+            "give every process a rank of its own": 3
+            for ranks in ("[0, 1, 1]", "[1, 2, 3]")
+        },
+        "mpi://": 1,
+    }
+    assert ended.seconds < SOON_SEC
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("too_few", "found a world size of 2, needed 3"),
+        ("part_first", "found a group of 2 ranks as the first over kaitian, needed one of all 3"),
+    ],
+)
+def test_ranks_that_never_come_are_not_waited_for(planted, tmp_path, name, found):
+    ended = planted(name, *free_ports(1) if name == "too_few" else [tmp_path])
+    assert ended.code == 1, ended.text
+    assert f"UserError: {found}" in ended.err
+    assert ended.seconds < SOON_SEC
+
+
+@pytest.mark.parametrize("method", ["mpi://", "env://"])
+def test_another_launcher_than_mpirun_is_told_so(tmp_path, method):
+    """Each process would be a job of its own, and train alone."""
+    port, started_at = free_ports(1)[0], time.time()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        start(PYTHON, SCRIPT, "plain", method, cwd=tmp_path, env={"RANK": str(rank), **place})
+        for rank in range(2)
+    ]
+    for ended in [finish(process, started_at) for process in processes]:
+        assert ended.code == 1, ended.text
+        assert "UserError: found a world size of 2, but MPI has this rank alone" in ended.err
+        assert "mpirun -np 2" in ended.err
+        assert ended.seconds < SOON_SEC
+
+
+def doors_by_rank(ended):
+    assert ended.code == 0, ended.text
+    lines = [json.loads(line) for line in ended.out.splitlines()]
+    assert sorted(line["rank"] for line in lines) == [0, 1, 2]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net"), reason="lists a process's sockets by /proc")
+def test_no_door_is_opened_but_those_of_mpi(planted):
+    of_mpi = doors_by_rank(planted("doors_of_mpi"))
+    of_a_job = doors_by_rank(planted("doors", *free_ports(1)))
+    for mpi, job in zip(of_mpi, of_a_job, strict=True):
+        assert Counter(job["doors"]) <= Counter(mpi["doors"])
+    # The method sees a door where there is one.
+    assert Counter(of_a_job[0]["with TCPStore"]) > Counter(of_a_job[0]["doors"])
