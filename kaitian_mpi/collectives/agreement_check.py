@@ -37,20 +37,15 @@ class AgreementCheck:
     ) -> Callable[[], None]:
         """Return the calls of `method` with the comparison before them. Collective when it runs.
 
-        It raises a `CollectiveError` that names the ranks whose call differs.
+        It raises a `CollectiveError` that tells what each rank called.
         """
-        types = sorted({str(t.dtype) for t in tensors})
-        shapes = [] if name in _UNEVEN else sorted({str(list(t.shape)) for t in tensors})
-        own = (
-            f"{name}({', '.join([*shapes, *types, *([] if details is None else [str(details)])])})"
-        )
+        own = _described(name, tensors, details)
 
         def checked() -> None:
             self._arrive()
-            calls = gather_values(self._comm, own)
-            differing = [rank for rank, call in enumerate(calls) if call != calls[0]]
-            if differing:
-                listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            called = gather_values(self._comm, own)
+            if any(call != called[0] for call in called):
+                listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(called))
                 raise CollectiveError(
                     f"the ranks call different collectives, or with different shapes: {listed}"
                 )
@@ -58,3 +53,12 @@ class AgreementCheck:
                 method(*arguments)
 
         return checked
+
+
+def _described(name: str, tensors: Sequence[torch.Tensor], details: Any) -> str:
+    """Return a call as a line that is to be the same on every rank."""
+    # Each shape once: of a gather, the root has a list.
+    shapes = [] if name in _UNEVEN else sorted({str(list(tensor.shape)) for tensor in tensors})
+    types = sorted({str(tensor.dtype) for tensor in tensors})
+    said = [] if details is None else [str(details)]
+    return f"{name}({', '.join([*shapes, *types, *said])})"

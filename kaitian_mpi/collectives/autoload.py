@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, SCHEME
+from kaitian_mpi.collectives.torch_functions import admit_to_monitored_barrier
 
 
 def register() -> None:
@@ -20,6 +21,7 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICE_TYPES)
     register_rendezvous_handler(SCHEME, _rendezvous)
+    admit_to_monitored_barrier()
 
 
 def _create(options: Any, _: Any = None) -> Any:

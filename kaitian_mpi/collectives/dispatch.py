@@ -14,7 +14,7 @@ from kaitian_mpi.collectives.agreement_check import AgreementCheck
 from kaitian_mpi.collectives.arguments import check_dense
 from kaitian_mpi.collectives.roll_call import RollCall
 from kaitian_mpi.collectives.vendor import VendorGroup
-from kaitian_mpi.collectives.worker import Calls, Method, Worker
+from kaitian_mpi.collectives.worker import Calls, Method, Queued, Worker
 from kaitian_mpi.devices import KINDS, device_of_kind
 from kaitian_mpi.mpi.topology import GroupComms
 
@@ -106,6 +106,6 @@ class Dispatcher:
         record = torch.autograd.profiler.record_function(f"{BACKEND}:{name}")
         with record:
             work = self._worker.run(name, method, calls, result, in_background)
-            if in_background:
-                record._call_end_callbacks_on_future(work.get_future())
+            if isinstance(work, Queued):
+                work.end_with(record)
         return work

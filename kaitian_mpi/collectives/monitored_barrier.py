@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kaitian_mpi.errors import MissingRanksError
-from kaitian_mpi.mpi.runtime import wait_for
+from kaitian_mpi.mpi.runtime import abandon, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,19 +58,29 @@ class MonitoredBarrier:
             if not wait_for(report, deadline - time.perf_counter()):
                 missing.append(rank)
                 report.Cancel()
+                abandon(report)
         verdict = np.array([len(missing)], dtype=np.int32)
         self._sent = [self._comm.Isend(verdict, rank, tag) for rank in reports]
+        # Worded as gloo does, which scripts look for.
+        if missing and limit_sec <= 0:  # no rank had a chance
+            raise MissingRanksError("Rank 0 timed out in monitoredBarrier after 0 ms")
         if missing:
-            named = missing if wait_all_ranks else missing[:1]
-            listed = ", ".join(map(str, named))
+            listed = ", ".join(map(str, missing))
+            named = f"Ranks {listed}" if wait_all_ranks else f"Rank {missing[0]}"
             raise MissingRanksError(
-                f"Rank {listed} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms"
+                f"{named} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms"
             )
 
     def _report(self, tag: int, limit_sec: float) -> None:
         answer = np.empty(1, dtype=np.int32)
         self._sent = [self._comm.Isend(np.zeros(1, dtype=np.int8), 0, tag)]
-        if not wait_for(self._comm.Irecv(answer, 0, tag), limit_sec + _MARGIN_SEC):
-            raise MissingRanksError("Rank 0 failed to pass monitoredBarrier: it did not answer")
-        if answer[0]:
-            raise MissingRanksError("monitoredBarrier: some rank failed to pass; see rank 0")
+        request = self._comm.Irecv(answer, 0, tag)
+        heard = wait_for(request, limit_sec + _MARGIN_SEC)
+        if not heard:
+            abandon(request)
+        if not heard or answer[0]:
+            raise MissingRanksError(
+                f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received "
+                "errors while waiting for send/recv from rank 0. Please check rank 0 logs for "
+                "faulty rank."
+            )

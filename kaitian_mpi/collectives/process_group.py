@@ -31,7 +31,7 @@ from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction, reduction
 from kaitian_mpi.mpi.direct import average
 from kaitian_mpi.mpi.messages import ANY_SOURCE
-from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
+from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
 from kaitian_mpi.mpi.topology import GroupComms
 
 Tensors = list[torch.Tensor]
@@ -90,8 +90,8 @@ class KaitianProcessGroup(dist.ProcessGroup):
         given = ("allreduce", tensors, opts)
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
             sparse = [(tensor,) for tensor in tensors]
-            return self._run("all_reduce", self._host.sum_sparse, sparse, [], given, op)
-        return self._run("all_reduce", self._allreduce, calls, tensors, given, op)
+            return self._run("all_reduce", self._host.sum_sparse, sparse, [], given, op.op)
+        return self._run("all_reduce", self._allreduce, calls, tensors, given, op.op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -106,7 +106,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
         op, root = opts.reduceOp, opts.rootRank
         calls = [(tensor, root, reduction(tensor.dtype, op)) for tensor in tensors]
         given = ("reduce", tensors, opts)
-        return self._run("reduce", self._host.reduce, calls, tensors, given, (op, root))
+        return self._run("reduce", self._host.reduce, calls, tensors, given, (op.op, root))
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Copy each tensor from rank `opts.rootRank` to every rank."""
@@ -189,7 +189,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
             check_pieces(pieces, output, self._size, "reduce_scatter")
             calls.append((output, pieces, reduction(output.dtype, op)))
         given = ("reduce_scatter", outputs, inputs, opts)
-        return self._run("reduce_scatter", self._host.reduce_scatter, calls, outputs, given, op)
+        return self._run("reduce_scatter", self._host.reduce_scatter, calls, outputs, given, op.op)
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -209,7 +209,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
             calls.append((output, tensor, reduction(tensor.dtype, op)))
         host = self._host.reduce_scatter_single
         given = ("reduce_scatter_single_coalesced", outputs, inputs, opts)
-        return self._run("reduce_scatter", host, calls, outputs, given, op)
+        return self._run("reduce_scatter", host, calls, outputs, given, op.op)
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -243,12 +243,14 @@ class KaitianProcessGroup(dist.ProcessGroup):
         return self._run("barrier", self._arrive, [()], [], ("barrier", opts))
 
     def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for every rank; rank 0 raises an error that names those who do not come in time."""
+        if isinstance(timeout, float):  # seconds, as torch takes them too
+            timeout = timedelta(seconds=timeout)
         options = BarrierOptions()
         options.asyncOp = False
-        calls = [(timeout or self._timeout, wait_all_ranks)]
+        calls = [(self._timeout if timeout is None else timeout, wait_all_ranks)]
         given = ("monitored_barrier", options)
         self._run("monitored_barrier", self._monitored_barrier.run, calls, [], given).wait()
 
@@ -278,12 +280,13 @@ class KaitianProcessGroup(dist.ProcessGroup):
         self._closed = True
         closed_early(self.shutdown)
         self._dispatcher.close()
-        if self._dispatcher.is_broken:  # the ranks do not agree on where they are
-            self._mailbox.close()
-            return
-        wait_quietly(self.comms.world)
+        # After a failure the ranks do not agree on where they are.
+        together = not self._dispatcher.is_broken and self._dispatcher.roll_call.leave(
+            self.comms.messages
+        )
         self._mailbox.close()
-        self.comms.free()
+        if together:
+            self.comms.free()
 
     def _allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         algorithm = "flat" if self.single_kind else self.algorithm

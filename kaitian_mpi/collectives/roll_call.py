@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.runtime import wait_for
+from kaitian_mpi.mpi.runtime import abandon, wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _SIGNING_SEC = 1.0
+_FAILED = "failed"
 
 
 class RollCall:
@@ -44,28 +45,41 @@ class RollCall:
 
         Args:
             request: the collective.
-            tensor: what it reads or writes, kept where it is not done in time.
+            tensor: what it writes.
 
         Raises:
             CollectiveError: as `arrive`.
         """
         self._calls += 1
         if not (request.Test() or wait_for(request, self._signing_sec)):
-            self._abandoned = request, tensor
-            self._wait_long(request)
-            del self._abandoned
+            self._wait_long(request, tensor)
 
-    def _wait_long(self, request: MPI.Request) -> None:
+    def leave(self, comm: MPI.Comm) -> bool:
+        """Wait until every rank has come to close the group; False if some rank has failed.
+
+        Collective over `comm`, the same ranks: on the group's own, a rank that has failed left a
+        collective unfinished.
+        """
+        request = comm.Ibarrier()
+        while not wait_for(request, _SIGNING_SEC):
+            if self._store.check([_FAILED]):
+                abandon(request)
+                return False
+        return True
+
+    def _wait_long(self, request: MPI.Request, tensor: torch.Tensor | None) -> None:
         self._store.set(self._key(self._comm.rank), str(self._calls))
         if wait_for(request, self._timeout_sec - self._signing_sec):
             return
         # Who came a moment ago has signed when this is over.
         if wait_for(request, 2 * self._signing_sec):
             return
+        abandon(request, tensor)
         missing = [rank for rank in range(self._comm.size) if not self._has_signed(rank)]
+        self._store.set(_FAILED, "")
         named = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
         raise CollectiveError(
-            f"timed out after {self._timeout_sec:g} s: {named} of the group's {self._comm.size} "
+            f"Timed out after {self._timeout_sec:g} s: {named} of the group's {self._comm.size} "
             f"has not come to the group's collective number {self._calls}"
         )
 

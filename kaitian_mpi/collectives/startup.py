@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
 from kaitian_mpi.collectives import BACKEND, SCHEME, autoload
+from kaitian_mpi.collectives.torch_functions import replace
 from kaitian_mpi.mpi.guard import guard_script
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.world import World, join_world
@@ -66,16 +66,8 @@ def use_backend_for(names: Iterable[str]) -> None:
             given["backend"] = _override(given["backend"], overridden)
         return subgroup(**given)
 
-    replacements: dict[str, tuple[Any, Any]] = {
-        "init_process_group": (start, init_process_group),
-        "new_group": (subgroup, new_group),
-    }
-    for place, module in list(sys.modules.items()):
-        if not place.startswith("torch.distributed"):
-            continue
-        for name, (old, new) in replacements.items():  # device_mesh, for one, has its own
-            if vars(module).get(name) is old:
-                vars(module)[name] = new
+    replace(start, init_process_group)
+    replace(subgroup, new_group)
 
 
 def _override(backend: str | None, overridden: frozenset[str]) -> str | None:

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
     from kaitian_mpi.mpi.datatypes import Reduction
 
+# What operations are called before torch 2.13.
+_EARLIER_NAMES = {
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
 
 class VendorGroup:
     """The ranks of one kind, joined by their vendor's library. Tensors stay on the device."""
@@ -34,6 +41,8 @@ class VendorGroup:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Carry out one of torch's operations on tensors of this device."""
+        if not hasattr(self._backend, name):
+            name = _EARLIER_NAMES[name]
         getattr(self._backend, name)(*arguments).wait()
 
     def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:

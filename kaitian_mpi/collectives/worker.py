@@ -69,8 +69,13 @@ class Queued(Work):
         super().__init__()
         self._result = result
         self._future = _future_for(result)
+        self._shown = self._future
         self._error: CollectiveError | None = None
         self._is_watched = False
+
+    def end_with(self, record: torch.autograd.profiler.record_function) -> None:
+        """End a profiler's record when it is done, and let nobody go on before."""
+        self._shown = record._call_end_callbacks_on_future(self._future)
 
     def finish(self) -> None:
         """Mark it done; on an accelerator, once the streams of this thread are."""
@@ -96,16 +101,16 @@ class Queued(Work):
         """
         if timeout:
             self._wait_at_most(timeout.total_seconds())
-        self._future.wait()
+        self._shown.wait()
         return True
 
     def is_completed(self) -> bool:
         """Return whether it is done or has failed."""
-        return self._future.done()
+        return self._shown.done()
 
     def is_success(self) -> bool:
         """Return whether it is done."""
-        return self._future.done() and self._error is None
+        return self._shown.done() and self._error is None
 
     def exception(self) -> CollectiveError | None:
         """Return why it failed."""
@@ -117,19 +122,19 @@ class Queued(Work):
 
     def synchronize(self) -> None:
         """Block until it is done."""
-        self._future.wait()
+        self._shown.wait()
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the tensors."""
         self._is_watched = True
-        return self._future
+        return self._shown
 
     def _wait_at_most(self, limit_sec: float) -> None:
         began = time.perf_counter()
-        while not self._future.done():
+        while not self._shown.done():
             waited = time.perf_counter() - began
             if waited > limit_sec:
-                raise CollectiveError(f"timed out after {limit_sec:g} s, waiting for a collective")
+                raise CollectiveError(f"Timed out after {limit_sec:g} s, waiting for a collective")
             nap(waited)
 
 

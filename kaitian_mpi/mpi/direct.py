@@ -24,6 +24,8 @@ _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20
 _SHORTEST_PIECE_BYTES = 32 << 10
 
+_TAG = 1  # a receive of any tag would take another's message, such as a monitored barrier's
+
 _threads = threading.local()
 
 
@@ -32,12 +34,12 @@ def exchange(
 ) -> None:
     """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are left out."""
     requests = [
-        comm.Irecv(moved(piece), rank)
+        comm.Irecv(moved(piece), rank, _TAG)
         for rank in _others(comm)
         if (piece := received[rank]) is not None and piece.numel()
     ]
     requests += [
-        comm.Isend(moved(piece), rank)
+        comm.Isend(moved(piece), rank, _TAG)
         for rank in _others(comm)
         if (piece := sent[rank]) is not None and piece.numel()
     ]

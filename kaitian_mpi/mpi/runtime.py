@@ -25,6 +25,7 @@ _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1_000
 
 _closers: list[Callable[[], None]] = []
+_abandoned: list[tuple[object, ...]] = []
 
 
 def start_mpi() -> MPI.Intracomm:
@@ -136,6 +137,14 @@ def wait_for(request: MPI.Request, limit_sec: float = math.inf) -> bool:
         else:
             nap(waited)
     return True
+
+
+def abandon(*kept: object) -> None:
+    """Keep a request that will not be waited for, and its buffers, while this process lives.
+
+    MPI may still write to them.
+    """
+    _abandoned.append(kept)
 
 
 def wait_quietly(comm: MPI.Comm) -> None:

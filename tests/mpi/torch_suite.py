@@ -48,7 +48,7 @@ def main() -> None:
     comm = start_mpi().Dup()
     die_with_launcher()
     known = gather_values(comm, {} if comm.rank else _known(options.json))[0]
-    suite = Suite(comm, options.backend, options.decorators, options.json)
+    suite = Suite(comm, options.backend, options.decorators, options.json, options.quiet)
     names = [name for name in suite.names() if re.search(options.k, name)]
     names = [name for name in names if name not in (*options.skip, *known)]
     if options.list:
@@ -64,12 +64,15 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
     count = {result: list(known.values()).count(result) for result in sorted({*known.values()})}
     _print_once(comm, f"{options.backend}, {comm.size} ranks: {count}")
+    sys.exit(1 if count.get("fail") else 0)
 
 
 class Suite:
     """The test bodies, bound to the ranks of `comm`."""
 
-    def __init__(self, comm: Any, backend: str, decorators: str, path: Path | None) -> None:
+    def __init__(
+        self, comm: Any, backend: str, decorators: str, path: Path | None, quiet: bool
+    ) -> None:
         """Load them. Collective.
 
         Args:
@@ -77,8 +80,10 @@ class Suite:
             backend: what makes the groups.
             decorators: the backend that the tests' decorators see, and so what is skipped.
             path: where results are appended.
+            quiet: whether to print only the tests that fail.
         """
         self._comm, self._backend, self._decorators, self._path = comm, backend, decorators, path
+        self._quiet = quiet
         # The bodies' decorators read these at import.
         os.environ.update(BACKEND=decorators, WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1")
         os.environ.update(INIT_METHOD="file://", PYTORCH_PRINT_REPRO_ON_FAILURE="0")
@@ -144,7 +149,8 @@ class Suite:
             who = f"rank {line['rank']}: " if "rank" in line else ""
             why = who + line["why"].partition("\n")[0]
             took = f"{line['seconds']:5.1f} s"
-            _print_once(self._comm, f"{line['result']} {took}  {name}  {why}".rstrip())
+            if line["result"] == "fail" or not self._quiet:
+                _print_once(self._comm, f"{line['result']} {took}  {name}  {why}".rstrip())
         return line["result"]
 
     def _body(self, name: str, folder: str) -> None:
@@ -211,6 +217,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--decorators", choices=("gloo", "mpi"), default="gloo", help="run what this backend runs")
     add("-k", default="", metavar="REGEX", help="only tests whose name has it")
     add("--skip", action="append", default=[], metavar="NAME", help="not this test")
+    add("--quiet", action="store_true", help="print only the tests that fail, and the counts")
     add("--list", action="store_true", help="print the names, run nothing")
     add("--json", type=Path, metavar="FILE", help="append a line a result; see above")
     add("--limit", type=float, default=60, metavar="SEC", help="for one test (60)")

@@ -1,0 +1,318 @@
+"""What a caller is told: time-outs, mismatches, profiles, the state of a Work, what is refused."""
+
+import threading
+import time
+from datetime import timedelta
+
+import fake_accelerator
+import pytest
+import torch
+import torch.distributed as dist
+from fake_accelerator import on_device
+from torch.profiler import ProfilerActivity, profile
+
+from kaitian_mpi.collectives.process_group import KaitianProcessGroup
+from kaitian_mpi.errors import CollectiveError, MissingRanksError, UnsupportedError
+
+LIMIT = timedelta(seconds=1)
+
+
+@pytest.fixture
+def last(world):
+    return world.size - 1
+
+
+@pytest.fixture
+def group(world):
+    """Return a group of all ranks that waits for a second."""
+    made = dist.new_group(timeout=LIMIT)
+    yield made
+    dist.destroy_process_group(made)
+
+
+@pytest.fixture
+def detailed_group(world):
+    """Return a group that compares what the ranks call."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    made = dist.new_group()
+    dist.set_debug_level(level)
+    yield made
+    dist.destroy_process_group(made)
+
+
+CALLS = {
+    "short": lambda group, size: dist.all_reduce(torch.ones(3), group=group),
+    "long": lambda group, size: dist.all_reduce(torch.ones(300_000), group=group),
+    "all_to_all": lambda group, size: dist.all_to_all_single(
+        torch.empty(size), torch.ones(size), group=group
+    ),
+    "async": lambda group, size: dist.all_reduce(torch.ones(3), group=group, async_op=True).wait(),
+    "barrier": lambda group, size: dist.barrier(group),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_time_out_names_the_rank_that_does_not_come(world, last, group, call):
+    call(group, world.size)
+    if world.rank == last:
+        dist.barrier()
+        return
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=rf"Timed out after 1 s: rank {last} of the group's"):
+        call(group, world.size)
+    assert 0.9 < time.monotonic() - began < 5
+    with pytest.raises(CollectiveError, match=r"this process group failed before: .* rank \d"):
+        call(group, world.size)
+    dist.barrier()  # another group goes on
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_comes_late_but_in_time_is_waited_for(world, last, group):
+    if world.rank == last:
+        time.sleep(0.7)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [float(world.size)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_a_work(world, last):
+    tensor, token = torch.ones(4), torch.zeros(1)
+    if world.rank == last:
+        for rank in range(last):
+            dist.recv(token, rank)  # which they send when they have waited in vain
+        dist.all_reduce(tensor)
+        return
+    work = dist.all_reduce(tensor, async_op=True)
+    assert not work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(CollectiveError, match=r"Timed out after 0\.1 s"):
+        work.wait(timedelta(seconds=0.1))
+    dist.send(token, last)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is tensor
+    assert work.get_future().value()[0].tolist() == [float(world.size)] * 4
+
+
+def test_a_future_goes_on_with_what_comes_after(world):
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    halved = work.get_future().then(lambda future: future.value()[0] / 2)
+    assert halved.wait().tolist() == [world.size / 2] * 2
+
+
+def test_thousands_in_flight_come_in_order(world):
+    tensors = [torch.full((1 + number % 7,), float(number)) for number in range(3_000)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for number, work in enumerate(works):
+        work.wait()
+        assert tensors[number][0].item() == number * world.size
+
+
+def test_several_threads_may_each_use_a_group_of_their_own(world):
+    groups = [dist.new_group() for _ in range(3)]
+    sums = {}
+
+    def add(number):
+        for _ in range(50):
+            tensor = torch.full((100 << number,), float(number))
+            dist.all_reduce(tensor, group=groups[number])
+            sums[number] = tensor.mean().item()
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == {number: float(number * world.size) for number in range(3)}
+
+
+def test_detail_lets_calls_that_agree_pass(world, detailed_group):
+    group = detailed_group
+    tensor = torch.full((3, 2), float(world.rank + 1))
+    dist.all_reduce(tensor, group=group)
+    assert tensor.sum().item() == 3 * world.size * (world.size + 1)
+    pieces = [torch.zeros(rank + 1) for rank in range(world.size)]
+    dist.all_gather(pieces, torch.ones(world.rank + 1), group=group)
+    assert sum(pieces[-1]).item() == world.size
+    gathered = [torch.zeros(2) for _ in range(world.size)] if world.rank == 0 else None
+    dist.gather(torch.ones(2), gathered, dst=0, group=group)
+    objects = [None] * world.size
+    dist.all_gather_object(objects, world.rank, group=group)
+    assert objects == list(range(world.size))
+    dist.barrier(group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("differing", "agreed", "message"),
+    [
+        (
+            lambda group: dist.all_reduce(torch.ones(3), group=group),
+            lambda group: dist.all_reduce(torch.ones(4), group=group),
+            r"rank 0: all_reduce\(\[4\], torch.float32.*rank {last}: all_reduce\(\[3\]",
+        ),
+        (
+            lambda group: dist.barrier(group),
+            lambda group: dist.broadcast(torch.ones(4), 0, group=group),
+            r"rank 0: broadcast\(\[4\].*rank {last}: barrier",
+        ),
+        (
+            lambda group: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, group=group),
+            lambda group: dist.all_reduce(torch.ones(4), group=group),
+            r"SUM.*rank {last}: all_reduce\(.*MAX",
+        ),
+        (
+            lambda group: dist.all_reduce(torch.ones(4).double(), group=group),
+            lambda group: dist.all_reduce(torch.ones(4), group=group),
+            r"float32.*rank {last}: all_reduce\(.*float64",
+        ),
+    ],
+    ids=["shape", "operation", "reduction", "dtype"],
+)
+def test_detail_names_what_differs(world, last, detailed_group, differing, agreed, message):
+    with pytest.raises(CollectiveError, match=message.format(last=last)):
+        (differing if world.rank == last else agreed)(detailed_group)
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
+def test_profiles_name_the_operations(world, in_background):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        work = dist.all_reduce(torch.ones(2), async_op=in_background)
+        if in_background:
+            work.wait()
+        dist.broadcast(torch.ones(2), 0)
+        dist.all_gather([torch.ones(2) for _ in range(world.size)], torch.ones(2))
+        dist.reduce(torch.ones(2), 0)
+        dist.barrier()
+    names = {event.name for event in seen.events()}
+    for name in ("all_reduce", "broadcast", "all_gather", "reduce", "barrier"):
+        assert f"kaitian:{name}" in names
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+def test_monitored_barrier_names_the_missing_ranks(world, wait_all_ranks):
+    dist.monitored_barrier()
+    if world.rank == 0:
+        missing = range(1, world.size)
+        named = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks else "Rank 1"
+        with pytest.raises(MissingRanksError, match=f"^{named} failed to pass monitoredBarrier"):
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2), wait_all_ranks=wait_all_ranks)
+    dist.barrier()
+    if world.rank > 0:
+        with pytest.raises(MissingRanksError, match=f"^Rank {world.rank} successfully reached"):
+            dist.monitored_barrier()
+    dist.monitored_barrier()  # it may be tried again
+
+
+@pytest.mark.ranks(2)
+def test_monitored_barrier_tells_those_who_came(world, last):
+    """And what they sent meanwhile is not taken for a part of what follows."""
+    limit = timedelta(seconds=0.2)
+    if world.rank != last:
+        with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
+            dist.monitored_barrier(timeout=limit)
+    pieces = [torch.zeros(3) for _ in range(world.size)]
+    dist.all_gather(pieces, torch.full((3,), float(world.rank)))
+    assert [piece[0].item() for piece in pieces] == [float(rank) for rank in range(world.size)]
+    if world.rank == last:
+        with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
+            dist.monitored_barrier()
+
+
+def test_monitored_barrier_of_another_backend_is_torchs(world):
+    group = dist.new_group([world.rank], backend="gloo", use_local_synchronization=True)
+    dist.monitored_barrier(group, timeout=timedelta(seconds=30))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        (torch.float32, dist.ReduceOp.BAND),
+        (torch.bfloat16, dist.ReduceOp.BXOR),
+        (torch.complex64, dist.ReduceOp.MAX),
+        (torch.float32, dist._make_nccl_premul_sum(2.0)),
+        (torch.uint16, dist.ReduceOp.SUM),
+        (torch.float8_e4m3fn, dist.ReduceOp.SUM),
+    ],
+    ids=str,
+)
+def test_a_reduction_that_is_not_defined_is_refused(world, dtype, op):
+    tensor = torch.ones(world.size).to(dtype)
+    for call in (
+        lambda: dist.all_reduce(tensor, op),
+        lambda: dist.reduce(tensor, 0, op),
+        lambda: dist.reduce_scatter_single(tensor[:1].clone(), tensor, op),
+        lambda: dist.reduce_scatter(tensor[:1].clone(), list(tensor.split(1)), op),
+    ):
+        with pytest.raises((UnsupportedError, ValueError), match="not support"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn], ids=str)
+def test_types_that_cannot_be_reduced_can_be_moved(world, dtype):
+    tensor = torch.full((3,), world.rank).to(dtype)
+    pieces = [torch.empty(3, dtype=dtype) for _ in range(world.size)]
+    dist.all_gather(pieces, tensor)
+    dist.broadcast(tensor, 0)
+    assert [piece.double().tolist() for piece in pieces] == [
+        [float(rank)] * 3 for rank in range(world.size)
+    ]
+    assert tensor.double().tolist() == [0.0] * 3
+
+
+def test_tensors_that_require_a_gradient_are_taken(world):
+    tensor = torch.full((4,), float(world.rank + 1), requires_grad=True)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world.size * (world.size + 1) / 2] * 4
+    assert tensor.requires_grad
+    assert tensor.is_leaf
+    dist.broadcast(tensor, 0)
+    works = [dist.isend(tensor, (world.rank + 1) % world.size)] if world.size > 1 else []
+    received = torch.zeros(4, requires_grad=True)
+    if works:
+        dist.recv(received, (world.rank - 1) % world.size)
+        assert received.tolist() == tensor.tolist()
+    for work in works:
+        work.wait()
+
+
+def test_a_negative_view_is_read_as_what_it_shows(world):
+    tensor = torch.full((2,), complex(0, world.rank)).conj().imag
+    assert tensor.is_neg()
+    pieces = [torch.zeros(2) for _ in range(world.size)]
+    dist.all_gather(pieces, tensor)
+    assert [piece[0].item() for piece in pieces] == [-float(rank) for rank in range(world.size)]
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [-float(sum(range(world.size)))] * 2
+
+
+@pytest.mark.parametrize("place", ["host", "accelerator"])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3)], ids=str)
+def test_no_values_and_single_values(world, place, shape):
+    fake_accelerator.install()
+    put = on_device if place == "accelerator" else torch.Tensor.clone
+    tensor = put(torch.ones(shape))
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, 0)
+    dist.all_gather([put(torch.ones(shape)) for _ in range(world.size)], tensor)
+    flat = put(torch.ones(shape).view(-1))
+    gathered = put(torch.zeros(flat.numel() * world.size))
+    dist.all_gather_single(gathered, flat)
+    dist.reduce_scatter_single(flat, gathered)
+    dist.all_to_all_single(gathered.clone(), gathered)
+
+
+def test_destroy_and_begin_again(world):
+    for _ in range(3):
+        group = dist.new_group()
+        assert isinstance(group, KaitianProcessGroup)
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="not initialized"):
+        dist.all_reduce(torch.ones(1), group=group)
