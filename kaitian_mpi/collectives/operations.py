@@ -9,7 +9,8 @@ import torch
 
 from kaitian_mpi.collectives.roll_call import RollCall
 from kaitian_mpi.collectives.staging import from_host, to_host
-from kaitian_mpi.mpi import direct, host_collectives, short_collectives
+from kaitian_mpi.mpi import direct, host_collectives, nonblocking
+from kaitian_mpi.mpi.datatypes import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,8 +42,8 @@ class HostOperations:
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Leave the reduction in `tensor` on every rank."""
         host = to_host(tensor)
-        if short_collectives.is_short_sum(host):
-            self._complete(short_collectives.allreduce(self._comm, host, op), host)
+        if nonblocking.is_short_sum(host):
+            self._complete(nonblocking.allreduce(self._comm, host, op), host)
             if op.is_average:
                 direct.average(host, self._comm.size)
         else:
@@ -54,11 +55,7 @@ class HostOperations:
         """Copy `tensor` from rank `root` to every rank."""
         is_root = self._comm.rank == root
         host = to_host(tensor, read=is_root)
-        if short_collectives.is_short(host):
-            self._complete(short_collectives.broadcast(self._comm, host, root), host)
-        else:
-            self._arrive()
-            host_collectives.broadcast(self._comm, host, root)
+        self._complete(nonblocking.broadcast(self._comm, host, root), host)
         if not is_root:
             from_host(host, tensor)
 
@@ -92,11 +89,12 @@ class HostOperations:
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
         host, given = to_host(output, read=False), to_host(tensor)
-        if short_collectives.is_short(host):
-            self._complete(short_collectives.all_gather(self._comm, host, given), host)
+        if host.numel() <= LARGEST_COUNT:
+            self._complete(nonblocking.all_gather(self._comm, host, given), host, given)
         else:
             self._arrive()
-            host_collectives.all_gather(self._comm, host, given)
+            pieces = host.view(-1).split(given.numel())
+            direct.exchange(self._comm, [given] * self._comm.size, pieces)
         from_host(host, output)
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
@@ -127,9 +125,9 @@ class HostOperations:
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
         host, given = to_host(output, read=False), to_host(tensor)
-        if short_collectives.is_short_sum(given):
-            request = short_collectives.reduce_scatter(self._comm, host, given, op)
-            self._complete(request, host)
+        if nonblocking.is_short_sum(given):
+            request = nonblocking.reduce_scatter(self._comm, host, given, op)
+            self._complete(request, host, given)
             if op.is_average:
                 direct.average(host, self._comm.size)
         else:
@@ -149,9 +147,9 @@ class HostOperations:
         sent_counts: Sequence[int],
     ) -> None:
         """As `all_to_all`, with the pieces in one tensor; counts are of elements."""
-        self._arrive()
         host, given = to_host(output, read=False), to_host(tensor)
-        host_collectives.all_to_all(self._comm, host, received_counts, given, sent_counts)
+        request = nonblocking.all_to_all(self._comm, host, received_counts, given, sent_counts)
+        self._complete(request, host, given)
         from_host(host, output)
 
     def _exchange(

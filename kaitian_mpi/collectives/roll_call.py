@@ -40,19 +40,19 @@ class RollCall:
         """
         self.complete(self._comm.Ibarrier())
 
-    def complete(self, request: MPI.Request, tensor: torch.Tensor | None = None) -> None:
+    def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
         """Wait, without spinning, until a collective that has been started is done. Collective.
 
         Args:
             request: the collective.
-            tensor: what it writes.
+            tensors: what it reads and writes.
 
         Raises:
             CollectiveError: as `arrive`.
         """
         self._calls += 1
         if not (request.Test() or wait_for(request, self._signing_sec)):
-            self._wait_long(request, tensor)
+            self._wait_long(request, tensors)
 
     def leave(self, comm: MPI.Comm) -> bool:
         """Wait until every rank has come to close the group; False if some rank has failed.
@@ -67,14 +67,14 @@ class RollCall:
                 return False
         return True
 
-    def _wait_long(self, request: MPI.Request, tensor: torch.Tensor | None) -> None:
+    def _wait_long(self, request: MPI.Request, tensors: tuple[torch.Tensor, ...]) -> None:
         self._store.set(self._key(self._comm.rank), str(self._calls))
         if wait_for(request, self._timeout_sec - self._signing_sec):
             return
         # Who came a moment ago has signed when this is over.
         if wait_for(request, 2 * self._signing_sec):
             return
-        abandon(request, tensor)
+        abandon(request, tensors)
         missing = [rank for rank in range(self._comm.size) if not self._has_signed(rank)]
         self._store.set(_FAILED, "")
         named = f"rank {', '.join(map(str, missing))}" if missing else "a rank"

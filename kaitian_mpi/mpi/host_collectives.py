@@ -6,20 +6,17 @@ that MPI does not copy itself, but for scratch buffers of a few megabytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi import direct
 from kaitian_mpi.mpi.datatypes import (
     LARGEST_COUNT,
     SIXTEEN_BIT,
     SUM,
     Reduction,
-    as_units,
     moved,
     typed,
 )
@@ -108,43 +105,3 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
         return
     for root, piece in enumerate(tensor.view(-1).split(list(shares))):
         broadcast(comm, piece, root)
-
-
-def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Gather every rank's `tensor`, all of one length, into `gathered`; any dtype."""
-    if gathered.numel() <= LARGEST_COUNT:
-        comm.Allgather(moved(tensor), moved(gathered))
-        return
-    pieces = gathered.view(-1).split(tensor.numel())
-    direct.exchange(comm, [tensor] * comm.size, pieces)
-
-
-def all_to_all(
-    comm: MPI.Comm,
-    received: torch.Tensor,
-    received_counts: Sequence[int],
-    sent: torch.Tensor,
-    sent_counts: Sequence[int],
-) -> None:
-    """Send piece r of `sent` to rank r, and receive its pieces in order; any dtype.
-
-    Raises:
-        UnsupportedError: there is more than MPI can count.
-    """
-    unit = math.gcd(
-        16, *(count * sent.element_size() for count in (*sent_counts, *received_counts))
-    )
-    source, target = _in_units(sent, sent_counts, unit), _in_units(received, received_counts, unit)
-    comm.Alltoallv(source, target)
-
-
-def _in_units(
-    tensor: torch.Tensor, counts: Sequence[int], unit_bytes: int
-) -> tuple[MPI.buffer, list[int], MPI.Datatype]:
-    if tensor.nbytes // unit_bytes > LARGEST_COUNT:
-        raise UnsupportedError(
-            f"all_to_all_single: found {tensor.nbytes} bytes to cut in units of {unit_bytes}, "
-            "needed fewer, or parts of a multiple of 16 bytes; all_to_all takes lists of any size"
-        )
-    memory, kind = as_units(tensor, unit_bytes)
-    return memory, [count * tensor.element_size() // unit_bytes for count in counts], kind

@@ -83,6 +83,6 @@ def install() -> None:
     """Make torch know the device type; it has no streams."""
     if not hasattr(torch, TYPE):
         module = types.ModuleType(TYPE)
-        module.is_available = lambda: True
+        module.is_available = lambda: False  # lest torch.distributed.checkpoint ask for its streams
         module.current_device = lambda: 0
         _setup_privateuseone_for_python_backend(backend_module=module)
