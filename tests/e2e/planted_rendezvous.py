@@ -177,16 +177,6 @@ def open_doors():
     return Counter(f"{c.type.name} {c.laddr.ip}" for c in waiting)
 
 
-def doors_of_mpi():
-    """What MPI itself opens."""
-    import numpy as np
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, np.ones(1 << 20))
-    say(json.dumps({"rank": RANK, "doors": open_doors()}))
-    MPI.COMM_WORLD.Barrier()
-
-
 def doors(port):
     """What a job opens, and, to see that it would be seen, what TCPStore opens."""
     dist.init_process_group("kaitian", init_method="mpi://")

@@ -34,6 +34,18 @@ def test_device_mesh_and_subgroups(world):
     assert tensor.item() == world.size
 
 
+@pytest.mark.ranks(4)
+def test_slices_of_a_mesh(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, members in (
+        ("replicate", [world.rank % 2, world.rank % 2 + 2]),
+        ("shard", [world.rank // 2 * 2, world.rank // 2 * 2 + 1]),
+    ):
+        tensor = torch.tensor([float(world.rank)])
+        dist.all_reduce(tensor, group=mesh[name].get_group())
+        assert tensor.item() == sum(members)
+
+
 def test_functional_collectives(world):
     group, size = dist.group.WORLD, world.size
     ones = torch.ones(4)

@@ -43,9 +43,21 @@ def test_idle_ranks_give_their_core_away_where_there_are_not_two_a_rank(
 
 
 def test_what_the_user_has_set_stays():
-    environ = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    theirs = {
+        "OMP_NUM_THREADS": "7",
+        "OMPI_MCA_mpi_yield_when_idle": "0",
+        "OMPI_MCA_btl": "self,tcp",
+    }
+    environ = dict(theirs)
     prepare_environment(environ, Launch(0, 4, 0, 4), 2)
-    assert environ == {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    assert environ == theirs
+
+
+@pytest.mark.parametrize(("local_size", "without_tcp"), [(4, True), (2, False)])
+def test_ranks_of_one_host_do_without_tcp(local_size, without_tcp):
+    environ: dict[str, str] = {}
+    prepare_environment(environ, Launch(0, 4, 0, local_size), 2)
+    assert ("OMPI_MCA_btl" in environ) == without_tcp
 
 
 @pytest.mark.parametrize(

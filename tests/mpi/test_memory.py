@@ -1,0 +1,78 @@
+"""No collective takes more memory than one more tensor, and none for contiguous host tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+MB = 1 << 20
+SIZE = 64 * MB
+# Scratch of a few megabytes, MPI's own buffers, and what Python takes meanwhile.
+SPARE = 16 * MB
+
+
+def in_memory():
+    """Return this process's memory and its peak since the last reset, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return tuple(int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+
+
+def taken(call):
+    """Return how much more memory than before a call has needed at its peak, in bytes."""
+    call()  # what the first call allocates for good
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, _ = in_memory()
+    call()
+    return in_memory()[1] - before
+
+
+def parts(tensor, world):
+    return list(tensor.chunk(world.size))
+
+
+CALLS = {
+    "all_reduce": lambda a, b, world: dist.all_reduce(a),
+    "average": lambda a, b, world: dist.all_reduce(a, dist.ReduceOp.AVG),
+    "broadcast": lambda a, b, world: dist.broadcast(a, 0),
+    "reduce": lambda a, b, world: dist.reduce(a, 0),
+    "all_gather": lambda a, b, world: dist.all_gather(parts(a, world), b[: len(b) // world.size]),
+    "all_gather_single": lambda a, b, world: dist.all_gather_single(a, b[: len(b) // world.size]),
+    "reduce_scatter": lambda a, b, world: dist.reduce_scatter(
+        b[: len(b) // world.size], parts(a, world)
+    ),
+    "reduce_scatter_single": lambda a, b, world: dist.reduce_scatter_single(
+        b[: len(b) // world.size], a
+    ),
+    "all_to_all": lambda a, b, world: dist.all_to_all(parts(a, world), parts(b, world)),
+    "all_to_all_single": lambda a, b, world: dist.all_to_all_single(a, b),
+    "gather": lambda a, b, world: dist.gather(
+        b[: len(b) // world.size], parts(a, world) if world.rank == 0 else None
+    ),
+    "scatter": lambda a, b, world: dist.scatter(
+        b[: len(b) // world.size], parts(a, world) if world.rank == 0 else None
+    ),
+}
+
+
+@pytest.fixture(autouse=True, params=["flat", "striped"])
+def algorithm(request, world):
+    dist.group.WORLD.algorithm = request.param
+    yield
+    dist.group.WORLD.algorithm = "flat"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_contiguous_tensors_are_used_where_they_are(world, name, dtype):
+    rows = SIZE // dtype.itemsize // world.size * world.size
+    a, b = torch.zeros(rows, dtype=dtype), torch.zeros(rows, dtype=dtype)
+    assert taken(lambda: CALLS[name](a, b, world)) < SPARE
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce"])
+def test_a_strided_tensor_takes_one_more_of_its_size(world, name):
+    a = torch.zeros(SIZE // 4, 2)[:, 0]
+    assert taken(lambda: CALLS[name](a, a, world)) < SIZE + SPARE
