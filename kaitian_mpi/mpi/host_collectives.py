@@ -21,7 +21,8 @@ from kaitian_mpi.mpi.datatypes import (
     typed,
 )
 
-# Longer reductions are faster in pieces that stay in the cache; see docs/benchmarks.md.
+# Reductions longer than this are faster in pieces that stay in the cache; see docs/benchmarks.md.
+_LONG_BYTES = 8 << 20
 _PIECE_BYTES = 2 << 20
 # Above this our own reduce-scatter is faster than MPI's.
 _DIRECT_BYTES = 512 << 10
@@ -34,7 +35,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None
     if tensor.dtype in SIXTEEN_BIT:
         direct.allreduce(comm, tensor.view(-1), op)
         return
-    if tensor.nbytes <= _PIECE_BYTES:
+    if tensor.nbytes <= _LONG_BYTES:
         comm.Allreduce(MPI.IN_PLACE, typed(tensor), op.mpi_op)
     else:
         for piece in tensor.view(-1).split(_PIECE_BYTES // tensor.element_size()):
