@@ -1,19 +1,76 @@
 """Scripts of one's own: the examples, and plain torch.distributed."""
 
+import re
 from pathlib import Path
 
 import pytest
 from jobs import PYTHON
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize("name", ["own_script.py", "uneven_shares.py"])
-def test_the_examples_run(mpirun, name):
-    ended = mpirun(2, PYTHON, str(ROOT / "examples" / name))
+def run_example(mpirun, ranks, name, *options):
+    ended = mpirun(ranks, PYTHON, str(EXAMPLES / name), *options)
     assert ended.code == 0, ended.text
-    assert ended.out.count("loss") >= 3
     assert ended.err == ""
+    return ended.out
+
+
+def losses(out):
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", out)]
+
+
+def number_after(words, out):
+    return float(out.partition(words)[2].split()[0])
+
+
+def test_ddp_before_and_after_learn_the_digits(mpirun):
+    """The stock script runs unmodified under kaitian-run."""
+    before = "kaitian-run", "--backend-override", "gloo", str(EXAMPLES / "train_before.py")
+    ended = mpirun(2, *before)
+    assert ended.code == 0, ended.text
+    for out in (ended.out, run_example(mpirun, 2, "train_after.py")):
+        assert out.count("accuracy") == 1
+        assert number_after("held-out accuracy", out) > 0.88
+
+
+def test_the_gpt_learns_and_writes(mpirun):
+    kinds = "--emulate-kinds", "gpu,mlu"
+    out = run_example(mpirun, 2, "nano_gpt.py", "--steps", "20", *kinds)
+    first, *_, last = losses(out)
+    assert last < first - 1
+    assert len(out.partition("sample: ")[2].rstrip("\n")) > 150
+
+
+def test_the_gpt_learns_a_text_of_ones_own(mpirun, tmp_path):
+    (tmp_path / "text.txt").write_text("abcdefgh" * 50)
+    small = "--text text.txt --steps 40 --width 32 --layers 1 --lr 1e-2 --log-every 40".split()
+    out = run_example(mpirun, 1, "nano_gpt.py", *small)
+    assert losses(out)[-1] < 0.1
+    assert "abcdefghabcdefgh" in out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, ["--layers", "3,1", "--emulate-kinds", "gpu,mlu"]), (3, ["--batches", "2"])],
+)
+def test_the_stages_give_the_whole_models_result(mpirun, ranks, options):
+    out = run_example(mpirun, ranks, "pipeline_inference.py", *options)
+    assert number_after("largest difference from the whole model:", out) < 1e-5
+    assert re.search(r"[1-9]\d* samples/s", out)
+
+
+def test_experts_on_several_ranks_learn_as_on_one(mpirun):
+    one = run_example(mpirun, 1, "expert_parallel.py", "--experts", "4")
+    kinds = "--emulate-kinds", "gpu,mlu,mlu"
+    three = run_example(mpirun, 3, "expert_parallel.py", "--experts", "2,1,1", *kinds)
+    assert losses(three) == pytest.approx(losses(one), rel=1e-2)
+    assert losses(one)[-1] < 0.7 * losses(one)[0]
+    for out in (one, three):
+        tokens = out.partition("tokens per expert: ")[2].split()
+        assert len(tokens) == 4
+        assert sum(map(int, tokens)) == 512
 
 
 def test_the_example_model_trains(mpirun):

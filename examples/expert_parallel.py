@@ -1,0 +1,124 @@
+"""A mixture of experts whose experts live on different ranks; each token travels to its own.
+
+    mpirun -np 2 python examples/expert_parallel.py
+    mpirun -np 2 python examples/expert_parallel.py --experts 3,1 --emulate-kinds gpu,mlu
+
+The counts of tokens differ for every pair of ranks and in every step. The losses are those of one
+rank with all experts: compare `--experts 3,1` on two ranks with `--experts 4` on one.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
+
+import kaitian_mpi
+
+WIDTH = 16
+
+
+class MixtureOfExperts(nn.Module):
+    """Adds to each token what its expert makes of it, times the gate's trust in the expert.
+
+    Args:
+        experts: how many experts each rank holds.
+        rank: this rank.
+    """
+
+    def __init__(self, experts: list[int], rank: int) -> None:
+        super().__init__()
+        self.held = experts
+        self.rank = rank
+        self.gate = nn.Linear(WIDTH, sum(experts))
+        everybodys = [
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(sum(experts))
+        ]  # all are made, so that the random weights do not depend on the number of ranks
+        first = sum(experts[:rank])
+        self.experts = nn.ModuleList(everybodys[first : first + experts[rank]])
+        self.tokens_per_expert = torch.zeros(sum(experts))  # of all ranks, in the last forward
+        self.imbalance = torch.zeros(())  # this rank's part of a loss that is 1 at equal load
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for this rank's tokens, shaped (tokens, width). Collective."""
+        probabilities = self.gate(tokens).softmax(-1)
+        trust, chosen = probabilities.max(-1)
+        order = chosen.argsort()  # tokens of one expert side by side, so of one rank as well
+        counts = chosen.bincount(minlength=sum(self.held))
+        self.tokens_per_expert = counts.clone()
+        dist.all_reduce(self.tokens_per_expert)
+        part_of = self.tokens_per_expert / self.tokens_per_expert.sum()
+        # The Switch Transformer's, without which few experts get all tokens.
+        mean = probabilities.sum(0) / self.tokens_per_expert.sum()
+        self.imbalance = sum(self.held) * (part_of * mean).sum()
+
+        # How many tokens come from each rank for each of this rank's experts.
+        held_here = self.held[self.rank]
+        incoming = torch.empty(len(self.held), held_here, dtype=counts.dtype, device=counts.device)
+        dist.all_to_all_single(incoming.view(-1), counts, [held_here] * len(self.held), self.held)
+        sent = [int(part.sum()) for part in counts.split(self.held)]
+        received = incoming.sum(1).tolist()
+
+        arrived = exchange(tokens[order], received, sent)
+        expert_of = torch.arange(held_here, device=counts.device).repeat(len(self.held))
+        expert_of = expert_of.repeat_interleave(incoming.view(-1))
+        answers = torch.empty_like(arrived)
+        for index, expert in enumerate(self.experts):
+            answers[expert_of == index] = expert(arrived[expert_of == index])
+        back = exchange(answers, sent, received)
+        return tokens + trust[:, None] * back[order.argsort()]
+
+
+def exchange(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    """Send rows to every rank and return those that came, by rank; gradients take the way back."""
+    return collectives.all_to_all_single_autograd(rows, received, sent, dist.group.WORLD)
+
+
+def main() -> None:
+    """Learn a function that has another form in each region of its inputs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--experts", default="", help="of each rank, such as 3,1; default 2 each")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per step of all ranks")
+    parser.add_argument("--emulate-kinds", default="", help="such as gpu,gpu,mlu")
+    options = parser.parse_args()
+
+    world = kaitian_mpi.init(emulate_kinds=options.emulate_kinds)
+    experts = [int(count) for count in options.experts.split(",") if count] or [2] * world.size
+    if len(experts) != world.size or min(experts) < 1:
+        parser.error(f"--experts: found {experts}, needed 1 or more for each of {world.size} ranks")
+
+    torch.manual_seed(0)
+    regions = torch.randn(4, WIDTH, WIDTH)  # a linear function each
+    shared_in, shared_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    mixture = MixtureOfExperts(experts, world.rank)
+    model = nn.Sequential(shared_in, mixture, shared_out).to(world.device)
+    on_all_ranks = [*shared_in.parameters(), *mixture.gate.parameters(), *shared_out.parameters()]
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    for step in range(1, options.steps + 1):
+        x = torch.randn(options.tokens, WIDTH)  # the same on every rank, of which it takes a part
+        y = torch.einsum("tw,twv->tv", x, regions[x[:, :4].argmax(1)]) / WIDTH**0.5
+        x, y = (whole.tensor_split(world.size)[world.rank].to(world.device) for whole in (x, y))
+        # Divided by the tokens of all ranks: an expert sums up the gradients of all of them.
+        loss = (model(x) - y).square().sum() / (options.tokens * WIDTH)
+        optimizer.zero_grad()
+        (loss + 0.05 * mixture.imbalance).backward()
+        for parameter in on_all_ranks:
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        if step == 1 or step % 20 == 0:
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            if world.rank == 0:
+                print(f"step {step} loss {loss.item():.4f}", flush=True)
+
+    if world.rank == 0:
+        print("tokens per expert:", *mixture.tokens_per_expert.tolist())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
