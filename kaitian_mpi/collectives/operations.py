@@ -10,7 +10,6 @@ import torch
 from kaitian_mpi.collectives.roll_call import RollCall
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.mpi import direct, host_collectives, nonblocking
-from kaitian_mpi.mpi.datatypes import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -89,12 +88,11 @@ class HostOperations:
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
         host, given = to_host(output, read=False), to_host(tensor)
-        if host.numel() <= LARGEST_COUNT:
+        if nonblocking.suits_all_gather(self._comm, host):
             self._complete(nonblocking.all_gather(self._comm, host, given), host, given)
         else:
             self._arrive()
-            pieces = host.view(-1).split(given.numel())
-            direct.exchange(self._comm, [given] * self._comm.size, pieces)
+            host_collectives.all_gather(self._comm, host, given)
         from_host(host, output)
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:

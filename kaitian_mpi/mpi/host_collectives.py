@@ -106,3 +106,12 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
         return
     for root, piece in enumerate(tensor.view(-1).split(list(shares))):
         broadcast(comm, piece, root)
+
+
+def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Gather every rank's `tensor`, all of one length, into `gathered`; any dtype and size."""
+    if gathered.numel() <= LARGEST_COUNT:
+        comm.Allgather(moved(tensor), moved(gathered))
+        return
+    pieces = gathered.view(-1).split(tensor.numel())
+    direct.exchange(comm, [tensor] * comm.size, pieces)

@@ -1,7 +1,7 @@
 """Collectives on tensors in host memory, started without waiting for the other ranks.
 
 They save the meeting that a blocking collective needs before it, lest it spins. Data that only
-moves goes as fast so at any length; reductions do when they are short.
+moves goes as fast so at nearly any length; reductions do when they are short.
 
 Every function is collective over `comm`. Tensors are contiguous, on the CPU, and must stay as they
 are until the request is done.
@@ -50,11 +50,14 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> MPI.Request:
     return comm.Ibcast(moved(tensor), root)
 
 
-def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> MPI.Request:
-    """Start gathering every rank's `tensor`, all of one length, into `gathered`; any dtype.
+def suits_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
+    """Return whether an all-gather is worth starting so: two ranks swap long parts faster."""
+    fits = gathered.numel() <= LARGEST_COUNT
+    return fits and (comm.size > 2 or gathered.nbytes <= _SHORT_BYTES)
 
-    `gathered` has at most `LARGEST_COUNT` elements.
-    """
+
+def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> MPI.Request:
+    """Start gathering every rank's `tensor`, all of one length, into `gathered`; any dtype."""
     return comm.Iallgather(moved(tensor), moved(gathered))
 
 
