@@ -50,7 +50,7 @@ class TrainConfig:
     )
     workers: int = _flag(0, "data loading processes per rank; 0 loads in the rank itself")
 
-    global_batch_size: int = _flag(256, "samples per step of the whole job, shared out by score")
+    global_batch_size: int = _flag(256, "samples per step of the whole job, shared out")
     batch_policy: str = _flag(
         "global",
         "global: shares of --global-batch-size; paper: each rank takes "
@@ -60,7 +60,7 @@ class TrainConfig:
     batch_size: int = _flag(64, "samples per step of the fastest rank, with --batch-policy paper")
     balance: str = _flag(
         "static",
-        "static: benchmark every rank, then share by score; off: equal shares, no benchmark",
+        "static: benchmark, and share for the shortest step; off: equal shares, no benchmark",
         ("static", "off"),
     )
     benchmark_steps: int = _flag(

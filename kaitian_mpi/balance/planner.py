@@ -1,18 +1,20 @@
-"""From scores to batch sizes."""
+"""From what the ranks cost, or their scores, to batch sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.optimum import RankCost, fastest_split
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 
 
-def plan_batches(scores: Sequence[float], global_batch_size: int) -> list[int]:
-    """Share the global batch by score; every rank gets at least one sample.
+def plan_fastest(costs: Sequence[CostModel], global_batch_size: int) -> list[int]:
+    """Share the global batch so that the slowest rank ends first; each gets at least one sample.
 
     Args:
-        scores: per rank, above 0.
+        costs: of each rank.
         global_batch_size: samples per step of the whole job.
 
     Returns:
@@ -21,17 +23,20 @@ def plan_batches(scores: Sequence[float], global_batch_size: int) -> list[int]:
     Raises:
         UserError: there are fewer samples than ranks.
     """
-    if global_batch_size < len(scores):
-        raise UserError(
-            f"--global-batch-size: found {global_batch_size} for {len(scores)} ranks, needed at "
-            f"least one sample a rank; give {len(scores)} or more, or start fewer ranks"
-        )
-    batches = apportion(global_batch_size, scores)
-    for rank, batch in enumerate(batches):
-        if batch == 0:
-            batches[batches.index(max(batches))] -= 1
-            batches[rank] = 1
-    return batches
+    _check_enough(global_batch_size, len(costs))
+    equal_share = global_batch_size / len(costs)
+    sloped = [RankCost(_with_slope(cost, equal_share)) for cost in costs]
+    return _at_least_one_each(fastest_split(sloped, global_batch_size))
+
+
+def plan_equal(ranks: int, global_batch_size: int) -> list[int]:
+    """Share the global batch equally, to within one sample.
+
+    Raises:
+        UserError: as `plan_fastest`.
+    """
+    _check_enough(global_batch_size, ranks)
+    return apportion(global_batch_size, [1] * ranks)
 
 
 def plan_batches_as_paper(scores: Sequence[float], batch_size: int) -> list[int]:
@@ -40,3 +45,26 @@ def plan_batches_as_paper(scores: Sequence[float], batch_size: int) -> list[int]
     The global batch, their sum, grows with the devices.
     """
     return [max(1, round(batch_size * score)) for score in scores]
+
+
+def _check_enough(global_batch_size: int, ranks: int) -> None:
+    if global_batch_size < ranks:
+        raise UserError(
+            f"--global-batch-size: found {global_batch_size} for {ranks} ranks, needed at "
+            f"least one sample a rank; give {ranks} or more, or start fewer ranks"
+        )
+
+
+def _with_slope(cost: CostModel, samples: float) -> CostModel:
+    """Return a model by which more samples take more time; noise can have fitted a constant."""
+    if cost.beta_sec > 0:
+        return cost
+    return CostModel(0.0, cost.alpha_sec / samples)
+
+
+def _at_least_one_each(batches: list[int]) -> list[int]:
+    for rank, batch in enumerate(batches):
+        if batch == 0:
+            batches[batches.index(max(batches))] -= 1
+            batches[rank] = 1
+    return batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.balance.planner import plan_batches
+from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_kinds, parse_slowdown
 from kaitian_mpi.errors import UserError
@@ -25,7 +25,7 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
         parse_kinds(config.emulate_kinds, comm.size)
         parse_slowdown(config.emulate_slowdown, comm.size)
         if config.batch_policy == "global":
-            plan_batches([1.0] * comm.size, config.global_batch_size)
+            plan_equal(comm.size, config.global_batch_size)
         if config.data_dir and not Path(config.data_dir).is_dir():
             raise UserError(
                 f"--data-dir: found no folder {config.data_dir}, needed the one that holds the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kaitian_mpi.balance.planner import plan_batches, plan_batches_as_paper
+from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.world import World
@@ -32,7 +32,7 @@ def make_plan(config: TrainConfig, world: World, made: Ingredients, slowdown: Sl
         results = benchmark_ranks(
             config, world, made.model, made.data.train, _equal_share(config, world), slowdown
         )
-        plan = _plan_by_score(config, world, results)
+        plan = _plan_by_benchmark(config, world, results)
         show_benchmark(world, results, plan.scores, plan.batch_sizes, made.slowdowns)
         _write_benchmark(world, made, results, plan)
     made.folder.append(
@@ -54,20 +54,22 @@ def _equal_plan(config: TrainConfig, world: World) -> Plan:
     # Not measured; convolutions are faster so on every device we have met.
     memory_format = "channels_last" if named == "auto" else named
     assert memory_format in MEMORY_FORMATS
-    plan = Plan(_share(config, scores), scores, memory_format)
+    if config.batch_policy == "paper":
+        shares = plan_batches_as_paper(scores, config.batch_size)
+    else:
+        shares = plan_equal(world.size, config.global_batch_size)
+    plan = Plan(shares, scores, memory_format)
     say(world, f"balance off: samples per step and rank {plan.batch_sizes}")
     return plan
 
 
-def _plan_by_score(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
+def _plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
     scores = scores_of(results)
-    return Plan(_share(config, scores), scores, results[world.rank].memory_format)
-
-
-def _share(config: TrainConfig, scores: list[float]) -> list[int]:
     if config.batch_policy == "paper":
-        return plan_batches_as_paper(scores, config.batch_size)
-    return plan_batches(scores, config.global_batch_size)
+        shares = plan_batches_as_paper(scores, config.batch_size)
+    else:
+        shares = plan_fastest([result.cost for result in results], config.global_batch_size)
+    return Plan(shares, scores, results[world.rank].memory_format)
 
 
 def _write_benchmark(

@@ -4,41 +4,48 @@ import random
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel, fit, scores
-from kaitian_mpi.balance.planner import plan_batches, plan_batches_as_paper
+from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
 from kaitian_mpi.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("rank_scores", "global_batch", "expected"),
+    ("alphas", "betas", "global_batch", "expected"),
     [
-        ([1.0, 1.0, 1.0, 1.0], 256, [64, 64, 64, 64]),
-        ([1.0, 1.0, 1 / 3, 1 / 3], 256, [96, 96, 32, 32]),
-        ([1.0], 7, [7]),
-        ([1.0, 0.001], 10, [9, 1]),
-        ([1.0, 1.0, 1.0], 10, [4, 3, 3]),
-        ([0.5, 1.0], 2, [1, 1]),
+        ([0, 0, 0, 0], [1, 1, 1, 1], 256, [64, 64, 64, 64]),
+        ([0, 0, 0, 0], [1, 1, 3, 3], 256, [96, 96, 32, 32]),
+        ([0], [1], 7, [7]),
+        ([0, 0], [1, 1000], 10, [9, 1]),  # at least one each
+        ([0, 10], [1, 1], 50, [30, 20]),  # both end at 30
+        ([4, 8], [0, 0], 12, [8, 4]),  # constants: by noise, so in proportion
     ],
 )
-def test_shares_follow_scores(rank_scores, global_batch, expected):
-    assert plan_batches(rank_scores, global_batch) == expected
+def test_the_fastest_plan(alphas, betas, global_batch, expected):
+    costs = [CostModel(alpha, beta) for alpha, beta in zip(alphas, betas, strict=True)]
+    assert plan_fastest(costs, global_batch) == expected
 
 
 def test_any_plan_sums_to_the_global_batch_and_a_faster_rank_gets_no_less():
     generator = random.Random(0)
-    for _ in range(500):
+    for _ in range(200):
         size = generator.randint(1, 40)
-        rank_scores = [generator.uniform(1e-4, 1.0) for _ in range(size)]
+        betas = [generator.uniform(1e-4, 1.0) for _ in range(size)]
         total = generator.randint(size, 5_000)
-        batches = plan_batches(rank_scores, total)
+        batches = plan_fastest([CostModel(0.01, beta) for beta in betas], total)
         assert sum(batches) == total
         assert min(batches) >= 1
-        ordered = sorted(zip(rank_scores, batches, strict=True))
-        assert all(low[1] <= high[1] + 1 for low, high in itertools.pairwise(ordered))
+        ordered = sorted(zip(betas, batches, strict=True))
+        assert all(fast[1] + 1 >= slow[1] for fast, slow in itertools.pairwise(ordered))
+
+
+def test_equal_shares():
+    assert plan_equal(4, 256) == [64] * 4
+    assert plan_equal(3, 10) == [4, 3, 3]
 
 
 def test_fewer_samples_than_ranks_is_the_users_mistake():
-    with pytest.raises(UserError, match=r"--global-batch-size: found 2 for 4 ranks, needed"):
-        plan_batches([1.0] * 4, 2)
+    for plan in (lambda: plan_equal(4, 2), lambda: plan_fastest([CostModel(0, 1)] * 4, 2)):
+        with pytest.raises(UserError, match=r"--global-batch-size: found 2 for 4 ranks, needed"):
+            plan()
 
 
 def test_the_papers_rule():

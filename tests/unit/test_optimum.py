@@ -1,0 +1,106 @@
+"""The optimal split, against every split there is and by its properties."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.optimum import RankCost, fastest_split
+
+
+def cost(alpha, beta, limit=None):
+    return RankCost(CostModel(alpha, beta), limit)
+
+
+def slowest(costs, shares):
+    return max(one.seconds(share) for one, share in zip(costs, shares, strict=True))
+
+
+def every_split(ranks, total):
+    for cuts in itertools.combinations_with_replacement(range(total + 1), ranks - 1):
+        ends = (0, *cuts, total)
+        yield [after - before for before, after in itertools.pairwise(ends)]
+
+
+def random_costs(chance, ranks):
+    return [
+        cost(
+            chance.choice([0, 0.5, chance.random() * 5]),
+            chance.choice([0.1, 1, chance.random() * 3]),
+            chance.choice([None, 1, 2, 5]),
+        )
+        for _ in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_split_is_faster(seed):
+    chance = random.Random(seed)
+    costs = random_costs(chance, chance.randint(1, 4))
+    total = chance.randint(0, 14)
+    shares = fastest_split(costs, total)
+    assert sum(shares) == total
+    assert min(shares) >= 0
+    best = min(slowest(costs, split) for split in every_split(len(costs), total))
+    assert slowest(costs, shares) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_faster_rank_never_gets_less(seed):
+    chance = random.Random(seed)
+    costs = random_costs(chance, 6)
+    total = chance.randint(6, 300)
+    before = fastest_split(costs, total)
+    rank = chance.randrange(6)
+    model = costs[rank].model
+    limit = costs[rank].largest_micro_batch
+    costs[rank] = cost(model.alpha_sec * 0.7, model.beta_sec * 0.7, limit)
+    assert fastest_split(costs, total)[rank] >= before[rank]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_within_one_samples_time_of_the_relaxed_optimum(seed):
+    """Which cuts samples anywhere: T with sum((T - alpha_i) / beta_i) = G over the ranks in use."""
+    chance = random.Random(seed)
+    costs = [cost(chance.random(), 0.01 + chance.random()) for _ in range(8)]
+    total = chance.randint(1, 500)
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        done = sum(max(0, middle - c.model.alpha_sec) / c.model.beta_sec for c in costs)
+        low, high = (low, middle) if done >= total else (middle, high)
+    one_sample = max(c.model.beta_sec for c in costs)
+    assert slowest(costs, fastest_split(costs, total)) <= high + one_sample + 1e-9
+
+
+def test_a_rank_that_would_slow_the_step_gets_nothing():
+    assert fastest_split([cost(0, 1), cost(50, 1)], 10) == [10, 0]
+    assert fastest_split([cost(0, 1), cost(0, 100)], 10) == [10, 0]
+
+
+def test_a_fast_rank_with_little_memory_takes_its_share_in_micro_batches():
+    costs = [cost(0.01, 0.1, 4), cost(0.01, 0.4)]
+    shares = fastest_split(costs, 50)
+    assert shares == [40, 10]
+    assert [one.micro_batches(share) for one, share in zip(costs, shares, strict=True)] == [10, 1]
+
+
+def test_a_rank_that_needs_no_time_is_refused():
+    with pytest.raises(ValueError, match="found 0, needed more than 0"):
+        fastest_split([cost(1, 1), cost(1, 0)], 10)
+
+
+def test_equal_ranks_share_equally():
+    assert fastest_split([cost(1, 1)] * 4, 256) == [64] * 4
+    assert sorted(fastest_split([cost(1, 1)] * 3, 10)) == [3, 3, 4]
+
+
+def test_a_hundred_thousand_ranks_take_less_than_a_second():
+    chance = random.Random(1)
+    costs = [cost(chance.random(), 0.1 + chance.random(), 64) for _ in range(100_000)]
+    began = time.process_time()
+    shares = fastest_split(costs, 6_400_000)
+    assert time.process_time() - began < 1
+    assert sum(shares) == 6_400_000
