@@ -19,6 +19,7 @@ from kaitian_mpi.mpi.launch import read_launch
 
 _PR_SET_PDEATHSIG = 1
 _FORWARDING_SEC = 0.1
+_RANK_0_SEC = 2.0
 _MEANINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
     # mpirun sends this for every reason it has, and does not tell which.
@@ -96,10 +97,14 @@ def end_job(code: int) -> None:
 
 
 def _end_after_user_error(program: str, error: UserError) -> None:
-    everywhere = isinstance(error, AgreedError) or not _mpi_is_running()
-    if read_launch(os.environ).world_rank == 0 or not everywhere:
+    rank = read_launch(os.environ).world_rank
+    started = _mpi_is_running()
+    if not started and rank != 0:
+        # Rank 0 finds the same, as a rule: it shall have the word before an exit ends the job.
+        time.sleep(_RANK_0_SEC)
+    if rank == 0 or not isinstance(error, AgreedError):
         say(f"{program}: error: {error}")
-    if not everywhere:
+    if started and not isinstance(error, AgreedError):
         end_job(2)
     sys.exit(2)
 

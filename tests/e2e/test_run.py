@@ -54,3 +54,13 @@ def test_mistakes(mpirun):
     ended = mpirun(2, "kaitian-run", "nowhere.py")
     assert ended.code == 2
     assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
+
+
+def test_a_mistake_that_only_one_rank_meets_is_said_by_it(mpirun, tmp_path):
+    (tmp_path / "theirs.py").write_text(SCRIPT)
+    ended = mpirun(
+        *(2, "sh", "-c"),
+        'test "$OMPI_COMM_WORLD_RANK" = 0 && exec kaitian-run theirs.py || kaitian-run nowhere.py',
+    )
+    assert ended.code == 2, ended.text
+    assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
