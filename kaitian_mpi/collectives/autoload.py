@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, SCHEME
 from kaitian_mpi.collectives.torch_functions import admit_to_monitored_barrier
@@ -34,6 +35,6 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
     from kaitian_mpi.mpi.rendezvous import rendezvous
 
     # torch puts what the script gives as `rank` and `world_size` into the address.
-    given = dict(pair.split("=") for pair in url.partition("?")[2].split("&") if pair)
+    given = dict(parse_qsl(urlsplit(url).query))
     rank, size = (int(given[name]) if name in given else None for name in ("rank", "world_size"))
     return rendezvous(rank, size, options.get("timeout"))

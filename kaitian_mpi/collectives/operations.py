@@ -43,8 +43,7 @@ class HostOperations:
         host = to_host(tensor)
         if nonblocking.is_short_sum(host):
             self._complete(nonblocking.allreduce(self._comm, host, op), host)
-            if op.is_average:
-                direct.average(host, self._comm.size)
+            op.divide_average(host, self._comm.size)
         else:
             self._arrive()
             host_collectives.allreduce(self._comm, host, op)
@@ -126,8 +125,7 @@ class HostOperations:
         if nonblocking.is_short_sum(given):
             request = nonblocking.reduce_scatter(self._comm, host, given, op)
             self._complete(request, host, given)
-            if op.is_average:
-                direct.average(host, self._comm.size)
+            op.divide_average(host, self._comm.size)
         else:
             self._arrive()
             host_collectives.reduce_scatter(self._comm, host, given, op)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.collectives.worker import Queued
-from kaitian_mpi.mpi.guard import end_job, say_labelled
+from kaitian_mpi.mpi.guard import end_with_traceback
 from kaitian_mpi.mpi.messages import Transfer, start_receive, start_send
 from kaitian_mpi.mpi.runtime import nap
 
@@ -99,8 +98,7 @@ class Mailbox:
         try:
             self._look()
         except BaseException:  # without this thread nobody's messages would come any more
-            say_labelled("messages failed:\n" + traceback.format_exc())
-            end_job(1)
+            end_with_traceback("messages failed:\n")
 
     def _look(self) -> None:
         """Help messages along and finish them, asleep in between, until closed."""

@@ -29,7 +29,6 @@ from kaitian_mpi.collectives.point_to_point import Mailbox
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction, reduction
-from kaitian_mpi.mpi.direct import average
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
 from kaitian_mpi.mpi.topology import GroupComms
@@ -299,6 +298,5 @@ class KaitianProcessGroup(dist.ProcessGroup):
         lent = tensor.contiguous() if vendor is not None else to_host(tensor)
         group = vendor or self._host_group
         hybrid.allreduce(algorithm, self.comms, group, lent.view(-1), op.undivided)
-        if op.is_average:
-            average(lent, self._size)
+        op.divide_average(lent, self._size)
         from_host(lent, tensor)

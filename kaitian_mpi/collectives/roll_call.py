@@ -51,7 +51,7 @@ class RollCall:
             CollectiveError: as `arrive`.
         """
         self._calls += 1
-        if not (request.Test() or wait_for(request, self._signing_sec)):
+        if not wait_for(request, self._signing_sec):
             self._wait_long(request, tensors)
 
     def leave(self, comm: MPI.Comm) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.staging import Streams, after_caller
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.guard import end_job, say_labelled
+from kaitian_mpi.mpi.guard import end_job, end_with_traceback, say_labelled
 from kaitian_mpi.mpi.runtime import nap
 
 Method = Callable[..., None]
@@ -242,8 +241,7 @@ class Worker:
         except CollectiveError as error:
             return error
         except BaseException:
-            say_labelled("a collective failed:\n" + traceback.format_exc())
-            end_job(1)
+            end_with_traceback("a collective failed:\n")
         return None
 
     def _attempt(self, name: str, method: Method, calls: Calls) -> None:

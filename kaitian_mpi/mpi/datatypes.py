@@ -61,6 +61,13 @@ class Reduction:
         """The same, but the sum for an average."""
         return _OPERATIONS[dist.ReduceOp.SUM] if self.is_average else self
 
+    def divide_average(self, total: torch.Tensor, size: int) -> None:
+        """Divide an average's sum by the number of ranks, in place; integers towards zero."""
+        if not self.is_average:
+            return
+        inexact = total.is_floating_point() or total.is_complex()
+        total.div_(size, rounding_mode=None if inexact else "trunc")
+
 
 def _by_kind(*reductions: Reduction) -> dict[Any, Reduction]:
     return {reduction.kind: reduction for reduction in reductions}

@@ -75,14 +75,6 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
         exchange(comm, [own] * comm.size, parts)
 
 
-def average(total: torch.Tensor, size: int) -> None:
-    """Divide a sum by the number of ranks, in place; integers towards zero, as in C."""
-    if total.is_floating_point() or total.is_complex():
-        total.div_(size)
-    else:
-        total.div_(size, rounding_mode="trunc")
-
-
 def _reduce_parts(
     comm: MPI.Comm, result: torch.Tensor, parts: list[torch.Tensor], op: Reduction
 ) -> None:
@@ -99,8 +91,7 @@ def _reduce_parts(
         own = total.copy_(own)
     for other in others:
         own = op.combine(own, other, out=total)
-    if op.is_average:
-        average(total, comm.size)
+    op.divide_average(total, comm.size)
     if not once:
         result.copy_(total)
 

@@ -47,8 +47,7 @@ def abort_guard(program: str) -> Iterator[None]:
         say(f"{label()} sys.exit({code}) before the run was complete{reason}; ending the job")
         end_job(code or 1)
     except BaseException:
-        say_labelled(traceback.format_exc())
-        end_job(1)
+        end_with_traceback()
 
 
 def guard_script() -> None:
@@ -83,6 +82,12 @@ def say_labelled(text: str) -> None:
     """Write lines to stderr at once, each labelled with this rank."""
     prefix = label()
     say("\n".join(f"{prefix} {line}" for line in text.splitlines()))
+
+
+def end_with_traceback(what: str = "") -> None:
+    """Say on which exception this rank ends, with its traceback, and end the job; no return."""
+    say_labelled(what + traceback.format_exc())
+    end_job(1)
 
 
 def end_job(code: int) -> None:

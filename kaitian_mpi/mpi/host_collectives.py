@@ -40,8 +40,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None
     else:
         for piece in tensor.view(-1).split(_PIECE_BYTES // tensor.element_size()):
             comm.Allreduce(MPI.IN_PLACE, typed(piece), op.mpi_op)
-    if op.is_average:
-        direct.average(tensor, comm.size)
+    op.divide_average(tensor, comm.size)
 
 
 def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
@@ -78,8 +77,8 @@ def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> N
             comm.Reduce(MPI.IN_PLACE, typed(piece), op.mpi_op, root)
         else:
             comm.Reduce(typed(piece), None, op.mpi_op, root)
-    if op.is_average and comm.rank == root:
-        direct.average(tensor, comm.size)
+    if comm.rank == root:
+        op.divide_average(tensor, comm.size)
 
 
 def reduce_scatter(
@@ -91,8 +90,7 @@ def reduce_scatter(
         direct.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return
     comm.Reduce_scatter_block(typed(tensor), typed(result), op.mpi_op)
-    if op.is_average:
-        direct.average(result, comm.size)
+    op.divide_average(result, comm.size)
 
 
 def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -> None:

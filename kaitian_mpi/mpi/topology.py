@@ -69,13 +69,18 @@ class GroupComms:
     @property
     def own(self) -> Group:
         """This rank's group."""
-        return next(group for group in self.groups if self.world.rank in group.ranks)
+        return group_of(self.groups, self.world.rank)
 
     def free(self) -> None:
         """Give the communicators back to MPI. Collective."""
         for comm in (self.lane, self.group, self.messages, self.world):
             if comm is not None:
                 comm.Free()
+
+
+def group_of(groups: Sequence[Group], rank: int) -> Group:
+    """Return the group that a world rank is in."""
+    return next(group for group in groups if rank in group.ranks)
 
 
 def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intracomm:
@@ -109,7 +114,7 @@ def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
 
     groups = plan_groups(kinds)
     lanes = min(len(group.ranks) for group in groups)
-    own = next(index for index, group in enumerate(groups) if world.rank in group.ranks)
+    own = groups.index(group_of(groups, world.rank))
     group = world.Split(own, world.rank)
     in_lane = group.rank < lanes
     lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)

@@ -15,7 +15,7 @@ from kaitian_mpi.mpi.agreement import check_same, faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import share_cores
-from kaitian_mpi.mpi.topology import Group, RankInfo, plan_groups
+from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -64,7 +64,7 @@ class World:
     @property
     def group(self) -> Group:
         """This rank's group."""
-        return next(group for group in self.groups if self.rank in group.ranks)
+        return group_of(self.groups, self.rank)
 
     @property
     def device(self) -> torch.device:

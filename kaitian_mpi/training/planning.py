@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
@@ -54,22 +55,25 @@ def _equal_plan(config: TrainConfig, world: World) -> Plan:
     # Not measured; convolutions are faster so on every device we have met.
     memory_format = "channels_last" if named == "auto" else named
     assert memory_format in MEMORY_FORMATS
-    if config.batch_policy == "paper":
-        shares = plan_batches_as_paper(scores, config.batch_size)
-    else:
-        shares = plan_equal(world.size, config.global_batch_size)
-    plan = Plan(shares, scores, memory_format)
+    plan = Plan(_share(config, scores), scores, memory_format)
     say(world, f"balance off: samples per step and rank {plan.batch_sizes}")
     return plan
 
 
 def _plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
     scores = scores_of(results)
-    if config.batch_policy == "paper":
-        shares = plan_batches_as_paper(scores, config.batch_size)
-    else:
-        shares = plan_fastest([result.cost for result in results], config.global_batch_size)
+    shares = _share(config, scores, [result.cost for result in results])
     return Plan(shares, scores, results[world.rank].memory_format)
+
+
+def _share(
+    config: TrainConfig, scores: list[float], costs: list[CostModel] | None = None
+) -> list[int]:
+    if config.batch_policy == "paper":
+        return plan_batches_as_paper(scores, config.batch_size)
+    if costs is None:  # not measured
+        return plan_equal(len(scores), config.global_batch_size)
+    return plan_fastest(costs, config.global_batch_size)
 
 
 def _write_benchmark(

@@ -86,3 +86,8 @@ def install() -> None:
         module.is_available = lambda: False  # lest torch.distributed.checkpoint ask for its streams
         module.current_device = lambda: 0
         _setup_privateuseone_for_python_backend(backend_module=module)
+
+
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor holds, on the host, wherever it is."""
+    return to_host(tensor) if isinstance(tensor, DeviceTensor) else tensor

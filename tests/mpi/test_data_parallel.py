@@ -170,7 +170,8 @@ def test_evaluations_in_between_are_not_counted(world):
 
 @pytest.mark.ranks(2)
 def test_a_forward_does_not_wait_for_a_slower_rank(world):
-    data = Data(world)
+    data, alone = Data(world), Network()
+    loss_of(alone, data.whole(0)).backward()
     model = data_parallel(Network(), forward_sync_buffers=False)
     token = torch.zeros(1)
     if world.rank == 1:
@@ -179,6 +180,7 @@ def test_a_forward_does_not_wait_for_a_slower_rank(world):
     if world.rank == 0:
         dist.send(token, 1)
     loss.backward()
+    assert_equal_gradients(model, alone)
 
 
 def test_samples_are_found_in_any_arguments(world):

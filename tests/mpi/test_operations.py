@@ -4,7 +4,7 @@ import fake_accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from fake_accelerator import DeviceTensor, on_device, to_host
+from fake_accelerator import on_device, values
 
 from kaitian_mpi.errors import UnsupportedError
 
@@ -23,10 +23,6 @@ def place(request, world):
         request.param == "one kind each" and world.info.kind == "even"
     )
     return (lambda tensor: tensor.clone()) if on_host else on_device
-
-
-def values(tensor):
-    return to_host(tensor) if isinstance(tensor, DeviceTensor) else tensor
 
 
 def ranks_sum(world):

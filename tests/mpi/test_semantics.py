@@ -8,7 +8,7 @@ import fake_accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from fake_accelerator import on_device
+from fake_accelerator import on_device, values
 from torch.profiler import ProfilerActivity, profile
 
 from kaitian_mpi.collectives.process_group import KaitianProcessGroup
@@ -226,8 +226,14 @@ def test_monitored_barrier_tells_those_who_came(world, last):
 
 
 def test_monitored_barrier_of_another_backend_is_torchs(world):
-    group = dist.new_group([world.rank], backend="gloo", use_local_synchronization=True)
+    group = dist.new_group(backend="gloo")
     dist.monitored_barrier(group, timeout=timedelta(seconds=30))
+    if world.rank == 0 and world.size > 1:
+        # In gloo's own words, with the address of the other side.
+        with pytest.raises(RuntimeError, match="failed to pass monitoredBarrier") as told:
+            dist.monitored_barrier(group, timeout=timedelta(seconds=0.2))
+        assert not isinstance(told.value, MissingRanksError)
+    dist.barrier()
 
 
 @pytest.mark.parametrize(
@@ -300,12 +306,19 @@ def test_no_values_and_single_values(world, place, shape):
     tensor = put(torch.ones(shape))
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)
-    dist.all_gather([put(torch.ones(shape)) for _ in range(world.size)], tensor)
+    pieces = [put(torch.zeros(shape)) for _ in range(world.size)]
+    dist.all_gather(pieces, tensor)
+    summed = torch.full(shape, float(world.size))
+    assert all(torch.equal(values(piece), summed) for piece in pieces)
     flat = put(torch.ones(shape).view(-1))
     gathered = put(torch.zeros(flat.numel() * world.size))
     dist.all_gather_single(gathered, flat)
+    assert torch.equal(values(gathered), torch.ones(gathered.numel()))
     dist.reduce_scatter_single(flat, gathered)
-    dist.all_to_all_single(gathered.clone(), gathered)
+    assert torch.equal(values(flat), summed.view(-1))
+    swapped = put(torch.zeros(gathered.numel()))
+    dist.all_to_all_single(swapped, gathered)
+    assert torch.equal(values(swapped), values(gathered))
 
 
 def test_destroy_and_begin_again(world):

@@ -66,3 +66,8 @@ def test_values_that_differ_are_named_with_their_ranks(world):
     with pytest.raises(AgreedError, match=r"the model differs .* 1 on rank 0, 2 on ranks? 1"):
         check_same(world.comm, "the model", "1" if world.rank == 0 else "2", "use one")
     check_same(world.comm, "the model", "1", "use one")
+
+
+def test_a_rank_knows_its_own_group(world):
+    assert world.group.kind == world.info.kind
+    assert world.rank in world.group.ranks
