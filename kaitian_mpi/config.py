@@ -8,6 +8,7 @@ that a wrong flag is answered before either is loaded.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,25 @@ class TrainConfig:
     )
     batch_size: int = _flag(64, "samples per step of the fastest rank, with --batch-policy paper")
     balance: str = _flag(
-        "static",
-        "static: benchmark, and share for the shortest step; off: equal shares, no benchmark",
-        ("static", "off"),
+        "adaptive",
+        "adaptive: benchmark, share for the shortest step, and correct the shares while training; "
+        "static: the benchmark alone; off: equal shares, no benchmark",
+        ("adaptive", "static", "off"),
     )
-    benchmark_steps: int = _flag(
-        3, "timed rounds per batch size in the benchmark, after one to warm up"
+    benchmark_seconds: float = _flag(10.0, "how long the benchmark may take")
+    benchmark_cache: str = _flag(
+        "",
+        "folder to keep benchmark results in, by host, device, model and versions, and to take "
+        "them from",
+        metavar="DIR",
+    )
+    micro_batch_size: int = _flag(
+        0,
+        "samples that a rank computes at once, at most, summing up gradients; 0: what fits its "
+        "memory",
+    )
+    keep_all: bool = _flag(
+        False, "train on every rank, also on those without which the job would be faster"
     )
 
     allreduce: str = _flag(
@@ -83,8 +97,8 @@ class TrainConfig:
     )
     emulate_slowdown: str = _flag(
         "",
-        "make ranks slower by sleeping, as rank:factor pairs such as 2:3.0,3:3.0 "
-        "(results say 'emulated')",
+        "make ranks slower by sleeping, as rank:factor or rank:factor@step, such as "
+        "2:3.0,3:3@50,3:1@90 (results say 'emulated')",
         metavar="LIST",
     )
 
@@ -102,11 +116,14 @@ class TrainConfig:
         0.25, "fraction of all steps in which the learning rate rises from near 0"
     )
     precision: str = _flag(
-        "fp32", "arithmetic of forward and backward; weights stay fp32", ("fp32", "bf16", "fp16")
+        "fp32",
+        "arithmetic of forward and backward; weights and sums stay fp32; auto: fp32 or bf16, "
+        "whichever is faster on the rank",
+        ("fp32", "bf16", "fp16", "auto"),
     )
     memory_format: str = _flag(
         "auto",
-        "layout of images in memory; auto times both on each rank",
+        "layout of images in memory; auto: whichever is faster on the rank",
         ("auto", "contiguous", "channels_last"),
     )
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
@@ -125,10 +142,10 @@ class TrainConfig:
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        for name in ("global_batch_size", "batch_size", "benchmark_steps", "epochs"):
+        for name in ("global_batch_size", "batch_size", "epochs"):
             if getattr(self, name) < 1:
                 raise _bad(name, getattr(self, name), "a whole number of at least 1")
-        for name in ("max_steps", "workers", "seed"):
+        for name in ("max_steps", "micro_batch_size", "workers", "seed"):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "a whole number of at least 0")
         for name in ("momentum", "label_smoothing", "warmup"):
@@ -136,6 +153,8 @@ class TrainConfig:
                 raise _bad(name, getattr(self, name), "a number from 0 to below 1")
         if not 0 < self.val_split < 1:
             raise _bad("val_split", self.val_split, "a fraction between 0 and 1")
+        if not 0 < self.benchmark_seconds < math.inf:
+            raise _bad("benchmark_seconds", self.benchmark_seconds, "seconds, above 0")
         if not self.lr > 0:
             raise _bad("lr", self.lr, "a number above 0")
         if not self.weight_decay >= 0:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_LEAST_SLOPE = 0.25  # of the largest batch's time per sample
 
 
 @dataclass(frozen=True)
@@ -19,26 +22,47 @@ class CostModel:
         """Return the seconds of a step with this many samples."""
         return self.alpha_sec + self.beta_sec * batch
 
+    def times(self, factor: float) -> CostModel:
+        """Return the model of a rank that takes `factor` times as long for everything."""
+        return CostModel(self.alpha_sec * factor, self.beta_sec * factor)
+
 
 def fit(batches: Sequence[int], seconds: Sequence[float]) -> CostModel:
-    """Fit a line through measured (batch, seconds) by least squares, with no negative part.
+    """Fit a line through measured (batch, seconds) that starts at 0 or above and rises.
 
-    A line that noise has tilted below zero at either end is replaced by the best one through the
-    origin, or by the best constant.
+    Least squares of the relative errors, as timings are off by so many percent and not by so many
+    milliseconds. Noise can tilt it too far, and far beyond the largest batch measured that would
+    make a rank look many times faster or slower than it is. So where it starts below 0, the best
+    line through the origin is taken; and where more than three quarters of the largest batch's time
+    would not depend on the batch, the best line that takes just so much.
+
+    Args:
+        batches: samples, at least 1 each.
+        seconds: above 0, one for each batch.
     """
-    count = len(batches)
-    mean_batch, mean_sec = sum(batches) / count, sum(seconds) / count
-    spread = sum((b - mean_batch) ** 2 for b in batches)
+    weights = [1.0 / s**2 for s in seconds]
+    whole = sum(weights)
+    mean_batch = sum(w * b for w, b in zip(weights, batches, strict=True)) / whole
+    mean_sec = sum(w * s for w, s in zip(weights, seconds, strict=True)) / whole
+    measured = list(zip(weights, batches, seconds, strict=True))
+    spread = sum(w * (b - mean_batch) ** 2 for w, b, _ in measured)
     if spread > 0:
-        pairs = zip(batches, seconds, strict=True)
-        beta = sum((b - mean_batch) * (s - mean_sec) for b, s in pairs) / spread
+        beta = sum(w * (b - mean_batch) * (s - mean_sec) for w, b, s in measured) / spread
         alpha = mean_sec - beta * mean_batch
-        if alpha >= 0 and beta >= 0:
+        slope_at_least = _LEAST_SLOPE * max(zip(batches, seconds, strict=True))[1] / max(batches)
+        if beta < slope_at_least:
+            beta = slope_at_least
+            alpha = mean_sec - beta * mean_batch
+        if alpha >= 0:
             return CostModel(alpha, beta)
-        if beta < 0:
-            return CostModel(mean_sec, 0.0)
-    pairs = zip(batches, seconds, strict=True)
-    return CostModel(0.0, sum(b * s for b, s in pairs) / sum(b * b for b in batches))
+    slope = sum(w * b * s for w, b, s in measured) / sum(w * b * b for w, b, _ in measured)
+    return CostModel(0.0, slope)
+
+
+def fit_error(model: CostModel, batches: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the root mean square of the relative errors of a model, 0.02 for 2%."""
+    errors = [model.seconds(b) / s - 1 for b, s in zip(batches, seconds, strict=True)]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 def scores(seconds: Sequence[float]) -> list[float]:

@@ -66,14 +66,14 @@ def fastest_split(costs: Sequence[RankCost], global_batch_size: int) -> list[int
     limit = np.array([whole if most is None else min(most, whole) for most in limits])
 
     def capacity(seconds: float) -> np.ndarray:
-        return _samples_within(seconds, alpha, beta, limit, global_batch_size)
+        return samples_within(seconds, alpha, beta, limit, global_batch_size)
 
     alone = min(cost.seconds(global_batch_size) for cost in costs)
-    shares = capacity(_least_time(capacity, global_batch_size, alone))
+    shares = capacity(least_time(capacity, global_batch_size, alone))
     return _without_surplus(shares.tolist(), costs, global_batch_size)
 
 
-def _samples_within(
+def samples_within(
     seconds: float, alpha: np.ndarray, beta: np.ndarray, limit: np.ndarray, most: int
 ) -> np.ndarray:
     """Return how many samples each rank can do in this time, `most` at most."""
@@ -84,7 +84,7 @@ def _samples_within(
     return np.minimum(full_ones * limit + partial, most).astype(np.int64)
 
 
-def _least_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
+def least_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
     """Return the least time in which the ranks can do enough samples."""
     low, high = 0.0, longest * (1 + 1e-9)  # rounding must not make the known answer too short
     for _ in range(_HALVINGS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from kaitian_mpi.balance.cost_model import CostModel
@@ -10,7 +11,7 @@ from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 
 
-def plan_fastest(costs: Sequence[CostModel], global_batch_size: int) -> list[int]:
+def plan_fastest(costs: Sequence[RankCost], global_batch_size: int) -> list[int]:
     """Share the global batch so that the slowest rank ends first; each gets at least one sample.
 
     Args:
@@ -24,9 +25,9 @@ def plan_fastest(costs: Sequence[CostModel], global_batch_size: int) -> list[int
         UserError: there are fewer samples than ranks.
     """
     _check_enough(global_batch_size, len(costs))
-    equal_share = global_batch_size / len(costs)
-    sloped = [RankCost(_with_slope(cost, equal_share)) for cost in costs]
-    return _at_least_one_each(fastest_split(sloped, global_batch_size))
+    return _at_least_one_each(
+        fastest_split(with_slopes(costs, global_batch_size), global_batch_size)
+    )
 
 
 def plan_equal(ranks: int, global_batch_size: int) -> list[int]:
@@ -47,6 +48,15 @@ def plan_batches_as_paper(scores: Sequence[float], batch_size: int) -> list[int]
     return [max(1, round(batch_size * score)) for score in scores]
 
 
+def with_slopes(costs: Sequence[RankCost], global_batch_size: int) -> list[RankCost]:
+    """Return costs by which more samples take more time, as `fastest_split` needs them.
+
+    Noise can have fitted a constant; the time of an equal share is kept then.
+    """
+    equal_share = max(1.0, global_batch_size / len(costs))
+    return [_with_slope(cost, equal_share) for cost in costs]
+
+
 def _check_enough(global_batch_size: int, ranks: int) -> None:
     if global_batch_size < ranks:
         raise UserError(
@@ -55,11 +65,11 @@ def _check_enough(global_batch_size: int, ranks: int) -> None:
         )
 
 
-def _with_slope(cost: CostModel, samples: float) -> CostModel:
-    """Return a model by which more samples take more time; noise can have fitted a constant."""
-    if cost.beta_sec > 0:
+def _with_slope(cost: RankCost, samples: float) -> RankCost:
+    if cost.model.beta_sec > 0:
         return cost
-    return CostModel(0.0, cost.alpha_sec / samples)
+    slope = max(cost.model.alpha_sec, 1e-12) / samples
+    return dataclasses.replace(cost, model=CostModel(0.0, slope))
 
 
 def _at_least_one_each(batches: list[int]) -> list[int]:

@@ -41,3 +41,14 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     for index in by_remainder[: total - sum(shares)]:
         shares[index] += 1
     return shares
+
+
+def cut(samples: int, most: int | None) -> list[int]:
+    """Cut a share into micro-batches of at most `most` samples, equal to within one.
+
+    Args:
+        samples: the share; 0 gives one empty micro-batch.
+        most: at least 1; None for no limit.
+    """
+    count = 1 if most is None else max(1, math.ceil(samples / most))
+    return apportion(samples, [1] * count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from kaitian_mpi.config import TrainConfig, flag_name
@@ -29,10 +29,25 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         epilog=f"example: mpirun -np 4 {program} --model mobilenetv2",
         allow_abbrev=False,
     )
+    add_flags(parser, [field.name for field in dataclasses.fields(TrainConfig)])
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add the flags of some fields of `TrainConfig`, in the order of the config."""
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
-        _add_flag(parser, field, types[field.name])
-    return parser
+        if field.name in names:
+            _add_flag(parser, field, types[field.name])
+
+
+def config_of(chosen: argparse.Namespace, names: Collection[str]) -> TrainConfig:
+    """Return the config that was chosen by these flags; the other fields keep their defaults.
+
+    Raises:
+        UserError: a value is wrong.
+    """
+    return TrainConfig(**{name: getattr(chosen, name) for name in names})
 
 
 def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:

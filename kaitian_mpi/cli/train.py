@@ -31,7 +31,8 @@ def main() -> None:
         from kaitian_mpi.training.run import train
 
         train(config, init(config.devices, config.emulate_kinds))
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a rank that was left out has no group any more
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -57,3 +57,21 @@ def choose_algorithm(
     measured = dict(zip(ALGORITHMS, slowest, strict=True))
     group.algorithm = min(measured, key=lambda name: measured[name])
     return measured
+
+
+def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) -> float:
+    """Return the seconds of an allreduce of `size` float32 by the group's algorithm; collective.
+
+    The slowest rank's median.
+    """
+    seconds = []
+    tensor = torch.zeros(size, device=device)
+    for round_number in range(_REPEATS + 1):
+        dist.barrier(group)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        if round_number > 0:  # the first warms up
+            seconds.append(time.perf_counter() - start)
+    return max(gather_values(group.comms.world, statistics.median(seconds)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from kaitian_mpi.collectives import BACKEND, SCHEME, autoload
 from kaitian_mpi.collectives.torch_functions import replace
 from kaitian_mpi.mpi.guard import guard_script
+from kaitian_mpi.mpi.rendezvous import close_store
 from kaitian_mpi.mpi.runtime import start_mpi
-from kaitian_mpi.mpi.world import World, join_world
+from kaitian_mpi.mpi.world import World, join_world, keep_ranks
 
 
 def init(devices: str = "auto", emulate_kinds: str = "") -> World:
@@ -33,6 +34,25 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
     autoload.register()
     dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
     return world
+
+
+def go_on_with(world: World, ranks: Sequence[int]) -> World | None:
+    """Put a process group of some ranks in the place of that of all. Collective over `world`.
+
+    Args:
+        world: the ranks so far, which have a default process group.
+        ranks: those to go on with, at least one, in ascending order.
+
+    Returns:
+        The world of these ranks; None on a rank that is not among them, which has no process group
+        any more.
+    """
+    dist.destroy_process_group()
+    close_store()
+    kept = keep_ranks(world, ranks)
+    if kept is not None:
+        dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
+    return kept
 
 
 def use_backend_for(names: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kaitian_mpi.data.loader import evaluation_indices, make_loader
+from kaitian_mpi.data.loader import evaluation_indices, make_loader, steps_ahead
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.data.sources import DataSource, load_data
 
@@ -12,4 +12,5 @@ __all__ = [
     "evaluation_indices",
     "load_data",
     "make_loader",
+    "steps_ahead",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.balance.shares import apportion
+
+_BATCHES_PER_WORKER = 2
 
 
 def make_loader(
@@ -31,21 +34,33 @@ def make_loader(
         pin_memory=pin_memory,
         # A process forked after MPI has started can crash: pytorch/pytorch#13787.
         multiprocessing_context="forkserver" if workers else None,
+        prefetch_factor=_BATCHES_PER_WORKER if workers else None,
     )
 
 
-def evaluation_indices(length: int, rank: int, size: int, batch: int) -> list[list[int]]:
+def steps_ahead(workers: int) -> int:
+    """Return how many steps' batches such a loader asks for before they are needed.
+
+    A plan that is set between two steps shows in the batches after these: on every rank from the
+    same step on, as all ranks load in the same way.
+    """
+    return workers * _BATCHES_PER_WORKER
+
+
+def evaluation_indices(
+    length: int, rank: int, shares: Sequence[float], batch: int
+) -> list[list[int]]:
     """Return this rank's batches of an evaluation over `length` samples.
 
-    Over all `size` ranks each sample comes exactly once, in order; a rank may have none.
+    Over all ranks each sample comes exactly once, in order; a rank may have none.
 
     Args:
         length: samples of the data set.
         rank: this rank.
-        size: how many ranks.
+        shares: in what proportion the ranks share the work.
         batch: samples per batch, at most.
     """
-    shares = apportion(length, [1] * size)
-    start = sum(shares[:rank])
-    stop = start + shares[rank]
+    counts = apportion(length, shares)
+    start = sum(counts[:rank])
+    stop = start + counts[rank]
     return [list(range(first, min(first + batch, stop))) for first in range(start, stop, batch)]

@@ -14,6 +14,7 @@ import torch
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 _NEVER = 1 << 30
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class CpuDevice:
@@ -50,6 +51,34 @@ class CpuDevice:
     def memory_bytes(self, index: int) -> int:
         """Return the host's memory in bytes; its ranks share it."""
         return int(psutil.virtual_memory().total)
+
+    def memory_limit_bytes(self, index: int, sharers: int) -> int:
+        """Return what this process holds already, and its part of what is free."""
+        return int(psutil.Process().memory_info().rss) + available_bytes(CGROUP) // sharers
+
+    def restart_memory_peak(self, index: int) -> None:
+        """Do nothing: memory once taken is kept, so that the peak only grows."""
+
+    def memory_peak_bytes(self, index: int) -> int:
+        """Return what the process holds: it keeps what it frees (`keep_freed_memory`)."""
+        return int(psutil.Process().memory_info().rss)
+
+
+def available_bytes(cgroup: Path) -> int:
+    """Return the memory that the host, or the container, can still give.
+
+    Args:
+        cgroup: folder of the control group (version 2) whose limit holds, if there is one.
+    """
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        statistics = (cgroup / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no such group, or its limit is the word "max"
+        return free
+    files = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
+    return min(free, max(0, limit - used + files))
 
 
 def keep_freed_memory() -> None:

@@ -34,3 +34,16 @@ class CudaDevice:
     def memory_bytes(self, index: int) -> int:
         """Return the GPU's memory in bytes."""
         return int(torch.cuda.get_device_properties(index).total_memory)
+
+    def memory_limit_bytes(self, index: int, sharers: int) -> int:
+        """Return what this process holds already, and its part of what is free."""
+        free, _ = torch.cuda.mem_get_info(index)
+        return torch.cuda.memory_reserved(index) + free // sharers
+
+    def restart_memory_peak(self, index: int) -> None:
+        """Let torch's allocator begin anew."""
+        torch.cuda.reset_peak_memory_stats(index)
+
+    def memory_peak_bytes(self, index: int) -> int:
+        """Return the allocator's peak."""
+        return torch.cuda.max_memory_reserved(index)

@@ -28,39 +28,69 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
     return labels
 
 
-def parse_slowdown(text: str, world_size: int) -> tuple[float, ...]:
-    """Read `--emulate-slowdown 2:3.0,3:3.0` into a factor (1.0 or more) per world rank.
+Schedule = tuple[tuple[int, float], ...]
+"""A rank's factors: from step s on it is f times slower, as (s, f) in the order of the steps."""
+
+
+def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
+    """Read `--emulate-slowdown 2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
+
+    An entry without a step holds from the start on, the benchmark included; a rank that is not
+    named has an empty schedule.
 
     Raises:
-        UserError: an entry is not rank:factor, or is out of range.
+        UserError: an entry is not rank:factor or rank:factor@step, or is out of range.
     """
-    factors = [1.0] * world_size
+    changes: list[dict[int, float]] = [{} for _ in range(world_size)]
     for entry in filter(None, text.split(",")):
-        rank, _, factor = entry.partition(":")
-        try:
-            number, value = int(rank), float(factor)
-        except ValueError:
-            number, value = -1, 0.0
-        if not (0 <= number < world_size and 1.0 <= value < float("inf")):
+        rank, factor, step = _read_entry(entry)
+        if not (0 <= rank < world_size and 1.0 <= factor < float("inf") and step >= 0):
             raise UserError(
-                f"--emulate-slowdown: found {entry!r}, needed rank:factor with a rank from 0 to "
-                f"{world_size - 1} and a factor of at least 1, such as 1:3.0"
+                f"--emulate-slowdown: found {entry!r}, needed rank:factor or rank:factor@step with "
+                f"a rank from 0 to {world_size - 1} and a factor of at least 1, such as 1:3.0@50"
             )
-        factors[number] = value
-    return tuple(factors)
+        changes[rank][step] = factor
+    return tuple(tuple(sorted(of_rank.items())) for of_rank in changes)
+
+
+def _read_entry(entry: str) -> tuple[int, float, int]:
+    """Return rank, factor and step; a rank of -1 where the entry is not of that form."""
+    rank, _, rest = entry.partition(":")
+    factor, at, step = rest.partition("@")
+    try:
+        return int(rank), float(factor), int(step) if at else 0
+    except ValueError:
+        return -1, 1.0, 0
+
+
+def is_slowed(schedule: Schedule) -> bool:
+    """Return whether a rank is ever slowed down."""
+    return any(factor > 1 for _, factor in schedule)
+
+
+def describe_slowdown(schedule: Schedule) -> str:
+    """Return such as `3x, 1x from step 90`; empty for a rank that is never slowed down."""
+    if not is_slowed(schedule):
+        return ""
+    return ", ".join(f"{f:g}x" + (f" from step {s}" if s else "") for s, f in schedule)
 
 
 class Slowdown:
-    """Makes this process `factor` times slower by sleeping for what it computed.
+    """Makes this process some times slower by sleeping for what it computed.
 
     Sleeping costs no core, so that a slow device can be emulated honestly beside a fast one. What
     was computed is the calling thread's own CPU time: waiting for a core that another rank holds is
     no property of the device, and is not multiplied. A factor of 1 never sleeps.
     """
 
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
+    def __init__(self, schedule: Schedule = ()) -> None:
+        self._schedule = schedule
         self._mark_sec = time.thread_time()
+        self.go_to(0)
+
+    def go_to(self, step: int) -> None:
+        """Take the factor of this step, counted from 1; 0 is before training."""
+        self.factor = next((f for since, f in reversed(self._schedule) if since <= step), 1.0)
 
     def start(self) -> None:
         """Begin a stretch of computing."""

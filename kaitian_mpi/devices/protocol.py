@@ -45,3 +45,21 @@ class Device(Protocol):
     def memory_bytes(self, index: int) -> int:
         """Return the memory this process may use, in bytes."""
         ...
+
+    def memory_limit_bytes(self, index: int, sharers: int) -> int:
+        """Return how much memory this process may come to use without harming others.
+
+        Args:
+            index: the device.
+            sharers: processes of this job that take their memory from the same place, this one
+                included; each gets an equal part of what is free.
+        """
+        ...
+
+    def restart_memory_peak(self, index: int) -> None:
+        """Begin a new measurement of the peak, where the device can."""
+        ...
+
+    def memory_peak_bytes(self, index: int) -> int:
+        """Return the most memory that this process has used at once since `restart_memory_peak`."""
+        ...

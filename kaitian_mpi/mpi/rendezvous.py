@@ -43,7 +43,7 @@ def world_of_size(size: int | None) -> World:
         UserError: MPI has another number of ranks.
     """
     launched = read_launch(os.environ).world_size
-    if size is not None and launched > 1:
+    if size is not None and launched > 1 and current_world() is None:
         # Before MPI starts: that would wait for ranks that may never come here.
         _check_size(size, launched)
     world = world_or_join()
@@ -73,10 +73,17 @@ def rendezvous(
     world = world_of_size(size)
     from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore  # MPI starts with the import
 
-    if _store is not None:
-        _store.close()
+    close_store()
     _store = MPIStore(world.comm, timeout or DEFAULT_TIMEOUT)
     yield _store, world.rank if rank is None else rank, world.size
+
+
+def close_store() -> None:
+    """End the store of the last rendezvous, if there is one. Collective over its ranks."""
+    global _store
+    if _store is not None:
+        _store.close()
+        _store = None
 
 
 def _told_by_another_launcher() -> int | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _AWAKE_SEC = 300e-6  # ranks that share cores take turns meanwhile
 _SHORTEST_NAP_SEC = 20e-6
 _LONGEST_NAP_SEC = 1e-3
+_PATIENT_NAP_SEC = 0.05
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1_000
@@ -150,3 +151,10 @@ def abandon(*kept: object) -> None:
 def wait_quietly(comm: MPI.Comm) -> None:
     """Wait as `wait_for` until every rank of `comm` has come here. Collective."""
     wait_for(comm.Ibarrier())
+
+
+def wait_patiently(comm: MPI.Comm) -> None:
+    """Wait as `wait_quietly`, for what may take hours; looks 20 times a second. Collective."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(_PATIENT_NAP_SEC)

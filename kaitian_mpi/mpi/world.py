@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -129,6 +130,25 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
     torch.set_num_threads(threads)
     infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
     _current = World(own, infos, device, choice.index, threads)
+    return _current
+
+
+def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
+    """Return the world of some of the ranks alone, None on any other rank. Collective over `world`.
+
+    Args:
+        world: the ranks so far.
+        ranks: those to keep, at least one, in ascending order; they are numbered anew, and
+            `RankInfo.world_rank` keeps the number that MPI gave.
+    """
+    global _current
+    kept = world.rank in ranks
+    comm = cast("MPI.Intracomm", world.comm.Split(0 if kept else 1, world.rank))
+    if not kept:
+        comm.Free()
+        return None
+    infos = tuple(world.infos[rank] for rank in ranks)
+    _current = replace(world, comm=comm, infos=infos)
     return _current
 
 

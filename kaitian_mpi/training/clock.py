@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+
+class StepTimes(NamedTuple):
+    """Seconds of some steps, added up."""
+
+    steps: int = 0
+    computed: float = 0.0
+    waited: float = 0.0
 
 
 class StepClock(Protocol):
@@ -31,8 +39,12 @@ class StepClock(Protocol):
         """End the step."""
         ...
 
-    def read(self) -> tuple[float, float]:
-        """Return the seconds (computed, waited) since the last reading."""
+    def take(self, wait: bool = False) -> StepTimes:
+        """Return the times of the steps that the device has ended, since the last call.
+
+        Args:
+            wait: whether to wait until the device has ended all of them.
+        """
         ...
 
 
@@ -41,7 +53,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self._start = self._ready = self._waited_here = 0.0
-        self._computed = self._waited = 0.0
+        self._times = StepTimes()
 
     def start(self) -> None:
         """Begin a step."""
@@ -57,18 +69,18 @@ class HostClock:
 
     def stop(self) -> None:
         """Add the step up."""
-        self._computed += time.perf_counter() - self._start - self._waited_here
-        self._waited += self._waited_here
+        steps, computed, waited = self._times
+        computed += time.perf_counter() - self._start - self._waited_here
+        self._times = StepTimes(steps + 1, computed, waited + self._waited_here)
 
-    def read(self) -> tuple[float, float]:
-        """Return the seconds (computed, waited) since the last reading."""
-        result = self._computed, self._waited
-        self._computed = self._waited = 0.0
-        return result
+    def take(self, wait: bool = False) -> StepTimes:
+        """Return the times of the steps since the last call."""
+        times, self._times = self._times, StepTimes()
+        return times
 
 
 class EventClock:
-    """For accelerators with streams: marks in the stream, read only when asked for."""
+    """For accelerators with streams: marks in the stream, read once the device has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -92,15 +104,17 @@ class EventClock:
         """Mark the end of the step."""
         self._steps.append([*self._marks, self._mark()])
 
-    def read(self) -> tuple[float, float]:
-        """Return the seconds (computed, waited) since the last reading; waits for the device."""
-        self._module.synchronize()
-        computed = waited = 0.0
-        for start, ready, summed, end in self._steps:
+    def take(self, wait: bool = False) -> StepTimes:
+        """Return the times of the steps that the device has ended, since the last call."""
+        if wait:
+            self._module.synchronize()
+        steps, computed, waited = 0, 0.0, 0.0
+        while self._steps and self._steps[0][-1].query():
+            start, ready, summed, end = self._steps.pop(0)
             computed += (start.elapsed_time(ready) + summed.elapsed_time(end)) / 1e3
             waited += ready.elapsed_time(summed) / 1e3
-        self._steps.clear()
-        return computed, waited
+            steps += 1
+        return StepTimes(steps, computed, waited)
 
     def _mark(self) -> Any:
         mark = self._module.Event(enable_timing=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kaitian_mpi.data import evaluation_indices
-from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.computation import Computation
 
 _BATCH = 64
@@ -28,21 +28,24 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Dataset, computation: Computation, world: World) -> Evaluation:
+def evaluate(
+    model: nn.Module, data: Dataset, computation: Computation, rank: int, shares: Sequence[float]
+) -> Evaluation:
     """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
 
     Args:
         model: the module, not its DDP wrapper; the same on every rank.
         data: indexed by lists of sample indices.
         computation: how this rank computes.
-        world: the ranks to share the work.
+        rank: this rank.
+        shares: in what proportion the ranks share the work.
     """
     was_training = model.training
     model.eval()
     # In float64, on the host: sums of any size, the same whatever device a rank has.
     totals = torch.zeros(3, dtype=torch.float64)
     length = len(data)  # type: ignore[arg-type]
-    for indices in evaluation_indices(length, world.rank, world.size, _BATCH):
+    for indices in evaluation_indices(length, rank, shares, _BATCH):
         inputs, labels = computation.place(*data[indices])
         logits = computation.logits(model, inputs)
         loss = functional.cross_entropy(logits, labels, reduction="sum")

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from kaitian_mpi.balance.shares import cut
 from kaitian_mpi.collectives.gradients import WeightedSum
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data import LoadAdaptiveSampler, make_loader
+from kaitian_mpi.data import LoadAdaptiveSampler, make_loader, steps_ahead
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.balancing import Balancing
 from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation, make_optimizer, make_schedule
 from kaitian_mpi.training.evaluation import Evaluation, evaluate
 from kaitian_mpi.training.metrics import Metrics, Progress
+from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
 
 # Buffers are pooled before an evaluation instead of sent in every step; the name of the switch has
@@ -43,7 +46,7 @@ class Trainer:
         world: World,
         made: Ingredients,
         computation: Computation,
-        batch_sizes: list[int],
+        plan: Plan,
         slowdown: Slowdown,
     ) -> None:
         data = made.data
@@ -51,10 +54,11 @@ class Trainer:
         self._computation, self._slowdown = computation, slowdown
         self.sampler = LoadAdaptiveSampler(
             data.train,  # type: ignore[arg-type]
-            batch_sizes,
+            plan.batch_sizes,
             world.rank,
             seed=config.seed,
         )
+        self._micro_batch = plan.micro_batch_size
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
         self.model = computation.place_model(made.model)
         self._statistics = RunningStatistics(self.model)
@@ -69,6 +73,14 @@ class Trainer:
         self._samples_left = 0
         self.progress = Progress(total_steps=self._count_steps())
         self.metrics = Metrics(config, world, made.folder)
+        self.balancing = Balancing(
+            world,
+            made.folder,
+            plan.batch_sizes,
+            plan.costs,
+            adaptive=config.balance == "adaptive",
+            steps_ahead=steps_ahead(config.workers),
+        )
         self._clock = self.metrics.clock
 
     @property
@@ -88,13 +100,17 @@ class Trainer:
         self.metrics.restart()
         waiting_since = time.perf_counter()
         for step_in_epoch, (inputs, labels) in enumerate(loader):
-            self.metrics.add_data_time(time.perf_counter() - waiting_since)
+            data_sec = time.perf_counter() - waiting_since
             self._statistics.before_step(step_in_epoch)
-            self._step(inputs, labels)
+            self.step(inputs, labels, data_sec)
             if self.finished:
                 break
             waiting_since = time.perf_counter()
         self.metrics.read(self.progress)
+
+    def close(self) -> None:
+        """End what the ranks tell each other."""
+        self.balancing.close()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's weights and buffers, on the host, in plain layout."""
@@ -107,18 +123,26 @@ class Trainer:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
         shares = self.sampler.batch_sizes
         self._statistics.pool(shares[self._world.rank] / sum(shares))
-        return evaluate(self.model, self._data.validation, self._computation, self._world)
+        return evaluate(
+            self.model, self._data.validation, self._computation, self._world.rank, shares
+        )
 
-    def _step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> None:
+        """Train on this rank's share of the next global batch.
+
+        Args:
+            inputs: on the host.
+            labels: on the host.
+            data_sec: seconds that getting them took.
+        """
         samples = min(self.sampler.global_batch_size, self._samples_left)
         self._samples_left -= samples
         self._set_rate()
         self._gradients.weight = len(labels) / samples
-        inputs, labels = self._computation.place(inputs, labels)
+        self._slowdown.go_to(self.progress.step + 1)
         self._clock.start()
         self._slowdown.start()
-        loss = self._forward(inputs, labels)
-        self._computation.scaler.scale(loss).backward()
+        loss = self._gradients_of(inputs, labels)
         self._clock.gradients_summed()
         self._slowdown.start()
         self._computation.update(self._optimizer)
@@ -127,7 +151,40 @@ class Trainer:
         self._clock.stop()
         self.progress.step += 1
         self.progress.samples += samples
-        self.metrics.step_done(self.progress, loss.detach(), len(labels), samples)
+        self._tell(loss, len(labels), samples, data_sec)
+
+    def _gradients_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Leave the global batch's gradient in the parameters; return this rank's mean loss.
+
+        A share that is larger than what fits the memory is taken in equal micro-batches, whose
+        gradients add up to exactly that of the share. Only the last sums over the ranks.
+        """
+        sizes = cut(len(labels), self._micro_batch)
+        parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
+        losses = []
+        for part_inputs, part_labels in parts[:-1]:
+            with self._ddp.no_sync():
+                losses.append(self._backward(part_inputs, part_labels, len(labels)))
+        losses.append(self._backward(*parts[-1], len(labels)))
+        return torch.stack(losses).sum()
+
+    def _backward(
+        self, inputs: torch.Tensor, labels: torch.Tensor, of_samples: int
+    ) -> torch.Tensor:
+        inputs, labels = self._computation.place(inputs, labels)
+        loss = self._forward(inputs, labels)
+        if len(labels) < of_samples:
+            loss = loss * (len(labels) / of_samples)
+        self._computation.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _tell(self, loss: torch.Tensor, own_samples: int, samples: int, data_sec: float) -> None:
+        times = self._clock.take()
+        plan = self.balancing.step_done(self.progress.step, own_samples, times, data_sec)
+        if plan is not None:
+            self.sampler.set_plan(plan)
+        self.metrics.add_data_time(data_sec)
+        self.metrics.step_done(self.progress, loss, own_samples, samples, times)
 
     def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if len(labels):

@@ -11,7 +11,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.runtime import wait_quietly
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.clock import make_clock
+from kaitian_mpi.training.clock import StepTimes, make_clock
 from kaitian_mpi.training.report import progress_line, say
 from kaitian_mpi.training.run_folder import RunFolder
 
@@ -60,7 +60,7 @@ class Metrics:
         self._config, self._world, self._folder = config, world, folder
         # Summed where the losses are, so that a step does not wait for its device.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._data_sec = 0.0
+        self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
         self._next_reading = 1
         self._since = time.perf_counter()
@@ -74,10 +74,24 @@ class Metrics:
         self._data_sec += seconds
 
     def step_done(
-        self, progress: Progress, loss: torch.Tensor, own_samples: int, samples: int
+        self,
+        progress: Progress,
+        loss: torch.Tensor,
+        own_samples: int,
+        samples: int,
+        times: StepTimes,
     ) -> None:
-        """Count a step of `samples`, `own_samples` of them here. Collective at a reading."""
+        """Count a step of `samples`, `own_samples` of them here. Collective at a reading.
+
+        Args:
+            progress: how far the run is with this step.
+            loss: the mean over this rank's samples.
+            own_samples: of this rank.
+            samples: of all ranks.
+            times: of the steps that the device has ended since the last call.
+        """
         self._loss_sum += loss.to(self._loss_sum) * own_samples
+        self._add_times(times)
         self._samples += samples
         self._steps += 1
         if progress.step >= self._next_reading:
@@ -95,14 +109,18 @@ class Metrics:
         steps_between = round(self._config.log_interval * self._steps / elapsed)
         self._next_reading = progress.step + max(1, steps_between)
         self._loss_sum.zero_()
-        self._data_sec = 0.0
+        self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
         self.restart()
 
+    def _add_times(self, times: StepTimes) -> None:
+        self._compute += times.computed
+        self._wait += times.waited
+
     def _gather(self) -> list[Reading]:
-        compute, wait = self.clock.read()
+        self._add_times(self.clock.take(wait=True))
         elapsed = time.perf_counter() - self._since
-        own = (self._loss_sum.item(), compute, wait, self._data_sec, elapsed)
+        own = (self._loss_sum.item(), self._compute, self._wait, self._data_sec, elapsed)
         wait_quietly(self._world.comm)
         return [Reading(*values) for values in gather_values(self._world.comm, own)]
 

@@ -5,96 +5,128 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.benchmark import RankBenchmark, benchmark_ranks, scores_of
-from kaitian_mpi.training.computation import MEMORY_FORMATS
+from kaitian_mpi.training.benchmark import RankBenchmark, scores_of
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.report import say, show_benchmark
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks' batch sizes, and how this rank lays images out in memory."""
+    """The ranks' batch sizes, and how this rank computes."""
 
     batch_sizes: list[int]
     scores: list[float]
+    costs: list[RankCost] | None
+    """Of each rank; None where there was no benchmark."""
     memory_format: str
+    precision: str
+    micro_batch_size: int | None
+    """Samples that this rank computes at once, at most; None: any number."""
 
 
-def make_plan(config: TrainConfig, world: World, made: Ingredients, slowdown: Slowdown) -> Plan:
-    """Benchmark the ranks where asked to, and share the batch. Collective."""
-    if config.balance == "off":
-        plan = _equal_plan(config, world)
-    else:
-        results = benchmark_ranks(
-            config, world, made.model, made.data.train, _equal_share(config, world), slowdown
-        )
-        plan = _plan_by_benchmark(config, world, results)
-        show_benchmark(world, results, plan.scores, plan.batch_sizes, made.slowdowns)
-        _write_benchmark(world, made, results, plan)
-    made.folder.append(
-        "plan.jsonl",
-        {"step": 0, "batch_sizes": plan.batch_sizes, "why": f"--balance {config.balance}"},
-    )
-    return plan
-
-
-def _equal_share(config: TrainConfig, world: World) -> int:
+def equal_share(config: TrainConfig, ranks: int) -> int:
+    """Return the samples per step for which ranks are scored."""
     if config.batch_policy == "paper":
         return config.batch_size
-    return math.ceil(config.global_batch_size / world.size)
+    return math.ceil(config.global_batch_size / ranks)
 
 
-def _equal_plan(config: TrainConfig, world: World) -> Plan:
+def plan_unmeasured(config: TrainConfig, world: World) -> Plan:
+    """Return equal shares."""
     scores = [1.0] * world.size
-    named = config.memory_format
-    # Not measured; convolutions are faster so on every device we have met.
-    memory_format = "channels_last" if named == "auto" else named
-    assert memory_format in MEMORY_FORMATS
-    plan = Plan(_share(config, scores), scores, memory_format)
-    say(world, f"balance off: samples per step and rank {plan.batch_sizes}")
-    return plan
-
-
-def _plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
-    scores = scores_of(results)
-    shares = _share(config, scores, [result.cost for result in results])
-    return Plan(shares, scores, results[world.rank].memory_format)
-
-
-def _share(
-    config: TrainConfig, scores: list[float], costs: list[CostModel] | None = None
-) -> list[int]:
     if config.batch_policy == "paper":
-        return plan_batches_as_paper(scores, config.batch_size)
-    if costs is None:  # not measured
-        return plan_equal(len(scores), config.global_batch_size)
-    return plan_fastest(costs, config.global_batch_size)
+        shares = plan_batches_as_paper(scores, config.batch_size)
+    else:
+        shares = plan_equal(world.size, config.global_batch_size)
+    say(world, f"balance off: samples per step and rank {shares}")
+    return Plan(
+        shares,
+        scores,
+        costs=None,
+        # Not measured; convolutions are faster so on every device we have met.
+        memory_format="channels_last" if config.memory_format == "auto" else config.memory_format,
+        precision="fp32" if config.precision == "auto" else config.precision,
+        micro_batch_size=config.micro_batch_size or None,
+    )
 
 
-def _write_benchmark(
-    world: World, made: Ingredients, results: list[RankBenchmark], plan: Plan
+def plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
+    """Return the shares that the ranks' costs, or by the paper's rule their scores, deserve.
+
+    Args:
+        config: the global batch and the rule.
+        world: the ranks that train.
+        results: of these ranks.
+    """
+    scores = scores_of(results, equal_share(config, world.size))
+    costs = [result.cost for result in results]
+    if config.batch_policy == "paper":
+        shares = plan_batches_as_paper(scores, config.batch_size)
+    else:
+        shares = plan_fastest(costs, config.global_batch_size)
+    own = results[world.rank]
+    return Plan(
+        shares,
+        scores,
+        costs,
+        own.measured.memory_format,
+        own.measured.precision,
+        own.cost.largest_micro_batch,
+    )
+
+
+def tell_plan(
+    config: TrainConfig,
+    world: World,
+    made: Ingredients,
+    plan: Plan,
+    results: list[RankBenchmark] | None,
 ) -> None:
+    """Show the plan and write it."""
+    if results is not None:
+        slowed = [describe_slowdown(made.slowdowns[info.world_rank]) for info in world.infos]
+        show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
+    made.folder.append(
+        "plan.jsonl",
+        {
+            "step": 0,
+            "batch_sizes": plan.batch_sizes,
+            "why": "equal shares" if results is None else "the benchmark",
+        },
+    )
+
+
+def write_benchmark(world: World, made: Ingredients, results: list[RankBenchmark]) -> None:
+    """Write what was measured of each rank."""
+    share = math.ceil(sum(r.measured.batches[-1] for r in results) / len(results))
     ranks = [
         {
-            "rank": rank,
-            "device_kind": world.infos[rank].kind,
-            "alpha_sec": result.cost.alpha_sec,
-            "beta_sec_per_sample": result.cost.beta_sec,
-            "memory_bytes": world.infos[rank].memory_bytes,
-            "memory_format": result.memory_format,
-            "score": plan.scores[rank],
-            "emulated_slowdown": made.slowdowns[rank],
+            "rank": info.world_rank,
+            "host": info.host,
+            "device_kind": info.kind,
+            "device": info.device,
+            "alpha_sec": result.cost.model.alpha_sec,
+            "beta_sec_per_sample": result.cost.model.beta_sec,
+            "fit_error": result.fit_error,
+            "largest_micro_batch": result.cost.largest_micro_batch,
+            "measured": dict(zip(result.measured.batches, result.measured.seconds, strict=True)),
+            "cached": result.cached,
+            "memory_bytes": info.memory_bytes,
+            "memory_format": result.measured.memory_format,
+            "precision": result.measured.precision,
+            "score": score,
+            "emulated_slowdown": describe_slowdown(made.slowdowns[info.world_rank]),
         }
-        for rank, result in enumerate(results)
+        for info, result, score in zip(world.infos, results, scores_of(results, share), strict=True)
     ]
     made.folder.write("benchmark.json", {"ranks": ranks, "emulated": is_emulated(world, made)})
 
 
 def is_emulated(world: World, made: Ingredients) -> bool:
     """Return whether any device kind or slowdown of the run is emulated."""
-    return any(info.emulated for info in world.infos) or any(f > 1 for f in made.slowdowns)
+    return any(info.emulated for info in world.infos) or any(map(is_slowed, made.slowdowns))

@@ -10,23 +10,23 @@ from torch import nn
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import DataSource, load_data
-from kaitian_mpi.devices.emulation import parse_slowdown
+from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.agreement import check_same, faults_agreed
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.run_folder import RunFolder, open_run_folder
+from kaitian_mpi.training.run_folder import NoFolder, RunFolder, open_run_folder
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ingredients:
     """Data, model and run folder of one rank."""
 
     data: DataSource
     model: nn.Module
     folder: RunFolder
-    slowdowns: tuple[float, ...]
-    """Emulated slowdown of every rank; 1.0 where there is none."""
+    slowdowns: tuple[Schedule, ...]
+    """Emulated slowdown of every rank; empty where there is none."""
 
 
 def prepare(config: TrainConfig, world: World) -> Ingredients:
@@ -35,9 +35,29 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
     Raises:
         AgreedError: a rank cannot, or the ranks' data or models differ.
     """
+    made = prepare_without_folder(config, world)
+    with faults_agreed(world.comm):
+        # Last, so that a run that cannot start leaves no folder behind.
+        made.folder = open_run_folder(config, world.rank)
+    made.folder.write(
+        "topology.json",
+        {
+            "ranks": [asdict(info) for info in world.infos],
+            "groups": [{**asdict(group), "leader": group.leader} for group in world.groups],
+        },
+    )
+    return made
+
+
+def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
+    """Load the data and build the model, the same on every rank. Collective.
+
+    Raises:
+        AgreedError: a rank cannot, or the ranks' data or models differ.
+    """
     with faults_agreed(world.comm):
         slowdowns = parse_slowdown(config.emulate_slowdown, world.size)
-        if any(factor > 1 for factor in slowdowns) and world.info.device != "cpu":
+        if any(map(is_slowed, slowdowns)) and world.info.device != "cpu":
             raise UserError(
                 f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
                 "give --devices cpu"
@@ -45,25 +65,16 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
         data = load_data(config)
         torch.manual_seed(config.seed)
         model = build_model(config.model, data.num_classes)
-    with faults_agreed(world.comm):
-        # Last, so that a run that cannot start leaves no folder behind.
-        folder = open_run_folder(config, world.rank)
     length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
     check_same(world.comm, "the data set", length, "give every host the same files")
-    check_same(world.comm, "the model", _shapes(model), "give every host the same code")
+    check_same(world.comm, "the model", describe_model(model), "give every host the same code")
     # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
-    folder.write(
-        "topology.json",
-        {
-            "ranks": [asdict(info) for info in world.infos],
-            "groups": [{**asdict(group), "leader": group.leader} for group in world.groups],
-        },
-    )
-    return Ingredients(data, model, folder, slowdowns)
+    return Ingredients(data, model, NoFolder(), slowdowns)
 
 
-def _shapes(model: nn.Module) -> str:
+def describe_model(model: nn.Module) -> str:
+    """Return a model's number of parameters, and a hash of its parameters' names and shapes."""
     state = model.state_dict()
     text = ";".join(f"{name}:{tuple(value.shape)}:{value.dtype}" for name, value in state.items())
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -12,7 +12,7 @@ from rich.table import Table
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import RankBenchmark
 
-_WIDTH = 110
+_WIDTH = 120
 
 
 def say(world: World, text: str) -> None:
@@ -25,7 +25,7 @@ def show_topology(world: World) -> None:
     """Print hosts, groups, leaders and devices, from world rank 0."""
     emulated = any(info.emulated for info in world.infos)
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
-    table = _table(title + (" (device kinds emulated)" if emulated else ""))
+    table = make_table(title + (" (device kinds emulated)" if emulated else ""))
     for column in ("rank", "host", "group", "role", "device", "memory"):
         table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
     leaders = {group.leader for group in world.groups}
@@ -38,7 +38,7 @@ def show_topology(world: World) -> None:
             f"{info.device}  {info.device_name}",
             f"{info.memory_bytes / 2**30:.1f} GiB",
         )
-    _show(world, table)
+    show_table(world, table)
 
 
 def show_benchmark(
@@ -46,23 +46,33 @@ def show_benchmark(
     results: Sequence[RankBenchmark],
     scores: Sequence[float],
     batch_sizes: Sequence[int],
-    slowdowns: Sequence[float],
+    slowed: Sequence[str],
 ) -> None:
-    """Print what each rank scored and the batch it gets, from world rank 0."""
-    table = _table(f"benchmark: samples per step sum to {sum(batch_sizes)}")
-    for column in ("rank", "group", "ms/sample", "layout", "score", "samples/step", ""):
-        table.add_column(column, justify="left" if column in ("group", "layout", "") else "right")
+    """Print what each rank costs and the batch it gets, from world rank 0."""
+    cached = " (from --benchmark-cache)" if results[0].cached else ""
+    table = make_table(f"benchmark{cached}: samples per step sum to {sum(batch_sizes)}")
+    texts = ("group", "computes in")
+    columns = ("rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score")
+    for column in (*columns, "samples/step"):
+        table.add_column(column, justify="left" if column in texts else "right")
+    if any(slowed):
+        table.add_column("")
     for rank, result in enumerate(results):
-        table.add_row(
-            str(rank),
+        model, largest = result.cost.model, result.cost.largest_micro_batch
+        row = [
+            str(world.infos[rank].world_rank),
             world.infos[rank].kind,
-            f"{1e3 * result.cost.beta_sec:.2f}",
-            result.memory_format,
+            f"{1e3 * model.alpha_sec:.1f} + {1e3 * model.beta_sec:.2f}",
+            f"±{result.fit_error:.0%}",
+            "all" if largest is None else str(largest),
+            f"{result.measured.precision} {result.measured.memory_format}",
             f"{scores[rank]:.2f}",
             str(batch_sizes[rank]),
-            f"slowed {slowdowns[rank]:g}x (emulated)" if slowdowns[rank] > 1 else "",
-        )
-    _show(world, table)
+        ]
+        if any(slowed):
+            row.append(f"slowed {slowed[rank]} (emulated)" if slowed[rank] else "")
+        table.add_row(*row)
+    show_table(world, table)
 
 
 def progress_line(
@@ -80,11 +90,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _table(title: str) -> Table:
+def make_table(title: str) -> Table:
+    """Return an empty table."""
     return Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
 
 
-def _show(world: World, table: Table) -> None:
+def show_table(world: World, table: Table) -> None:
+    """Print a table from world rank 0."""
     if world.rank == 0:
         # Plain text of one width: under mpirun neither a terminal nor its width can be told.
         Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)

@@ -52,17 +52,12 @@ class DiskFolder:
     """A folder on disk."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder.
+        """Make the folder where it is not there.
 
         Raises:
-            UserError: it cannot be made or written, or holds another run.
+            UserError: it cannot be made or written.
         """
         self.path = path
-        if (path / "config.json").exists():
-            raise UserError(
-                f"--run-dir {path}: found the results of another run, needed a new or empty "
-                "folder; name another"
-            )
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
@@ -98,11 +93,17 @@ def open_run_folder(config: TrainConfig, rank: int) -> RunFolder:
     """Return the run's folder on rank 0, a stand-in that writes nothing elsewhere.
 
     Raises:
-        UserError: the folder cannot be used.
+        UserError: the folder cannot be made or written, or holds another run.
     """
     if rank != 0:
         return NoFolder()
     name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = DiskFolder(Path(config.run_dir) if config.run_dir else Path("runs") / name)
+    path = Path(config.run_dir) if config.run_dir else Path("runs") / name
+    if (path / "config.json").exists():
+        raise UserError(
+            f"--run-dir {path}: found the results of another run, needed a new or empty "
+            "folder; name another"
+        )
+    folder = DiskFolder(path)
     folder.write("config.json", dataclasses.asdict(config))
     return folder

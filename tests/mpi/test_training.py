@@ -33,8 +33,9 @@ class Parity(nn.Module):
 
 def test_evaluation_counts_each_sample_once(world):
     computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
+    shares = [rank + 0.5 for rank in range(world.size)]
     for length in (1, 2, 61, 403):
-        result = evaluate(Parity(), Numbers(length), computation, world)
+        result = evaluate(Parity(), Numbers(length), computation, world.rank, shares)
         right = sum(1 for i in range(length) if i % 2 == i % 3)
         assert math.isclose(result.accuracy, right / length, rel_tol=1e-12)
 

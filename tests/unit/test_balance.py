@@ -4,6 +4,7 @@ import random
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel, fit, scores
+from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
 from kaitian_mpi.errors import UserError
 
@@ -20,7 +21,7 @@ from kaitian_mpi.errors import UserError
     ],
 )
 def test_the_fastest_plan(alphas, betas, global_batch, expected):
-    costs = [CostModel(alpha, beta) for alpha, beta in zip(alphas, betas, strict=True)]
+    costs = [RankCost(CostModel(a, b)) for a, b in zip(alphas, betas, strict=True)]
     assert plan_fastest(costs, global_batch) == expected
 
 
@@ -30,7 +31,7 @@ def test_any_plan_sums_to_the_global_batch_and_a_faster_rank_gets_no_less():
         size = generator.randint(1, 40)
         betas = [generator.uniform(1e-4, 1.0) for _ in range(size)]
         total = generator.randint(size, 5_000)
-        batches = plan_fastest([CostModel(0.01, beta) for beta in betas], total)
+        batches = plan_fastest([RankCost(CostModel(0.01, beta)) for beta in betas], total)
         assert sum(batches) == total
         assert min(batches) >= 1
         ordered = sorted(zip(betas, batches, strict=True))
@@ -43,7 +44,10 @@ def test_equal_shares():
 
 
 def test_fewer_samples_than_ranks_is_the_users_mistake():
-    for plan in (lambda: plan_equal(4, 2), lambda: plan_fastest([CostModel(0, 1)] * 4, 2)):
+    for plan in (
+        lambda: plan_equal(4, 2),
+        lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 2),
+    ):
         with pytest.raises(UserError, match=r"--global-batch-size: found 2 for 4 ranks, needed"):
             plan()
 
@@ -62,8 +66,9 @@ def test_scores():
         ([10, 20], [1.5, 2.5], CostModel(0.5, 0.1)),
         ([10, 20, 30], [1.5, 2.5, 3.5], CostModel(0.5, 0.1)),
         ([8], [0.8], CostModel(0.0, 0.1)),
-        ([10, 20], [1.0, 3.0], CostModel(0.0, 0.14)),  # would start below zero
-        ([10, 20], [2.0, 1.0], CostModel(1.5, 0.0)),  # would fall
+        ([10, 20], [1.0, 3.0], CostModel(0.0, 3 / 26)),  # would start below zero
+        ([10, 20], [2.0, 1.0], CostModel(0.975, 0.0125)),  # would fall
+        ([10, 20], [1.0, 1.0], CostModel(0.8125, 0.0125)),  # would be flat
     ],
 )
 def test_fit(batches, seconds, expected):

@@ -54,9 +54,11 @@ def test_evaluation_takes_each_sample_once() -> None:
     draw = random.Random(0)
     for _ in range(100):
         length, size, batch = draw.randrange(100), draw.randrange(1, 9), draw.randrange(1, 20)
-        ranks = [evaluation_indices(length, rank, size, batch) for rank in range(size)]
+        shares = [draw.uniform(0.1, 3.0) for _ in range(size)]
+        ranks = [evaluation_indices(length, rank, shares, batch) for rank in range(size)]
         taken = [index for rank in ranks for indices in rank for index in indices]
         assert taken == list(range(length))
         assert all(0 < len(indices) <= batch for rank in ranks for indices in rank)
         counts = [sum(map(len, rank)) for rank in ranks]
-        assert max(counts) - min(counts) <= 1
+        for count, share in zip(counts, shares, strict=True):
+            assert abs(count - length * share / sum(shares)) <= 1

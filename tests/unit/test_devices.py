@@ -5,7 +5,13 @@ import torch
 
 from kaitian_mpi.devices import KINDS, device_of_kind
 from kaitian_mpi.devices.choice import Choice, choose_device
-from kaitian_mpi.devices.emulation import Slowdown, parse_kinds, parse_slowdown
+from kaitian_mpi.devices.emulation import (
+    Slowdown,
+    describe_slowdown,
+    is_slowed,
+    parse_kinds,
+    parse_slowdown,
+)
 from kaitian_mpi.errors import UserError
 
 TWO_GPUS = {"cuda": 2, "cpu": 8}
@@ -76,15 +82,15 @@ def test_emulated_kinds():
 
 
 def test_emulated_slowdown():
-    assert parse_slowdown("", 2) == (1.0, 1.0)
-    assert parse_slowdown("2:3.0,3:3", 4) == (1.0, 1.0, 3.0, 3.0)
-    for wrong in ("2", "9:2", "1:0.5", "x:2", "1:inf", "1:nan"):
+    assert parse_slowdown("", 2) == ((), ())
+    assert parse_slowdown("1:3.0,2:1@90,2:3@50", 3) == ((), ((0, 3.0),), ((50, 3.0), (90, 1.0)))
+    for wrong in ("2", "9:2", "1:0.5", "x:2", "1:inf", "1:nan", "1:3@x", "1:3@-1", "1:3@"):
         with pytest.raises(UserError, match=r"needed rank:factor"):
             parse_slowdown(wrong, 4)
 
 
 def test_slowdown_sleeps_in_proportion():
-    slowdown = Slowdown(3.0)
+    slowdown = Slowdown(((0, 3.0),))
     slowdown.start()
     time.sleep(0.2)  # waiting is not computing
     begin = time.thread_time()
@@ -94,5 +100,22 @@ def test_slowdown_sleeps_in_proportion():
     slowdown.catch_up()
     assert 0.1 <= time.perf_counter() - start < 0.25
     start = time.perf_counter()
-    Slowdown(1.0).catch_up()
+    Slowdown().catch_up()
     assert time.perf_counter() - start < 0.02
+
+
+def test_a_slowdown_changes_with_the_steps():
+    slowdown = Slowdown(((50, 3.0), (90, 1.0)))
+    factors = []
+    for step in (0, 49, 50, 89, 90):
+        slowdown.go_to(step)
+        factors.append(slowdown.factor)
+    assert factors == [1.0, 1.0, 3.0, 3.0, 1.0]
+
+
+def test_a_slowdown_in_words():
+    assert describe_slowdown(()) == ""
+    assert describe_slowdown(((0, 3.0),)) == "3x"
+    assert describe_slowdown(((50, 2.5), (90, 1.0))) == "2.5x from step 50, 1x from step 90"
+    assert is_slowed(((50, 3.0),))
+    assert not is_slowed(((0, 1.0),))

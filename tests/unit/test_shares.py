@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.balance.shares import apportion, cut
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,16 @@ def test_whole_plans_come_back_unchanged() -> None:
 def test_bad_input(total: int, weights: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apportion(total, weights)
+
+
+def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed():
+    assert cut(10, None) == [10]
+    assert cut(0, 4) == [0]
+    assert cut(10, 4) == [4, 3, 3]
+    for samples in range(1, 50):
+        for most in range(1, 12):
+            parts = cut(samples, most)
+            assert sum(parts) == samples
+            assert max(parts) <= most
+            assert max(parts) - min(parts) <= 1
+            assert len(parts) == -(-samples // most)

@@ -79,8 +79,8 @@ def test_the_clock_splits_a_step(monkeypatch):
     clock.bucket_ready()
     clock.gradients_summed()
     clock.stop()
-    assert clock.read() == (3.5, 0.5)
-    assert clock.read() == (0.0, 0.0)
+    assert clock.take() == (1, 3.5, 0.5)
+    assert clock.take() == (0, 0.0, 0.0)
 
 
 def test_progress_line():

@@ -1,0 +1,182 @@
+"""Which rank is slow, and why."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.monitor import SpeedMonitor
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.rebalancer import RankStep
+
+COMPUTE, DATA, COMMUNICATION = "compute", "data loading", "communication"
+
+_WARM_UP_STEPS = 2
+_BASELINE_STEPS = 10
+_WINDOW = 5
+_MEDIAN_OF = 3
+_PERSISTS = 5
+_NOTICED_AFTER = 6  # steps from the first slow one, with a median of three or five
+# A rank is slow from the first on, and well again below the second.
+_SLOW_FACTOR, _WELL_FACTOR = 1.25, 1.12
+_LARGE_PART, _SMALL_PART = 0.20, 0.10
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """One rank that is, or was, slow for one reason."""
+
+    rank: int
+    kind: str
+    """`compute`, `data loading` or `communication`."""
+    since_step: int
+    amount: float
+    """compute: how many times as long as before, or as the other ranks; else: part of the step."""
+    text: str
+    until_step: int | None = None
+    """None while it lasts."""
+
+
+class SlownessWatch:
+    """Finds slow ranks in what all ranks tell of each step. Pure: all ranks find the same.
+
+    - compute: a rank takes at least 1.25 times as long for its share as in its first ten steps, by
+      its cost model where that share has changed; or 1.25 times as long in each step as the other
+      ranks' median, so that they wait for it;
+    - data loading: a rank waits for its batch for a fifth of the step or more;
+    - communication: the rank that waits least still waits for a fifth of the step or more, which is
+      the exchange itself. It is told of the rank that waits least, which comes last.
+    """
+
+    def __init__(self, ranks: int, costs: Sequence[RankCost] = ()) -> None:
+        """Watch so many ranks.
+
+        Args:
+            ranks: how many.
+            costs: of each rank; none where the shares never change.
+        """
+        per_sample = RankCost(CostModel(0.0, 1.0))
+        self._step = 0
+        self._times = [_Times(cost) for cost in costs or [per_sample] * ranks]
+        self._current: dict[tuple[str, int], Slowness] = {}
+        self._signs: dict[tuple[str, int], int] = {}
+        self.found: list[Slowness] = []
+        """Those that are over and those that last, in the order of their steps."""
+
+    def observe(
+        self, step: int, steps: Sequence[RankStep], data_sec: Sequence[float]
+    ) -> list[Slowness]:
+        """Take in what every rank tells of a step; return what has begun or ended with it.
+
+        Args:
+            step: the step's number.
+            steps: of each rank.
+            data_sec: part of each rank's `work_sec` that went into getting the batch.
+        """
+        self._step += 1
+        if self._step <= _WARM_UP_STEPS or not all(s.steps and s.samples for s in steps):
+            return []
+        for times, told, data in zip(self._times, steps, data_sec, strict=True):
+            times.add(told, data)
+        seen = [*self._compute(), *self._data(), *self._communication()]
+        return [change for sign in seen if (change := self._follow(step, *sign)) is not None]
+
+    def _compute(self) -> list[tuple[str, int, float, float, float, str]]:
+        works = [times.work for times in self._times]
+        signs = []
+        for rank, times in enumerate(self._times):
+            others = works[:rank] + works[rank + 1 :]
+            held_up = times.work / median(others) if others else 1.0
+            slower = times.slower
+            text = (
+                f"computes {slower:.2f}x as long as at first"
+                if slower >= held_up
+                else f"takes {held_up:.2f}x as long per step as the other ranks, which wait for it"
+            )
+            signs.append((COMPUTE, rank, max(slower, held_up), _SLOW_FACTOR, _WELL_FACTOR, text))
+        return signs
+
+    def _data(self) -> list[tuple[str, int, float, float, float, str]]:
+        signs = []
+        for rank, times in enumerate(self._times):
+            part = times.data / max(times.step, 1e-9)
+            text = f"waits for its data {part:.0%} of each step; more --workers may help"
+            signs.append((DATA, rank, part, _LARGE_PART, _SMALL_PART, text))
+        return signs
+
+    def _communication(self) -> list[tuple[str, int, float, float, float, str]]:
+        waits = [times.wait for times in self._times]
+        last = next(
+            (rank for kind, rank in self._current if kind == COMMUNICATION),
+            waits.index(min(waits)),
+        )
+        part = min(waits) / max(self._times[last].step, 1e-9)
+        text = f"takes {part:.0%} of each step even of the rank that comes last"
+        return [(COMMUNICATION, last, part, _LARGE_PART, _SMALL_PART, text)]
+
+    def _follow(
+        self, step: int, kind: str, rank: int, amount: float, high: float, low: float, text: str
+    ) -> Slowness | None:
+        """Note a sign that persists, or one that is gone for as long."""
+        key = kind, rank
+        known = self._current.get(key)
+        sign = amount >= high if known is None else amount < low
+        self._signs[key] = self._signs.get(key, 0) + 1 if sign else 0
+        if self._signs[key] < _PERSISTS:
+            return None
+        self._signs[key] = 0
+        if known is None:
+            begun = Slowness(rank, kind, max(1, step - _NOTICED_AFTER), amount, text)
+            self._current[key] = begun
+            self.found.append(begun)
+            return begun
+        ended = replace(known, until_step=step)
+        del self._current[key]
+        self.found[self.found.index(known)] = ended
+        return ended
+
+
+class _Times:
+    """One rank's last steps."""
+
+    def __init__(self, cost: RankCost) -> None:
+        self._cost = cost
+        self._works: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._datas: deque[float] = deque(maxlen=_WINDOW)
+        self._waits: deque[float] = deque(maxlen=_WINDOW)
+        self._first: list[float] = []
+        self._monitor = SpeedMonitor()
+
+    def add(self, told: RankStep, data_sec: float) -> None:
+        self._works.append(told.work_sec)
+        self._datas.append(data_sec)
+        self._waits.append(told.wait_sec)
+        ratio = max(told.work_sec - data_sec, 1e-9) / self._cost.seconds(told.samples)
+        if len(self._first) < _BASELINE_STEPS:
+            self._first.append(ratio)
+        else:
+            self._monitor.observe(ratio / median(self._first))
+
+    @property
+    def slower(self) -> float:
+        return math.exp(self._monitor.log_factor)
+
+    @property
+    def work(self) -> float:
+        return median(self._works)
+
+    @property
+    def data(self) -> float:
+        return median(self._datas)
+
+    @property
+    def wait(self) -> float:
+        return median(self._waits)
+
+    @property
+    def step(self) -> float:
+        return self.work + self.wait

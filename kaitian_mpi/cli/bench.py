@@ -1,0 +1,72 @@
+"""`kaitian-bench`: what each device is worth to a job, measured under mpirun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
+from kaitian_mpi.cli.preflight import check_before_loading
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.agreement import faults_agreed
+from kaitian_mpi.mpi.guard import abort_guard
+from kaitian_mpi.mpi.launch import read_launch
+from kaitian_mpi.mpi.runtime import start_mpi
+
+PROGRAM = "kaitian-bench"
+FLAGS = (
+    *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
+    *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "devices"),
+    *("emulate_kinds", "emulate_slowdown", "precision", "memory_format", "seed"),
+)
+
+
+def main() -> None:
+    """Run the command."""
+    arguments = sys.argv[1:]
+    if "-h" in arguments or "--help" in arguments:
+        if read_launch(os.environ).world_rank == 0:
+            make_parser().print_help()
+        return
+    with abort_guard(PROGRAM):
+        chosen = make_parser().parse_args(arguments)
+        target = Path(chosen.json) if chosen.json else None
+        config = config_of(chosen, FLAGS)
+        comm = start_mpi()
+        check_before_loading(config, comm)
+        with faults_agreed(comm):
+            if comm.rank == 0 and target is not None and not target.absolute().parent.is_dir():
+                raise UserError(
+                    f"--json {target}: found no folder {target.absolute().parent}, needed one "
+                    "that exists; make it, or name another"
+                )
+        # Only now: these load torch, which takes seconds.
+        import torch.distributed as dist
+
+        from kaitian_mpi.collectives.startup import init
+        from kaitian_mpi.training.bench import bench
+
+        bench(config, init(config.devices, config.emulate_kinds), target)
+        dist.destroy_process_group()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser: the flags of `kaitian-train` that a benchmark needs."""
+    parser = OneLineParser(
+        prog=PROGRAM,
+        description="Time a model on every rank, and the exchange between them, and forecast what "
+        "each device kind is worth to the job.",
+        epilog=f"example: mpirun -np 4 {PROGRAM} --model mobilenetv2 --json bench.json",
+        allow_abbrev=False,
+    )
+    add_flags(parser, FLAGS)
+    parser.add_argument(
+        "--json", default="", metavar="FILE", help="write the result, for kaitian-plan"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

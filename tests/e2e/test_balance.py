@@ -1,0 +1,141 @@
+"""Load balancing from the command line: following a rank, leaving one out, forecasting."""
+
+import json
+
+import pytest
+from jobs import PYTHON, finish, run_ranks, start
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory):
+    """Two ranks, one of which becomes four times slower at step 15."""
+    folder = tmp_path_factory.mktemp("slowed")
+    ended = run_ranks(
+        2,
+        *"kaitian-train --model cnn --max-steps 50 --run-dir run --log-interval 1".split(),
+        *"--emulate-slowdown 1:4@15 --benchmark-seconds 4 --benchmark-cache cache".split(),
+        cwd=folder,
+    )
+    assert ended.code == 0, ended.text
+    return folder, ended
+
+
+def test_the_plan_follows_a_rank_that_becomes_slow(slowed):
+    folder, ended = slowed
+    plans = read_lines(folder / "run" / "plan.jsonl")
+    assert plans[0]["why"] == "the benchmark"
+    before = [plan for plan in plans if plan["step"] < 15][-1]["batch_sizes"]
+    after = plans[-1]["batch_sizes"]
+    assert sum(after) == sum(before) == 256
+    assert after[1] < 0.6 * before[1]
+    change = next(plan for plan in plans if plan["step"] >= 15)
+    assert "rank 1 takes" in change["why"]
+    assert change["predicted_gain"] >= 0.05
+    assert float(change["why"].split()[3].rstrip("x")) > 1.5
+    assert f"new plan {after}" in ended.out
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["plans"] == len(plans)
+    assert summary["batch_sizes"] == after
+    assert summary["emulated"] is True
+
+
+def test_the_slow_rank_is_named_with_its_reason(slowed):
+    folder, ended = slowed
+    found = json.loads((folder / "run" / "summary.json").read_text())["slow_ranks"]
+    slow = [entry for entry in found if entry["rank"] == 1 and entry["kind"] == "compute"]
+    assert slow
+    assert any(10 <= entry["since_step"] <= 20 for entry in slow)
+    assert {"host", "device", "device_kind", "since_step", "amount", "text"} <= set(slow[0])
+    assert "rank 1 (" in ended.out
+    assert "(compute): it" in ended.out
+
+
+def test_a_second_job_takes_the_benchmark_from_the_cache(slowed):
+    folder, first = slowed
+    files = sorted((folder / "cache").iterdir())
+    assert len(files) == 2
+    # A file that is no result counts as none, and then both ranks are timed.
+    again = "kaitian-train --model cnn --max-steps 2 --benchmark-cache cache --run-dir".split()
+    ended = run_ranks(2, *again, "run2", "--benchmark-seconds", "4", cwd=folder)
+    assert ended.code == 0, ended.text
+    assert "from --benchmark-cache" in ended.out
+    assert "from --benchmark-cache" not in first.out
+    kept = json.loads((folder / "run2" / "benchmark.json").read_text())
+    timed = json.loads((folder / "run" / "benchmark.json").read_text())
+    assert all(rank["cached"] for rank in kept["ranks"])
+    for one, other in zip(kept["ranks"], timed["ranks"], strict=True):
+        assert one["alpha_sec"] == other["alpha_sec"]
+        assert one["fit_error"] == other["fit_error"]
+    files[0].write_text("{")
+    ended = run_ranks(2, *again, "run3", "--benchmark-seconds", "1", cwd=folder)
+    assert ended.code == 0, ended.text
+    assert "from --benchmark-cache" not in ended.out
+
+
+def test_a_rank_that_only_holds_the_job_up_is_left_out_even_the_first(mpirun, tmp_path):
+    flags = "--max-steps 4 --global-batch-size 24 --emulate-slowdown 0:60 --benchmark-seconds 2"
+    ended = mpirun(3, *"kaitian-train --model cnn --run-dir run".split(), *flags.split())
+    assert ended.code == 0, ended.text
+    assert "rank 0 (" in ended.out
+    assert "is left out: a single sample takes it" in ended.out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert summary["ranks"] == [1, 2]
+    assert summary["groups"] == {"cpu": [1, 2]}
+    assert [entry["rank"] for entry in summary["left_out"]] == [0]
+    assert len(summary["batch_sizes"]) == 2
+    assert sum(summary["batch_sizes"]) == 24
+    assert (tmp_path / "run" / "checkpoints" / "model.pt").exists()
+
+
+def test_keep_all_keeps_it(mpirun, tmp_path):
+    flags = "--max-steps 2 --global-batch-size 24 --emulate-slowdown 1:60 --benchmark-seconds 1"
+    ended = mpirun(2, *"kaitian-train --model cnn --run-dir run --keep-all".split(), *flags.split())
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["left_out"] == []
+    assert min(summary["batch_sizes"]) >= 1
+    assert len(summary["batch_sizes"]) == 2
+
+
+def test_bench_forecasts_every_set_of_groups_and_plan_reads_it(mpirun, tmp_path):
+    ended = mpirun(
+        3,
+        *"kaitian-bench --model cnn --benchmark-seconds 2 --json bench.json".split(),
+        *"--emulate-kinds gpu,gpu,mlu --emulate-slowdown 2:3".split(),
+    )
+    assert ended.code == 0, ended.text
+    for line in ("with gpu ", "with mlu ", "worth it (", "written to bench.json"):
+        assert line in ended.out
+    assert "emulated" in ended.out
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert [cast["kinds"] for cast in saved["forecasts"]] == [["gpu"], ["mlu"], ["gpu", "mlu"]]
+    assert all(sum(cast["batch_sizes"]) == 256 for cast in saved["forecasts"])
+    assert len(saved["allreduce"]) == 3
+    assert saved["emulated"] is True
+
+    plan = "-m kaitian_mpi.cli.plan bench.json --world 8xgpu,16xmlu".split()
+    planned = finish(start(PYTHON, *plan, cwd=tmp_path), 0)
+    assert planned.code == 0, planned.text
+    assert "24 ranks, 2 kinds" in planned.out
+    assert "samples/s" in planned.out
+    assert "emulated" in planned.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--epochs 3", "unrecognized arguments: --epochs 3; see kaitian-bench --help"),
+        ("--json nowhere/b.json", "--json nowhere/b.json: found no folder"),
+    ],
+)
+def test_a_wrong_flag_of_bench_is_answered_in_a_line(mpirun, flags, message):
+    ended = mpirun(2, "kaitian-bench", *flags.split())
+    assert ended.code == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.text
+    assert ended.seconds < 5

@@ -1,0 +1,125 @@
+"""Training steps whose plan changes, or whose shares are cut, give the same weights and lose no
+sample."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import DataSource
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.loop import Trainer
+from kaitian_mpi.training.planning import Plan
+from kaitian_mpi.training.preparation import Ingredients
+from kaitian_mpi.training.run_folder import NoFolder
+
+LENGTH, BATCH = 150, 24
+
+
+class Points(Dataset):
+    """Sample i is made from i; its label tells a class."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, indices):
+        index = torch.tensor(indices, dtype=torch.float64).reshape(-1, 1)
+        inputs = torch.cat([index, torch.sin(index), torch.cos(3 * index)], 1)
+        return inputs / torch.tensor([LENGTH, 1, 1]), torch.tensor(indices, dtype=torch.int64) % 4
+
+
+def make_trainer(world, shares, micro_batch_size=None, workers=0):
+    config = TrainConfig(
+        global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    made = Ingredients(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
+    plan = Plan(
+        shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size=micro_batch_size
+    )
+    computation = Computation(world.device, "fp32", "contiguous", 0.0)
+    return Trainer(config, world, made, computation, plan, Slowdown())
+
+
+def train(trainer, plans=None):
+    """Train two epochs; set plans by step. Return the samples this rank took, and the weights."""
+    taken = []
+    told = trainer.balancing.step_done
+
+    def step_done(step, *rest):
+        told(step, *rest)
+        return (plans or {}).get(step)
+
+    trainer.balancing.step_done = step_done
+    step = trainer.step
+
+    def noted_step(inputs, labels, data_sec):
+        taken.append((inputs[:, 0] * LENGTH).round().long().tolist())
+        step(inputs, labels, data_sec)
+
+    trainer.step = noted_step
+    for epoch in range(2):
+        trainer.train_epoch(epoch)
+    trainer.close()
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return taken, weights
+
+
+def shares_of(world, weights):
+    cut = [BATCH * w // sum(weights) for w in weights]
+    cut[0] += BATCH - sum(cut)
+    return cut
+
+
+def uneven(world):
+    return shares_of(world, [rank + 1 for rank in range(world.size)])
+
+
+def reverse(world):
+    return shares_of(world, [world.size - rank for rank in range(world.size)])
+
+
+def by_step(world, taken):
+    """Return the samples of each step, of all ranks."""
+    ranks = gather_values(world.comm, taken)
+    return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_plans_that_change_in_mid_epoch_lose_and_repeat_nothing(world, workers):
+    steps = math.ceil(LENGTH / BATCH)
+    expected, weights = train(make_trainer(world, uneven(world)))
+    plans = {2: reverse(world), 5: uneven(world), steps + 1: reverse(world)}
+    taken, other = train(make_trainer(world, uneven(world), workers=workers), plans)
+    assert by_step(world, taken) == by_step(world, expected)
+    for epoch in range(2):
+        of_epoch = by_step(world, taken)[epoch * steps : (epoch + 1) * steps]
+        assert sorted(itertools.chain(*of_epoch)) == list(range(LENGTH))
+    assert (other - weights).abs().max() < 1e-12
+    if world.size > 1:
+        # Batches that a worker has fetched already are of the plan before, on every rank.
+        ahead = 2 * workers
+        sizes = [len(indices) for indices in taken]
+        assert sizes[1 + ahead] == uneven(world)[world.rank]
+        assert sizes[2 + ahead] == reverse(world)[world.rank]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 5, 7])
+def test_micro_batches_add_up_to_exactly_the_shares_gradient(world, micro_batch_size):
+    _, weights = train(make_trainer(world, uneven(world)))
+    _, other = train(make_trainer(world, uneven(world), micro_batch_size))
+    assert (other - weights).abs().max() < 1e-12
+
+
+def test_a_rank_without_samples_takes_part(world):
+    shares = [BATCH] + [0] * (world.size - 1)
+    _, weights = train(make_trainer(world, uneven(world)))
+    _, other = train(make_trainer(world, shares, micro_batch_size=5))
+    assert (other - weights).abs().max() < 1e-12

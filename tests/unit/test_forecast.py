@@ -1,0 +1,441 @@
+"""Forecasts: hand-computed cases, properties, and what a missing measurement does."""
+
+import dataclasses
+import math
+import random
+import time
+
+import pytest
+
+from kaitian_mpi.balance.communication import (
+    AllreduceCost,
+    MeasuredAllreduce,
+    ddp_buckets,
+    exposed_seconds,
+    fit_allreduce,
+)
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.forecast import (
+    Cohort,
+    forecast,
+    forecast_subsets,
+    scaled_cohorts,
+    show_rate,
+)
+from kaitian_mpi.balance.optimum import RankCost, fastest_split
+from kaitian_mpi.balance.scaling import scale_allreduce
+from kaitian_mpi.errors import UserError
+
+MIB = 2**20
+FREE = AllreduceCost(0.0, 0.0)
+
+
+def cohort(kind, alpha, beta, ranks=1, limit=None):
+    return Cohort(kind, RankCost(CostModel(alpha, beta), limit), ranks)
+
+
+def measured(latency, per_byte, **ranks):
+    return MeasuredAllreduce(ranks, AllreduceCost(latency, per_byte))
+
+
+def random_cohorts(chance, count, most_ranks=1):
+    return [
+        cohort(
+            chance.choice(["a", "b", "c"]),
+            chance.choice([0, 0.5, chance.random() * 5]),
+            chance.choice([0.1, 1, 0.01 + chance.random() * 3]),
+            chance.randint(1, most_ranks),
+            chance.choice([None, 1, 2, 5]),
+        )
+        for _ in range(count)
+    ]
+
+
+def one_each(cohorts):
+    return [dataclasses.replace(c, ranks=1) for c in cohorts for _ in range(c.ranks)]
+
+
+# Buckets and what of them shows.
+
+
+def test_buckets_are_one_mib_and_then_25_each():
+    assert ddp_buckets(0) == []
+    assert ddp_buckets(1000) == [1000]
+    assert ddp_buckets(MIB) == [MIB]
+    assert ddp_buckets(26 * MIB) == [MIB, 25 * MIB]
+    assert ddp_buckets(60 * MIB + 5) == [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]
+
+
+def test_a_line_is_fitted_to_measured_allreduces():
+    sizes = [1024, MIB, 25 * MIB]
+    found = fit_allreduce(sizes, [1e-4 + 1e-9 * size for size in sizes])
+    assert found.latency_sec == pytest.approx(1e-4)
+    assert found.sec_per_byte == pytest.approx(1e-9)
+    assert found.seconds(MIB) == pytest.approx(1e-4 + MIB * 1e-9)
+
+
+@pytest.mark.parametrize("seconds", [[3.0, 2.0, 1.0], [1e-9, 1.0, 30.0], [1.0, 1.0, 1.0]])
+def test_no_part_of_the_line_is_negative(seconds):
+    found = fit_allreduce([1024, MIB, 25 * MIB], seconds)
+    assert found.latency_sec >= 0
+    assert found.sec_per_byte >= 0
+
+
+def test_exposed_by_hand():
+    # Forward ends at 3 s; the halves are ready at 6 and 9 s and take 4 s each: 6..10, 10..14.
+    assert exposed_seconds(9.0, [5, 5], AllreduceCost(4.0, 0.0)) == pytest.approx(5.0)
+    # They take 2 s each: 6..8, 9..11.
+    assert exposed_seconds(9.0, [5, 5], AllreduceCost(2.0, 0.0)) == pytest.approx(2.0)
+    # A fifth is ready at 4.2 s, the rest at 9 s; 1 s a byte: 4.2..5.2, 9..13.
+    assert exposed_seconds(9.0, [1, 4], AllreduceCost(0.0, 1.0)) == pytest.approx(4.0)
+    # The last of three micro-batches: forward ends at 7 s, ready at 8 and 9 s: 8..12, 12..16.
+    assert exposed_seconds(9.0, [5, 5], AllreduceCost(4.0, 0.0), 3) == pytest.approx(7.0)
+    assert exposed_seconds(9.0, [], AllreduceCost(4.0, 0.0)) == 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_exposed_lies_between_the_last_bucket_and_all_of_them(seed):
+    chance = random.Random(seed)
+    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
+    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
+    compute_sec = chance.random() * 50
+    exposed = exposed_seconds(compute_sec, buckets, cost)
+    whole = sum(cost.seconds(size) for size in buckets)
+    assert cost.seconds(buckets[-1]) - 1e-9 <= exposed <= whole + 1e-9
+    # More computing hides more, and more micro-batches hide less.
+    assert exposed_seconds(compute_sec * 2, buckets, cost) <= exposed + 1e-9
+    assert exposed_seconds(compute_sec, buckets, cost, 2) >= exposed - 1e-9
+    assert exposed_seconds(0.0, buckets, cost) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_exposed_is_what_a_queue_of_buckets_does(seed):
+    chance = random.Random(seed)
+    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
+    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
+    compute_sec = chance.random() * 50
+    end = ready_bytes = 0.0
+    for size in buckets:
+        ready_bytes += size
+        ready = compute_sec * (1 + 2 * ready_bytes / sum(buckets)) / 3
+        end = max(end, ready) + cost.seconds(size)
+    assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
+
+
+# The forecast of one world.
+
+
+def test_a_forecast_by_hand():
+    # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
+    cohorts = [cohort("gpu", 2.0, 1.0), cohort("cpu", 0.0, 2.0)]
+    found = forecast(cohorts, 10, [MIB], AllreduceCost(2.0, 0.0))
+    assert found.batch_sizes == [6, 4]
+    assert found.compute_sec == 8
+    assert found.exposed_sec == 2
+    assert found.step_sec == 10
+    assert found.samples_per_sec == 1
+    assert found.efficiency == pytest.approx(1 / (6 / 8 + 4 / 8))
+    # They could do 1 and 0.5 samples/s: 15 in the 10 s, of which 3 go to each kind of loss.
+    assert found.losses == pytest.approx(
+        {
+            "communication": 0.2,
+            "waiting": 0.0,
+            "fixed cost of a step on gpu": 0.2 * 2 / 3,
+            "fixed cost of a step on cpu": 0.0,
+        }
+    )
+    assert found.bottleneck == "communication (20% of the step)"
+
+
+def test_a_rank_without_samples_counts_with_its_rate_at_one():
+    found = forecast([cohort("gpu", 0.0, 1.0), cohort("cpu", 50.0, 1.0)], 10, [], FREE)
+    assert found.batch_sizes == [10, 0]
+    assert found.efficiency == pytest.approx(1 / (1 + 1 / 51))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_split_is_fastest_split(seed):
+    chance = random.Random(seed)
+    cohorts = random_cohorts(chance, chance.randint(1, 6))
+    total = chance.randint(1, 200)
+    found = forecast(cohorts, total, [], FREE)
+    assert found.batch_sizes == fastest_split([c.cost for c in cohorts], total)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cohorts_end_as_soon_as_their_ranks_would_one_by_one(seed):
+    chance = random.Random(seed)
+    cohorts = random_cohorts(chance, chance.randint(1, 5), most_ranks=7)
+    total = chance.randint(1, 200)
+    together = forecast(cohorts, total, [], FREE)
+    apart = forecast(one_each(cohorts), total, [], FREE)
+    assert sum(together.batch_sizes) == total
+    assert min(together.batch_sizes) >= 0
+    assert len(together.batch_sizes) == len(apart.batch_sizes)
+    assert together.compute_sec == pytest.approx(apart.compute_sec, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_lost_and_what_is_done_make_a_whole(seed):
+    chance = random.Random(seed)
+    cohorts = random_cohorts(chance, chance.randint(1, 6), most_ranks=4)
+    cost = AllreduceCost(chance.random(), 0.0)
+    found = forecast(cohorts, chance.randint(1, 300), ddp_buckets(40 * MIB), cost)
+    assert 0 < found.efficiency <= 1
+    could = sum(c.ranks / c.cost.model.beta_sec for c in cohorts)
+    assert all(part >= 0 for part in found.losses.values())
+    assert sum(found.losses.values()) + found.samples_per_sec / could == pytest.approx(1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_more_rank_never_makes_computing_slower(seed):
+    chance = random.Random(seed)
+    cohorts = random_cohorts(chance, chance.randint(1, 6))
+    total = chance.randint(1, 300)
+    before = forecast(cohorts, total, [], FREE)
+    after = forecast([*cohorts, *random_cohorts(chance, 1)], total, [], FREE)
+    assert after.samples_per_sec >= before.samples_per_sec * (1 - 1e-12)
+
+
+def test_ranks_that_were_fitted_a_constant_get_a_slope():
+    found = forecast([cohort("cpu", 1.0, 0.0, ranks=3), cohort("gpu", 1.0, 0.0)], 40, [], FREE)
+    assert found.batch_sizes == [10, 10, 10, 10]
+    assert found.compute_sec == pytest.approx(1.0)
+
+
+def test_micro_batches_pay_their_fixed_cost_each_and_hide_less():
+    found = forecast([cohort("gpu", 1.0, 1.0, limit=5)], 10, [MIB, MIB], AllreduceCost(3.0, 0.0))
+    assert found.compute_sec == 12
+    # The last of two takes 6 s; half of the gradients are ready 2 s before its end.
+    assert found.exposed_sec == pytest.approx(4.0)
+    assert found.losses["fixed cost of a step on gpu"] == pytest.approx(2 / 16)
+
+
+@pytest.mark.parametrize(
+    ("cohorts", "total", "latency", "expected"),
+    [
+        ([cohort("gpu", 0.0, 1.0, 2)], 100, 0.0, "compute: every rank is busy"),
+        ([cohort("mlu", 1.0, 1.0, 2)], 8, 0.0, "the fixed cost of a step on mlu ranks (20%)"),
+        ([cohort("gpu", 0.0, 1.0, 4)], 1, 0.0, "waiting: 3 of 4 ranks get no sample (75%)"),
+        ([cohort("gpu", 0.0, 1.0, 4)], 5, 0.0, "waiting for the slowest rank (38%)"),
+        ([cohort("gpu", 0.0, 1.0, 2)], 6, 1.0, "communication (25% of the step)"),
+    ],
+)
+def test_the_bottleneck_in_words(cohorts, total, latency, expected):
+    found = forecast(cohorts, total, [MIB], AllreduceCost(latency, 0.0))
+    assert found.bottleneck == expected
+
+
+@pytest.mark.parametrize(("cohorts", "total"), [([], 5), ([cohort("gpu", 0.0, 1.0)], 0)])
+def test_no_rank_or_no_sample_is_refused(cohorts, total):
+    with pytest.raises(ValueError, match="needed at least one"):
+        forecast(cohorts, total, [], FREE)
+
+
+@pytest.mark.parametrize("value", [1e-12, 1e9])
+def test_extreme_costs_give_finite_figures(value):
+    cohorts = [cohort("a", value, value), cohort("b", 0.0, 1e-12, 3, 1), cohort("c", 1e9, 1e9, 2)]
+    found = forecast(cohorts, 10**9, ddp_buckets(2**42), AllreduceCost(1e9, 1e9))
+    assert sum(found.batch_sizes) == 10**9
+    assert math.isfinite(found.samples_per_sec)
+    assert 0 < found.efficiency <= 1
+    assert all(math.isfinite(part) for part in found.losses.values())
+
+
+# Subsets of kinds.
+
+
+def test_every_choice_of_kinds_is_forecast_and_judged():
+    cohorts = [cohort("gpu", 0.0, 1.0), cohort("mlu", 0.0, 1.0), cohort("cpu", 0.0, 9.0)]
+    slow = AllreduceCost(3.0, 0.0)
+    entries = [
+        *(MeasuredAllreduce({kind: 1}, FREE) for kind in ("gpu", "mlu", "cpu")),
+        measured(0.0, 0.0, gpu=1, mlu=1),
+        MeasuredAllreduce({"gpu": 1, "cpu": 1}, slow),
+        MeasuredAllreduce({"mlu": 1, "cpu": 1}, slow),
+        MeasuredAllreduce({"gpu": 1, "mlu": 1, "cpu": 1}, slow),
+    ]
+    found = forecast_subsets(cohorts, 19, [MIB], entries)
+    assert len(found.forecasts) == 7
+    assert found.kinds == ("gpu", "mlu", "cpu")
+    # gpu and mlu take 10 s for 10 and 9 samples; with cpu 9 s for 9, 9 and 1, and 3 s more.
+    assert found.whole.samples_per_sec == pytest.approx(19 / 12)
+    assert found.forecasts["gpu", "mlu"].samples_per_sec == pytest.approx(1.9)
+    assert found.best == ("gpu", "mlu")
+    assert found.gain("cpu") == pytest.approx(10 / 12 - 1)
+    assert found.worth("cpu") == "with cpu 1.58 samples/s, without 1.9: not worth it (-17%)"
+    # Without gpu mlu does 18 and cpu 1 in 18 s, and 3 s more.
+    assert found.worth("gpu") == "with gpu 1.58 samples/s, without 0.905: worth it (+75%)"
+    assert found.notes == ()
+
+
+def test_of_equals_the_fewest_kinds_are_best():
+    cohorts = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 99.0)]
+    found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
+    assert found.whole.batch_sizes == [5, 0]
+    assert found.best == ("gpu",)
+    assert found.worth("cpu") == "with cpu 1 samples/s, without 1: not worth it (+0%)"
+
+
+def test_an_only_kind_has_nothing_to_be_compared_with():
+    found = forecast_subsets([cohort("cpu", 0.0, 0.001)], 5, [], [measured(0.0, 0.0, cpu=1)])
+    assert found.gain("cpu") is None
+    assert found.worth("cpu") == "with cpu 1,000 samples/s: the only kind"
+
+
+def test_of_many_kinds_only_the_choices_that_matter_are_forecast():
+    kinds = [f"k{index}" for index in range(9)]
+    entries = [MeasuredAllreduce(dict.fromkeys(kinds, 1), FREE)]
+    found = forecast_subsets([cohort(k, 0.0, 1.0) for k in kinds], 72, [MIB], entries)
+    assert sorted({len(subset) for subset in found.forecasts}) == [1, 8, 9]
+    assert len(found.forecasts) == 9 + 9 + 1
+    assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
+
+
+def test_rates_have_three_digits_or_more():
+    assert [show_rate(rate) for rate in (0.01234, 9.876, 99.94, 1234.5)] == [
+        "0.0123",
+        "9.88",
+        "99.9",
+        "1,234",
+    ]
+
+
+# Scaling to another world.
+
+ENTRIES = [
+    measured(2e-4, 2e-10, gpu=2),
+    measured(4e-4, 3e-10, mlu=4),
+    measured(9e-4, 8e-10, gpu=2, mlu=4),
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_measured_world_costs_what_was_measured(entry):
+    assert scale_allreduce(ENTRIES, entry.ranks_per_kind) == (entry.cost, [])
+
+
+def test_a_group_scales_as_a_ring_does():
+    cost, notes = scale_allreduce(ENTRIES, {"gpu": 8})
+    assert cost.latency_sec == pytest.approx(2e-4 * 3)
+    assert cost.sec_per_byte == pytest.approx(2e-10 * (7 / 8) / (1 / 2))
+    assert notes == []
+
+
+def test_a_rank_alone_has_no_allreduce():
+    assert scale_allreduce(ENTRIES, {"mlu": 1}) == (FREE, [])
+
+
+def test_the_slowest_group_and_the_crossing_add_up():
+    cost, notes = scale_allreduce(ENTRIES, {"gpu": 8, "mlu": 8})
+    # Crossing had added 9e-4 - 4e-4 and 8e-10 - 3e-10 to the slower group, mlu.
+    assert cost.latency_sec == pytest.approx(5e-4 + max(2e-4 * 3, 4e-4 * 3 / 2))
+    assert cost.sec_per_byte == pytest.approx(5e-10 + max(2e-10 * 7 / 4, 3e-10 * 7 / 6))
+    assert notes == []
+
+
+def test_a_crossing_faster_than_its_groups_adds_nothing():
+    entries = [*ENTRIES[:2], measured(1e-4, 1e-10, gpu=2, mlu=4)]
+    cost, _ = scale_allreduce(entries, {"gpu": 2, "mlu": 8})
+    assert cost.latency_sec == pytest.approx(6e-4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_ranks_never_cost_less(seed):
+    chance = random.Random(seed)
+    world = {"gpu": chance.randint(2, 50), "mlu": chance.randint(4, 50)}
+    more = {kind: ranks + chance.randint(0, 20) for kind, ranks in world.items()}
+    cost, _ = scale_allreduce(ENTRIES, world)
+    larger, _ = scale_allreduce(ENTRIES, more)
+    assert larger.latency_sec >= cost.latency_sec - 1e-15
+    assert larger.sec_per_byte >= cost.sec_per_byte - 1e-20
+
+
+def test_a_kind_measured_with_one_rank_is_guessed_from_its_crossing():
+    entries = [
+        measured(0.0, 0.0, cpu=1),
+        ENTRIES[0],
+        measured(5e-4, 7e-10, gpu=2, cpu=1),
+        measured(9e-3, 9e-9, gpu=2, mlu=1),
+        measured(9e-3, 9e-9, gpu=2, mlu=1, cpu=1),
+    ]
+    cost, notes = scale_allreduce(entries, {"cpu": 4})
+    # Crossing added 3e-4 and 5e-10 between two leaders: what two ranks would have.
+    assert cost.latency_sec == pytest.approx(3e-4 * 2)
+    assert cost.sec_per_byte == pytest.approx(5e-10 * (3 / 4) / (1 / 2))
+    assert notes == [
+        "allreduce inside cpu was not measured with two ranks or more: guessed from the one "
+        "between cpu, gpu"
+    ]
+
+
+def test_the_largest_known_one_stands_in_where_the_kind_never_crossed():
+    cost, notes = scale_allreduce([*ENTRIES, measured(0.0, 0.0, cpu=1)], {"cpu": 2})
+    assert cost == AllreduceCost(pytest.approx(5e-4), pytest.approx(5e-10))
+    assert notes[0].endswith("guessed from the one between gpu, mlu")
+    cost, notes = scale_allreduce(ENTRIES[:2], {"cpu": 4})
+    assert cost == AllreduceCost(pytest.approx(4e-4), pytest.approx(3e-10))
+    assert notes[0].endswith("guessed from the one inside mlu")
+
+
+def test_kinds_not_measured_together_take_the_smallest_set_around_them():
+    entries = [*ENTRIES[:2], measured(9e-4, 8e-10, gpu=2, mlu=4, cpu=1)]
+    cost, notes = scale_allreduce(entries, {"gpu": 2, "mlu": 4})
+    assert cost == AllreduceCost(pytest.approx(9e-4), pytest.approx(8e-10))
+    assert notes == [
+        "allreduce between gpu, mlu was not measured: guessed from the one between cpu, gpu, mlu"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "world", "what"),
+    [
+        ([measured(0.0, 0.0, cpu=1)], {"cpu": 4}, "4 cpu ranks"),
+        (ENTRIES[:2], {"gpu": 2, "mlu": 2}, "gpu and mlu ranks"),
+        ([], {"cpu": 2}, "2 cpu ranks"),
+    ],
+)
+def test_nothing_to_guess_from_is_said(entries, world, what):
+    with pytest.raises(UserError, match=f"tell that of {what}; run kaitian-bench"):
+        scale_allreduce(entries, world)
+
+
+def test_ranks_take_the_measured_costs_in_turn():
+    ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
+    found = scaled_cohorts(ranks, {"gpu": 5, "cpu": 1})
+    assert [(c.kind, c.cost.model.beta_sec, c.ranks) for c in found] == [
+        ("gpu", 1.0, 3),
+        ("gpu", 2.0, 2),
+        ("cpu", 5.0, 1),
+    ]
+    assert [c.ranks for c in scaled_cohorts(ranks, {"gpu": 1})] == [1]
+
+
+def test_a_kind_that_was_not_measured_is_named_with_those_that_were():
+    with pytest.raises(UserError, match="found kind 'npu', needed one that was measured: gpu, cpu"):
+        scaled_cohorts([cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 1.0)], {"npu": 2})
+
+
+def test_a_hundred_thousand_ranks_of_eight_kinds_take_less_than_three_seconds():
+    chance = random.Random(1)
+    kinds = [f"k{index}" for index in range(8)]
+    ranks = [cohort(kind, chance.random(), 0.1 + chance.random()) for kind in kinds * 8]
+    entries = [MeasuredAllreduce({kind: 8}, AllreduceCost(1e-3, 1e-9)) for kind in kinds]
+    entries.append(MeasuredAllreduce(dict.fromkeys(kinds, 8), AllreduceCost(2e-3, 2e-9)))
+    began = time.process_time()
+    cohorts = scaled_cohorts(ranks, dict.fromkeys(kinds, 12_500))
+    found = forecast_subsets(cohorts, 6_400_000, ddp_buckets(10**9), entries)
+    assert found.whole.losses
+    assert time.process_time() - began < 3
+    assert len(found.forecasts) == 255
+    assert sum(found.whole.batch_sizes) == 6_400_000
+
+
+def test_a_hundred_thousand_unlike_ranks_take_less_than_three_seconds():
+    chance = random.Random(1)
+    ranks = [cohort("cpu", chance.random(), 0.1 + chance.random()) for _ in range(100_000)]
+    began = time.process_time()
+    found = forecast(ranks, 6_400_000, ddp_buckets(10**9), AllreduceCost(1e-3, 1e-9))
+    assert found.bottleneck
+    assert 0 < found.efficiency <= 1
+    assert time.process_time() - began < 3

@@ -1,0 +1,311 @@
+"""`kaitian-plan`: its file, its output and each of its errors."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kaitian_mpi.balance.bench_file import Bench, BenchRank, read_bench, write_bench, write_json
+from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.cli import plan
+from kaitian_mpi.errors import UserError
+
+
+def bench_rank(rank, kind, alpha, beta, limit=None):
+    cost = RankCost(CostModel(alpha, beta), limit)
+    return BenchRank(rank, "host", kind, f"{kind}:0", cost, 0.01)
+
+
+BENCH = Bench(
+    model="mobilenetv2",
+    emulated=True,
+    gradient_bytes=9_400_000,
+    global_batch_size=256,
+    ranks=(
+        bench_rank(0, "gpu", 0.004, 0.0008),
+        bench_rank(1, "gpu", 0.004, 0.0008),
+        bench_rank(2, "mlu", 0.012, 0.0025, 64),
+        bench_rank(3, "mlu", 0.012, 0.0025),
+    ),
+    measured=(
+        MeasuredAllreduce({"gpu": 2}, AllreduceCost(2e-4, 2e-10)),
+        MeasuredAllreduce({"mlu": 2}, AllreduceCost(2e-4, 3e-10)),
+        MeasuredAllreduce({"gpu": 2, "mlu": 2}, AllreduceCost(5e-4, 8e-10)),
+    ),
+)
+
+
+@pytest.fixture
+def bench_path(tmp_path):
+    path = tmp_path / "bench.json"
+    write_bench(path, BENCH)
+    return path
+
+
+@pytest.fixture
+def run(bench_path, monkeypatch, capsys):
+    """Run the command on the file; return its exit code, its output and its errors."""
+
+    def run_command(*options, path=bench_path):
+        monkeypatch.setattr(sys, "argv", ["kaitian-plan", str(path), *options])
+        try:
+            plan.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+# The file.
+
+
+def test_a_file_is_read_as_it_was_written(bench_path):
+    assert read_bench(bench_path) == BENCH
+    assert [c.kind for c in BENCH.cohorts()] == ["gpu", "gpu", "mlu", "mlu"]
+
+
+def test_other_keys_are_kept_and_passed_over(tmp_path):
+    path = tmp_path / "bench.json"
+    write_bench(path, BENCH, {"scores": [1.0, 0.5], "version": 7})
+    content = json.loads(path.read_text())
+    assert content["scores"] == [1.0, 0.5]
+    assert content["version"] == 1
+    content["ranks"][0]["memory_format"] = content["allreduce"][0]["algorithm"] = "new"
+    path.write_text(json.dumps(content))
+    assert read_bench(path) == BENCH
+
+
+def test_what_is_not_finite_is_never_written(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "out.json", {"seconds": float("nan")})
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(UserError, match=r"no file to read .No such file.*check the path"):
+        read_bench(tmp_path / "none.json")
+    with pytest.raises(UserError, match="Is a directory"):
+        read_bench(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"version": 1, "mod', b"\xff\xfe", b"[" * 100_000, b"PK\x03\x04", b"9" * 5000],
+)
+def test_what_is_no_whole_json_is_said(tmp_path, content):
+    path = tmp_path / "bench.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"found no whole JSON .* save it again by kaitian-bench"):
+        read_bench(path)
+
+
+RANK, LINK = ("ranks", 2), ("allreduce", 2)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("version",), 2, "version: found 2, needed 1, the one this version"),
+        (("version",), True, "version: found True, needed 1"),
+        (("model",), "", "model: found '', needed printable text"),
+        (("model",), "a\x1b[2J", "model: found 'a.*', needed printable text"),
+        (("emulated",), "no", "emulated: found 'no', needed true or false"),
+        (("gradient_bytes",), -1, "gradient_bytes: found -1, needed a whole number from 0"),
+        (("gradient_bytes",), 1.5, "gradient_bytes: found 1.5, needed a whole number"),
+        (("gradient_bytes",), 10**18, "gradient_bytes: found 10+, needed"),
+        (("global_batch_size",), 0, "global_batch_size: found 0, needed a whole number from 1"),
+        (("global_batch_size",), True, "global_batch_size: found True"),
+        (("ranks",), [], "ranks: found .., needed a list with at least one entry"),
+        (("ranks",), {"a": 1}, "ranks: found {'a': 1}, needed a list"),
+        (RANK, 5, r"ranks.2.: found 5, needed an object"),
+        ((*RANK, "rank"), 0, "ranks: found a rank twice"),
+        ((*RANK, "rank"), None, r"ranks.2.: rank: found None, needed a whole number"),
+        ((*RANK, "host"), 7, "host: found 7, needed printable text"),
+        ((*RANK, "kind"), ["gpu"], "kind: found .'gpu'., needed printable text"),
+        ((*RANK, "alpha_sec"), -0.1, "alpha_sec: found -0.1, needed a number from 0 to 1e.09"),
+        ((*RANK, "alpha_sec"), float("nan"), "alpha_sec: found nan, needed a number"),
+        ((*RANK, "alpha_sec"), float("inf"), "alpha_sec: found inf, needed a number"),
+        ((*RANK, "alpha_sec"), "0.1", "alpha_sec: found '0.1', needed a number"),
+        ((*RANK, "alpha_sec"), False, "alpha_sec: found False, needed a number"),
+        ((*RANK, "alpha_sec"), 10**400, "alpha_sec: found 10+…, needed a number"),
+        ((*RANK, "beta_sec_per_sample"), 1e-320, "found .*, needed 0, or 1e-12 or more"),
+        ((*RANK, "fit_error"), None, "fit_error: found None, needed a number"),
+        ((*RANK, "largest_micro_batch"), 0, "largest_micro_batch: found 0, needed a whole number"),
+        (("allreduce",), None, "allreduce: found None, needed a list"),
+        ((*LINK, "ranks_per_kind"), {}, "ranks_per_kind: found {}, needed how many ranks"),
+        ((*LINK, "ranks_per_kind"), {"npu": 2}, "needed how many ranks of each kind, of gpu, mlu"),
+        ((*LINK, "ranks_per_kind"), {"gpu": 3}, "gpu: found 3, needed a whole number from 1 to 2"),
+        ((*LINK, "latency_sec"), -1, "latency_sec: found -1, needed a number"),
+        ((*LINK, "sec_per_byte"), float("nan"), "sec_per_byte: found nan, needed a number"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(bench_path, place, value, said):
+    content = json.loads(bench_path.read_text())
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    bench_path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=said) as error:
+        read_bench(bench_path)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith("save it again by kaitian-bench --json")
+
+
+@pytest.mark.parametrize("key", ["version", "ranks", "allreduce", "gradient_bytes"])
+def test_a_missing_key_is_named(bench_path, key):
+    content = json.loads(bench_path.read_text())
+    del content[key]
+    bench_path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"found no key '{key}', needed one"):
+        read_bench(bench_path)
+
+
+def test_a_rank_that_takes_no_time_is_refused(bench_path):
+    content = json.loads(bench_path.read_text())
+    content["ranks"][1] |= {"alpha_sec": 0, "beta_sec_per_sample": 0.0}
+    bench_path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="needed more than 0 where alpha_sec is 0"):
+        read_bench(bench_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "null", '"bench"'])
+def test_json_of_something_else_is_refused(tmp_path, content):
+    path = tmp_path / "bench.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="needed an object in braces"):
+        read_bench(path)
+
+
+# The command.
+
+
+def test_the_measured_world_is_forecast(run, tmp_path):
+    out = tmp_path / "out.json"
+    code, shown, errors = run("--world", "2xgpu,2xmlu", "--json", str(out))
+    assert (code, errors) == (0, "")
+    found = json.loads(out.read_text())
+    assert found["world"] == {"gpu": 2, "mlu": 2}
+    assert found["global_batch_size"] == 256
+    assert found["emulated"] is True
+    assert sum(p["ranks"] * p["samples_per_step"] for p in found["plan"]) == 256
+    top = found["forecast"]
+    assert top["step_sec"] == pytest.approx(top["compute_sec"] + top["exposed_sec"])
+    assert top["samples_per_sec"] == pytest.approx(256 / top["step_sec"])
+    assert [subset["kinds"] for subset in found["subsets"]] == [["gpu"], ["mlu"], ["gpu", "mlu"]]
+    assert found["best"] == ["gpu", "mlu"]
+    assert found["notes"] == []
+    assert "256 samples (the benchmark's 256 for 4 ranks, scaled)" in shown
+    assert "4 measured ranks (devices or their speed emulated)" in shown
+    assert f"bottleneck: {top['bottleneck']}" in shown
+    assert f"{top['samples_per_sec']:,.0f} samples/s, efficiency {top['efficiency']:.0%}" in shown
+    assert "gpu: with gpu " in shown
+    assert "mlu: with mlu " in shown
+    assert "best: gpu + mlu, " in shown
+
+
+def test_the_global_batch_grows_with_the_ranks(run, tmp_path):
+    out = tmp_path / "out.json"
+    assert run("--world", "8xgpu,16xmlu", "--json", str(out))[0] == 0
+    found = json.loads(out.read_text())
+    assert found["global_batch_size"] == 256 * 24 // 4
+    assert [kind["ranks"] for kind in found["kinds"]] == [8, 16]
+
+
+def test_a_global_batch_may_be_given(run):
+    code, shown, _ = run("--world", "2xgpu", "--global-batch-size", "1000")
+    assert code == 0
+    assert "global batch: 1,000 samples (as given)" in shown
+    assert "gpu: with gpu " in shown
+    assert ": the only kind" in shown
+
+
+def test_ranks_without_a_sample_are_counted_by_kind(run):
+    code, shown, _ = run("--world", "8xgpu,16xmlu", "--global-batch-size", "5")
+    assert code == 0
+    rows = [line.split() for line in shown.splitlines() if line.startswith("|")][1:]
+    assert rows[0] == "| gpu | 8 | 0 to 1 | 4.80 | 3 of 8 |".split()
+    assert rows[1] == "| mlu | 16 | 0 | 0.00 | 16 of 16 |".split()
+
+
+def test_guesses_are_said_and_names_shown_as_they_are(run, bench_path):
+    name = "[/cpu]:mlu:"  # which would mean something to the library that prints tables
+    content = json.loads(bench_path.read_text())
+    content["emulated"] = False
+    content["ranks"].append(content["ranks"][3] | {"rank": 4, "kind": name})
+    for kinds in ({name: 1}, {name: 1, "gpu": 2}, {name: 1, "mlu": 2}):
+        link = {"ranks_per_kind": kinds, "latency_sec": 0.001, "sec_per_byte": 0}
+        content["allreduce"].append(link)
+    bench_path.write_text(json.dumps(content))
+    code, shown, _ = run("--world", f"2xgpu,4x{name}")
+    assert code == 0
+    assert "emulated" not in shown
+    assert f"| {name} |" in shown
+    assert f"note: allreduce inside {name} was not measured with two ranks or more" in shown
+
+
+def test_every_line_fits_its_width(run):
+    _, shown, _ = run("--world", "50000xgpu,50000xmlu", "--global-batch-size", "70000")
+    assert max(len(line) for line in shown.splitlines()) <= 110
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "the following arguments are required: --world"),
+        (["--world", ""], "--world: found '', needed a number of ranks"),
+        (["--world", "gpu"], "--world: found 'gpu', needed a number of ranks"),
+        (["--world", "2gpu"], "--world: found '2gpu'"),
+        (["--world", "0xgpu"], "--world: found '0xgpu', needed a number of ranks of 1 or more"),
+        (["--world=-2xgpu"], "--world: found '-2xgpu'"),
+        (["--world", "2xgpu,"], "--world: found ''"),
+        (["--world", "٣xgpu"], "--world: found '٣xgpu'"),
+        (["--world", "9999999999xgpu"], "--world: found '9999999999xgpu'"),
+        (["--world", "2xgpu,3xgpu"], "--world: found gpu twice"),
+        (["--world", "2xnpu"], "found kind 'npu', needed one that was measured: gpu, mlu"),
+        (["--world", "90000xgpu,10001xmlu"], "found 100,001 ranks, needed 100,000 at most"),
+        (["--world", "2xgpu", "--global-batch-size", "0"], "found 0, needed 1 to 1000000000"),
+        (["--world", "2xgpu", "--global-batch-size", "x"], "invalid int value: 'x'"),
+        (["--world", "2xgpu", "--json", "/proc/none/out"], "found no way to write it"),
+        (["--world", "2xgpu", "--wrold", "2xgpu"], "unrecognized arguments: --wrold"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_code_2(run, options, said):
+    code, shown, errors = run(*options)
+    assert code == 2
+    assert shown == ""
+    assert errors.startswith("kaitian-plan: error: ")
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_wrong_file_is_one_line_and_code_2(run, tmp_path):
+    code, _, errors = run("--world", "2xgpu", path=tmp_path / "none.json")
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert "none.json: found no file to read" in errors
+
+
+def test_help_needs_no_file(run, capsys):
+    code, shown, _ = run("--help")
+    assert code == 0
+    assert "--world LIST" in shown
+
+
+def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
+    script = (
+        "import sys; from kaitian_mpi.cli.plan import main; main(); "
+        "sys.exit(3 if {'torch', 'mpi4py'} & sys.modules.keys() else 0)"
+    )
+    command = [sys.executable, "-c", script, str(bench_path), "--world", "60000xgpu,40000xmlu"]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "world: 100,000 ranks, 2 kinds" in done.stdout
+    assert time.monotonic() - began < 3

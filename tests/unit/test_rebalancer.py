@@ -1,0 +1,142 @@
+"""When plans change while training, in simulated jobs."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.monitor import SpeedMonitor
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.planner import plan_fastest
+from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
+
+
+def test_a_monitor_takes_the_median_and_forgets_what_was_before_a_change():
+    monitor = SpeedMonitor()
+    assert math.isinf(monitor.log_error)
+    for ratio in (1.0, 1.02, 5.0, 0.98, 1.01, 0.99):  # one slow step is no change
+        monitor.observe(ratio)
+    assert math.exp(monitor.log_factor) == pytest.approx(1.0, abs=0.02)
+    for _ in range(3):
+        monitor.observe(3.0)
+    assert math.exp(monitor.log_factor) == pytest.approx(3.0, rel=0.01)
+    assert monitor.steps == 3
+
+
+def test_a_monitor_is_the_surer_the_more_steps_it_has_seen():
+    generator = random.Random(0)
+    monitor = SpeedMonitor()
+    errors = []
+    for _ in range(30):
+        monitor.observe(math.exp(generator.gauss(0, 0.1)))
+        errors.append(monitor.log_error)
+    assert errors[29] < 0.5 * errors[4]
+    assert abs(monitor.log_factor) < 3 * monitor.log_error
+    monitor.restart()
+    assert monitor.steps == 0
+
+
+class Job:
+    """Ranks whose steps take what their true costs say, times a factor, times noise."""
+
+    def __init__(self, speeds, noise, seed, measured_off=0.05):
+        self.random = random.Random(seed)
+        self.batch = 64 * len(speeds)
+        self.noise = noise
+        self.true = [CostModel(0.02, 0.01 * speed) for speed in speeds]
+        off = [self.random.uniform(1 - measured_off, 1 + measured_off) for _ in speeds]
+        costs = [RankCost(m.times(f)) for m, f in zip(self.true, off, strict=True)]
+        self.shares = plan_fastest(costs, self.batch)
+        self.rebalancer = Rebalancer(costs, self.shares)
+        self.plans = []
+        self.efficiency = []
+
+    def run(self, steps, factors):
+        """A rank is factors(step)[rank] times slower; what a step tells is known a step later."""
+        told = None
+        for step in range(steps):
+            now = [m.times(f) for m, f in zip(self.true, factors(step), strict=True)]
+            self.efficiency.append(self._best(now) / self._seconds(now, self.shares))
+            work = [
+                m.seconds(b) * self.random.uniform(1 - self.noise, 1 + self.noise)
+                for m, b in zip(now, self.shares, strict=True)
+            ]
+            steps_now = [
+                RankStep(1, b, w, max(work) - w + 0.005)
+                for b, w in zip(self.shares, work, strict=True)
+            ]
+            plan = self.rebalancer.observe(told) if told else None
+            told = steps_now
+            if plan is not None:
+                assert sum(plan.batch_sizes) == self.batch
+                assert min(plan.batch_sizes) >= 1
+                self.plans.append((step, plan))
+                self.shares = plan.batch_sizes
+
+    def _best(self, now):
+        return self._seconds(now, plan_fastest([RankCost(m) for m in now], self.batch))
+
+    @staticmethod
+    def _seconds(models, shares):
+        return max(m.seconds(b) for m, b in zip(models, shares, strict=True))
+
+
+@pytest.mark.parametrize("speeds", [[1, 3], [1, 1, 3, 3], [1, 1, 1, 1, 2, 2, 3, 3]])
+def test_ten_percent_of_noise_moves_no_samples_to_and_fro(speeds):
+    for seed in range(8):
+        job = Job(speeds, noise=0.1, seed=seed)
+        job.run(500, lambda _: [1.0] * len(speeds))
+        assert len(job.plans) <= 4
+        for (_, one), (_, other) in itertools.pairwise(job.plans):
+            assert one.batch_sizes != other.batch_sizes
+        assert sum(job.efficiency[20:]) / 480 > 0.94
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_that_becomes_slow_and_well_again_takes_few_plans_and_few_steps(seed):
+    job = Job([1, 1], noise=0.04, seed=seed, measured_off=0.02)
+    job.run(200, lambda step: [1.0, 3.0 if 50 <= step < 120 else 1.0])
+    changes = [plan for step, plan in job.plans if step >= 50]
+    assert 2 <= len(changes) <= 4
+    assert min(job.efficiency[65:120]) >= 0.95
+    assert min(job.efficiency[135:]) >= 0.95
+    first = next(plan for step, plan in job.plans if step >= 50)
+    assert first.rank == 1
+    assert first.gain > 0.3
+    assert "x as long as planned" in first.why
+
+
+def test_a_wrong_benchmark_is_put_right():
+    costs = [RankCost(CostModel(0.0, 0.01)), RankCost(CostModel(0.0, 0.01))]
+    rebalancer = Rebalancer(costs, [32, 32])
+    plan = None
+    for _ in range(20):
+        steps = [RankStep(1, 32, 0.32, 0.64), RankStep(1, 32, 0.96, 0.0)]
+        plan = plan or rebalancer.observe(steps)
+    assert plan is not None
+    assert plan.batch_sizes == [48, 16]
+    assert plan.factors == [pytest.approx(1.0), pytest.approx(3.0)]
+    assert plan.gain == pytest.approx(1.0)
+
+
+def test_where_communication_takes_the_time_a_better_split_is_no_reason():
+    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
+    for _ in range(40):
+        steps = [RankStep(1, 32, 0.32, 10.0), RankStep(1, 32, 0.48, 9.84)]
+        assert rebalancer.observe(steps) is None
+
+
+def test_steps_with_other_shares_than_the_plans_do_not_count():
+    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
+    for _ in range(40):
+        assert rebalancer.observe([RankStep(1, 8, 0.08, 0), RankStep(1, 8, 0.8, 0)]) is None
+    assert rebalancer.factors == [1.0, 1.0]
+
+
+def test_a_device_that_has_not_ended_a_step_yet_tells_nothing():
+    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
+    for _ in range(40):
+        assert rebalancer.observe([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.32, 0)]) is None
+    assert rebalancer.factors == [1.0, pytest.approx(1.0)]
