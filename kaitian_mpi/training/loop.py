@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ class Trainer:
 
     def train_epoch(self, epoch: int) -> None:
         """Train one epoch, or what `--max-steps` leaves of it."""
+        for _ in self.steps(epoch):
+            pass
+
+    def steps(self, epoch: int) -> Iterator[None]:
+        """Train one step of an epoch each time that the next one is asked for."""
         self.progress.epoch = epoch
         self._samples_left = len(self._data.train)  # type: ignore[arg-type]
         self._data.set_epoch(epoch)
@@ -103,6 +109,7 @@ class Trainer:
             data_sec = time.perf_counter() - waiting_since
             self._statistics.before_step(step_in_epoch)
             self.step(inputs, labels, data_sec)
+            yield
             if self.finished:
                 break
             waiting_since = time.perf_counter()

@@ -24,9 +24,9 @@ _PROBE_BATCH = 8
 _SHORTEST_SEC = 0.1
 _CONTEST_ROUNDS = 4
 _MOST_ROUNDS = 5
-# Parts of the benchmark's seconds: for the contest, until the last new batch size, and for a step.
+# Parts of the benchmark's seconds: for the contest, for finding the batch sizes, and for a step.
 _CONTEST_PART = 0.25
-_GROWTH_PART = 0.5
+_GROWTH_PART = 0.25
 _STEP_PART = 0.25
 
 
@@ -118,6 +118,8 @@ class RankTimer:
     def _grow(self, memory: MemoryGauge) -> list[int]:
         """Return batch sizes to time, each twice the one before, until memory or time says stop."""
         batch = min(self._largest, _PROBE_BATCH)
+        enough_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
+        longest_sec = _STEP_PART * self._config.benchmark_seconds
         fitting: list[int] = []
         while memory.has_room_for(batch):
             seconds = self._try_step(batch, memory)
@@ -127,9 +129,8 @@ class RankTimer:
                 batch = self._half(batch)
                 continue
             fitting.append(batch)
-            limit_sec = self._config.benchmark_seconds
-            too_slow = 2 * seconds > _STEP_PART * limit_sec
-            if batch >= self._largest or too_slow or self._elapsed() > _GROWTH_PART * limit_sec:
+            too_slow = 2 * seconds > longest_sec or self._elapsed() > enough_sec
+            if batch >= self._largest or too_slow:
                 break
             batch = min(2 * batch, self._largest)
         # Two sizes at least, or alpha cannot be told from beta.

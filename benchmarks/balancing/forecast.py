@@ -1,0 +1,80 @@
+"""Samples per second that kaitian-bench forecasts for every subset of groups, and that it reaches.
+
+    python benchmarks/balancing/forecast.py
+
+The groups are emulated, of one rank each; on 2 cores the fast one has a core of its own and the
+slow ones, which sleep most of the time, share the other. Each subset is trained by kaitian-train
+with as many ranks. Prints a line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SETTLED = 3  # lines of metrics before this one are warming up
+
+
+def launch(ranks: int, command: list[str], folder: Path) -> None:
+    """Run a command on so many ranks; its output is shown if it fails."""
+    words = ["mpirun", "-np", str(ranks), "--bind-to", "none", *command]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} failed\n{done.stdout}\n{done.stderr}")
+
+
+def slowdown(factors: list[float]) -> list[str]:
+    """Return the flags that slow ranks down."""
+    pairs = [f"{rank}:{factor}" for rank, factor in enumerate(factors) if factor > 1]
+    return ["--emulate-slowdown", ",".join(pairs)] if pairs else []
+
+
+def measured_rate(folder: Path) -> float:
+    """Return the median samples per second of a run's settled steps."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(line["samples_per_sec"] for line in lines[SETTLED:])
+
+
+def main() -> None:
+    """Forecast, then train each subset."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="mobilenetv2")
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kinds", default="gpu,mlu,npu")
+    parser.add_argument("--factors", default="1,3,4")
+    options = parser.parse_args()
+    kinds = options.kinds.split(",")
+    factors = dict(zip(kinds, map(float, options.factors.split(",")), strict=True))
+    common = ["--model", options.model, "--dataset", "synthetic"]
+    common += ["--global-batch-size", str(options.batch), "--memory-format", "channels_last"]
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        emulated = ["--emulate-kinds", options.kinds, *slowdown(list(factors.values()))]
+        command = ["kaitian-bench", *common, *emulated, "--json", "bench.json"]
+        launch(len(kinds), command, folder)
+        saved = json.loads((folder / "bench.json").read_text())
+        settings = ["--keep-all", "--max-steps", str(options.steps), "--log-interval", "0"]
+        for number, cast in enumerate(saved["forecasts"]):
+            taken, run = cast["kinds"], f"run{number}"
+            emulated = ["--emulate-kinds", ",".join(taken)]
+            emulated += slowdown([factors[kind] for kind in taken])
+            command = ["kaitian-train", *common, *settings, *emulated, "--run-dir", run]
+            launch(len(taken), command, folder)
+            rate = measured_rate(folder / run)
+            off = cast["samples_per_sec"] / rate - 1
+            found.append([taken, round(cast["samples_per_sec"], 1), round(rate, 1), round(off, 4)])
+            print(f"{' + '.join(taken):20} forecast {found[-1][1]}, measured {found[-1][2]}")
+    worst = max(abs(row[3]) for row in found)
+    print(f"worst error {worst:.1%} (kinds and their speed emulated)")
+    print(json.dumps({"forecast": found, "worst_error": worst}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Steps of two ranks, one of them slowed down (emulated), each on a core of its own.
+
+    mpirun -np 2 --map-by core --bind-to core python benchmarks/balancing/steps.py
+
+Everything that is compared alternates within the one run. World rank 0 prints a line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+import kaitian_mpi
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import DataSource, load_data
+from kaitian_mpi.devices.emulation import Schedule, Slowdown
+from kaitian_mpi.models import build_model
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.benchmark import benchmark_ranks
+from kaitian_mpi.training.computation import Computation, make_optimizer
+from kaitian_mpi.training.loop import Trainer
+from kaitian_mpi.training.planning import Plan, plan_by_benchmark
+from kaitian_mpi.training.preparation import Ingredients
+from kaitian_mpi.training.run_folder import NoFolder
+
+FACTOR = 3.0
+WARM_UP = 3
+SETTLING = 20  # steps in which the plan may be refined
+
+
+class Repeated(Dataset):
+    """A data set that does not end while it is measured."""
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        length = len(self._data)  # type: ignore[arg-type]
+        return self._data[[index % length for index in indices]]
+
+
+class Bench:
+    """Makes trainers on this rank, of the same model and data."""
+
+    def __init__(self, world: World, options: argparse.Namespace) -> None:
+        self.world, self.options = world, options
+        self.source = load_data(TrainConfig(dataset="synthetic"))
+        self.data = Repeated(self.source.train)
+
+    def config(self, batch: int, balance: str = "static") -> TrainConfig:
+        """Return a config that shows nothing while it trains."""
+        return TrainConfig(
+            model=self.options.model,
+            global_batch_size=batch,
+            balance=balance,
+            epochs=1,
+            lr=1e-4,
+            log_interval=1e9,
+            benchmark_seconds=self.options.benchmark_seconds,
+        )
+
+    def model(self) -> torch.nn.Module:
+        """Return the model, the same each time."""
+        torch.manual_seed(0)
+        return build_model(self.options.model, self.source.num_classes)
+
+    def plan(self, batch: int, schedules: tuple[Schedule, ...]) -> Plan:
+        """Plan by the package's own benchmark."""
+        config = self.config(batch)
+        slowdown = Slowdown(schedules[self.world.rank])
+        results = benchmark_ranks(config, self.world, self.model(), self.data, slowdown)
+        return plan_by_benchmark(config, self.world, results)
+
+    def fixed(self, shares: list[int]) -> Plan:
+        """Return a plan of one's own."""
+        return Plan(shares, [1.0, 1.0], None, "channels_last", "fp32", None)
+
+    def trainer(
+        self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static"
+    ) -> Trainer:
+        """Return a trainer whose ranks are slowed down by these schedules."""
+        config = self.config(sum(plan.batch_sizes), balance)
+        data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
+        made = Ingredients(data, self.model(), NoFolder(), schedules)
+        slowdown = Slowdown(schedules[self.world.rank])
+        return Trainer(config, self.world, made, self.computation(), plan, slowdown)
+
+    def computation(self) -> Computation:
+        """Return how every trainer here computes."""
+        return Computation(self.world.device, "fp32", "channels_last", 0.0)
+
+
+def timed(world: World, steps: Iterator[None], count: int) -> float:
+    """Return the seconds per step of the next so many steps, the slower rank's."""
+    wait_quietly(world.comm)
+    start = time.perf_counter()
+    for _ in range(count):
+        next(steps)
+    return max(gather_values(world.comm, time.perf_counter() - start)) / count
+
+
+class Alone:
+    """This rank's share, trained without communicating."""
+
+    def __init__(self, bench: Bench, share: int, schedule: Schedule) -> None:
+        self._computation = bench.computation()
+        self._model = self._computation.place_model(bench.model()).train()
+        self._optimizer = make_optimizer(bench.config(share), self._model)
+        self._slowdown = Slowdown(schedule)
+        self._data, self._share, self._next = bench.data, share, 0
+
+    def samples_per_sec(self, world: World, seconds: float) -> float:
+        """Train for about so long, while the other rank does too."""
+        wait_quietly(world.comm)
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            self._step()
+            done += self._share
+        return done / (time.perf_counter() - start)
+
+    def _step(self) -> None:
+        indices = list(range(self._next, self._next + self._share))
+        self._next += self._share
+        inputs, labels = self._computation.place(*self._data[indices])
+        self._slowdown.start()
+        self._computation.loss(self._model, inputs, labels).backward()
+        self._computation.update(self._optimizer)
+        self._optimizer.zero_grad()
+        self._slowdown.catch_up()
+
+
+SLOW: tuple[Schedule, ...] = ((), ((0, FACTOR),))
+
+
+def sum_of_parts(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, object]:
+    """Together, against both at the same time on their own, and against equal shares."""
+    world, batch = bench.world, sum(plan.batch_sizes)
+    together = bench.trainer(plan, SLOW, "adaptive")
+    planned_steps = together.steps(0)
+    timed(world, planned_steps, SETTLING)
+    shares = together.sampler.batch_sizes
+    equal = bench.trainer(bench.fixed([batch // 2, batch - batch // 2]), SLOW)
+    alone = Alone(bench, shares[world.rank], SLOW[world.rank])
+    equal_steps = equal.steps(0)
+    timed(world, equal_steps, 1)
+    alone.samples_per_sec(world, 0.1)
+    parts, gains, rates = [], [], []
+    for _ in range(rounds):
+        before = timed(world, planned_steps, steps)
+        own = alone.samples_per_sec(world, steps * before)
+        sum_alone = sum(gather_values(world.comm, own))
+        after = timed(world, planned_steps, steps)
+        step = (before + after) / 2
+        equal_step = timed(world, equal_steps, max(1, steps // 2))
+        parts.append(batch / step / sum_alone)
+        gains.append(equal_step / after)
+        rates.append(batch / step)
+    together.close()
+    equal.close()
+    return {
+        "planned_by_benchmark": plan.batch_sizes,
+        "shares": shares,
+        "samples_per_sec": statistics.median(rates),
+        "sum_of_parts": quartiles(parts),
+        "against_equal": quartiles(gains),
+    }
+
+
+def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
+    """The plan's step against the best of all fixed splits of a small global batch."""
+    world = bench.world
+    plan = bench.plan(batch, SLOW)
+    splits = [[share, batch - share] for share in range(1, batch)]
+    trainer = bench.trainer(bench.fixed(splits[0]), SLOW)
+    steps = trainer.steps(0)
+    timed(world, steps, WARM_UP)
+    seconds: dict[int, list[float]] = {share: [] for share, _ in splits}
+    for _ in range(rounds):
+        for split in splits:
+            trainer.sampler.set_plan(split)
+            next(steps)  # the loader has asked for this one's samples already
+            seconds[split[0]].append(timed(world, steps, 1))
+    medians = {share: statistics.median(times) for share, times in seconds.items()}
+    best = min(medians, key=lambda share: medians[share])
+    # Once more, alternating, so that the best is not the luckiest.
+    own, other = [], []
+    for _ in range(3 * rounds):
+        for share, times in ((plan.batch_sizes[0], own), (best, other)):
+            trainer.sampler.set_plan([share, batch - share])
+            next(steps)
+            times.append(timed(world, steps, 1))
+    trainer.close()
+    return {
+        "batch": batch,
+        "planned": plan.batch_sizes,
+        "best": [best, batch - best],
+        "planned_over_best": statistics.median(own) / statistics.median(other),
+    }
+
+
+def steady(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, object]:
+    """Adaptive against static where nothing changes."""
+    world = bench.world
+    trainers = [bench.trainer(plan, SLOW, balance) for balance in ("static", "adaptive")]
+    runs = [trainer.steps(0) for trainer in trainers]
+    for run in runs:
+        timed(world, run, WARM_UP)
+    ratios = []
+    for number in range(rounds):
+        order = (0, 1) if number % 2 else (1, 0)
+        seconds = [0.0, 0.0]
+        for index in order:
+            seconds[index] = timed(world, runs[index], steps)
+        ratios.append(seconds[1] / seconds[0])
+    plans = trainers[1].balancing.plans
+    for trainer in trainers:
+        trainer.close()
+    return {"adaptive_over_static": quartiles(ratios), "plans": plans}
+
+
+def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> dict[str, object]:
+    """Rank 1 becomes three times slower, and well again."""
+    world = bench.world
+    plan = bench.plan(batch, ((), ()))
+    schedules: tuple[Schedule, ...] = ((), ((slow_at, FACTOR), (well_at, 1.0)))
+    trainer = bench.trainer(plan, schedules, "adaptive")
+    run = trainer.steps(0)
+    seconds, shares = [], []
+    for _ in range(steps):
+        shares.append(trainer.sampler.batch_sizes)
+        seconds.append(timed(world, run, 1))
+    plans = trainer.balancing.plans - 1
+    slow = trainer.balancing.slow_ranks()
+    trainer.close()
+    optimum = best_fixed(bench, batch, SLOW)
+    well = best_fixed(bench, batch, ((), ()))
+
+    def efficiency(best: float, first: int, last: int) -> list[float]:
+        return [round(best / s, 4) for s in seconds[first - 1 : last]]
+
+    during, after = efficiency(optimum, slow_at, well_at - 1), efficiency(well, well_at, steps)
+    return {
+        "steps": [slow_at, well_at, steps],
+        "plans": plans,
+        "efficiency_from_step_15_on": [
+            statistics.median(during[15:]),
+            statistics.median(after[15:]),
+        ],
+        "first_steps_at_0.95": [reached(during), reached(after)],
+        "seconds": seconds,
+        "shares": shares,
+        "slow_ranks": slow,
+    }
+
+
+def best_fixed(bench: Bench, batch: int, schedules: tuple[Schedule, ...]) -> float:
+    """Return the least median step of the fixed splits near the ideal."""
+    world = bench.world
+    ratio = 1 / FACTOR if schedules[1] else 1.0
+    ideal = round(batch / (1 + ratio))
+    reach = max(1, batch // 32)
+    trainer = bench.trainer(bench.fixed([ideal, batch - ideal]), schedules)
+    run = trainer.steps(0)
+    timed(world, run, WARM_UP)
+    seconds: dict[int, list[float]] = {}
+    for _ in range(3):
+        for share in (ideal - reach, ideal, ideal + reach):
+            trainer.sampler.set_plan([share, batch - share])
+            next(run)
+            seconds.setdefault(share, []).extend(timed(world, run, 1) for _ in range(2))
+    trainer.close()
+    return min(statistics.median(times) for times in seconds.values())
+
+
+def reached(efficiencies: list[float]) -> int:
+    """Return after how many steps the median of five is at 0.95 or more for the first time."""
+    for step in range(2, len(efficiencies) - 2):
+        if statistics.median(efficiencies[step - 2 : step + 3]) >= 0.95:
+            return step - 2
+    return -1
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the quartiles, the median in the middle."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return [round(value, 4) for value in (low, middle, high)]
+
+
+def main() -> None:
+    """Run what is asked for; world rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=["sum", "exhaustive", "steady", "events"])
+    parser.add_argument("--model", default="mobilenetv2")
+    parser.add_argument("--batch", type=int, default=128, help="global batch")
+    parser.add_argument("--small-batch", type=int, default=32, help="for the exhaustive search")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="steps per round")
+    parser.add_argument("--benchmark-seconds", type=float, default=10.0)
+    options = parser.parse_args()
+    bench = Bench(kaitian_mpi.init(), options)
+    found: dict[str, object] = {}
+    plan = None
+    if {"sum", "steady"} & set(options.parts):
+        plan = bench.plan(options.batch, SLOW)
+    for part in options.parts:
+        if part == "sum":
+            found[part] = sum_of_parts(bench, plan, options.rounds, options.steps)
+        elif part == "exhaustive":
+            found[part] = exhaustive(bench, options.small_batch, math.ceil(options.rounds / 2))
+        elif part == "steady":
+            found[part] = steady(bench, plan, 2 * options.rounds, options.steps)
+        else:
+            found[part] = events(bench, options.batch // 2, 25, 65, 105)
+    if bench.world.rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
