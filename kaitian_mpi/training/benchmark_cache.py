@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, fields
 from importlib.metadata import version
@@ -90,4 +91,5 @@ class BenchmarkCache:
 
 def _is_sound(measured: Measured) -> bool:
     numbers = [*measured.batches, *measured.seconds]
-    return len(measured.batches) == len(measured.seconds) > 0 and min(numbers) > 0
+    sound = all(math.isfinite(number) and number > 0 for number in numbers)
+    return sound and len(measured.batches) == len(measured.seconds) > 0

@@ -1,0 +1,201 @@
+"""Timing one rank and finding what fits its memory, with a model that runs out of it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.training.benchmark_cache import BenchmarkCache
+from kaitian_mpi.training.memory import MemoryGauge, out_of_memory
+from kaitian_mpi.training.rank_timer import Measured, RankTimer
+
+MIB = 1 << 20
+
+
+class Device(CpuDevice):
+    """A device whose steps take `base + per_sample * batch` bytes of `limit`."""
+
+    def __init__(self, limit, base=100, per_sample=10):
+        self.limit, self.base, self.per_sample = limit, base, per_sample
+        self.batch = 0
+
+    def __deepcopy__(self, _):  # with the model that tells it of its batches
+        return self
+
+    def memory_limit_bytes(self, index, sharers):
+        return self.limit
+
+    def memory_peak_bytes(self, index):
+        return self.base + self.per_sample * self.batch
+
+
+def make_world(device):
+    info = SimpleNamespace(
+        host="h", device="cpu", device_name="c", local_rank=0, world_rank=0, kind="cpu"
+    )
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        device_kind=device,
+        device_index=0,
+        info=info,
+        infos=(info,),
+        threads=1,
+        synchronize=lambda: None,
+    )
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, indices):
+        return torch.ones(len(indices), 4), torch.zeros(len(indices), dtype=torch.int64)
+
+
+class Hungry(nn.Module):
+    """Takes no more than so many samples at once."""
+
+    def __init__(self, most, device=None):
+        super().__init__()
+        self.layer, self.most, self.device = nn.Linear(4, 2), most, device
+        self.seen = []
+
+    def forward(self, x):
+        if self.device is not None:
+            self.device.batch = len(x)
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("tried to allocate")
+        self.seen.append(len(x))
+        return self.layer(x)
+
+
+def measure(device, most, **settings):
+    config = TrainConfig(
+        **{"global_batch_size": 256, "benchmark_seconds": 0.5, "memory_format": "contiguous"}
+        | settings
+    )
+    world = make_world(device)
+    model = Hungry(most, device)
+    return RankTimer(config, world, model, Data(), Slowdown()).measure()
+
+
+def test_where_all_fits_the_largest_share_is_timed():
+    measured = measure(Device(limit=1 << 40), most=10**9)
+    assert measured.batches == [8, 16, 32, 64, 128, 256]
+    assert all(seconds > 0 for seconds in measured.seconds)
+    assert measured.largest_micro_batch is None
+
+
+def test_the_memory_ends_the_growth_before_it_is_full():
+    # 90% of 1000 bytes less a base of 100 leaves room for 80 samples of 10 bytes.
+    measured = measure(Device(limit=1000), most=10**9)
+    assert measured.batches == [8, 16, 32, 64]
+    assert measured.largest_micro_batch == 80
+
+
+def test_an_out_of_memory_ends_it_too():
+    measured = measure(Device(limit=1 << 40), most=40)
+    assert measured.batches == [8, 16, 32]
+    assert measured.largest_micro_batch == 32
+
+
+def test_a_device_that_takes_only_three_samples_still_takes_part():
+    measured = measure(Device(limit=1 << 40), most=3)
+    assert max(measured.batches) <= 3
+    assert len(measured.batches) >= 2
+    assert measured.largest_micro_batch in (2, 3)
+
+
+def test_a_device_that_takes_none_is_said():
+    with pytest.raises(UserError, match=r"too little memory on cpu for a step of a single sample"):
+        measure(Device(limit=1 << 40), most=0)
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory():
+    assert out_of_memory(torch.OutOfMemoryError("x"))
+    assert out_of_memory(MemoryError())
+    assert out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried"))
+    assert not out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_no_batch_is_larger_than_the_micro_batch_that_the_user_allows():
+    measured = measure(Device(limit=1 << 40), most=10**9, micro_batch_size=20)
+    assert measured.batches == [8, 16, 20]
+
+
+def test_the_choice_of_layout_and_precision():
+    measured = measure(Device(limit=1 << 40), most=10**9, precision="auto", memory_format="auto")
+    assert measured.precision in ("fp32", "bf16")
+    assert measured.memory_format in ("contiguous", "channels_last")
+
+
+def test_the_real_cpu_has_room():
+    gauge = MemoryGauge(make_world(CpuDevice()))
+    for batch in (8, 16):
+        gauge.restart()
+        gauge.note(batch)
+    assert gauge.has_room_for(17)
+
+
+def test_a_containers_limit_counts(tmp_path):
+    assert available_bytes(tmp_path) > 0
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    assert available_bytes(tmp_path) == 700000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 10 * MIB
+
+
+FOUND = Measured([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
+
+
+def make_cache(folder, **settings):
+    config = TrainConfig(**{"benchmark_cache": str(folder)} | settings)
+    world = make_world(CpuDevice())
+    return BenchmarkCache(config, world, nn.Linear(4, 2), Data(), Slowdown())
+
+
+def test_the_cache_keeps_results_by_what_they_depend_on(tmp_path):
+    assert make_cache(tmp_path / "new").read() is None
+    make_cache(tmp_path / "new").write(FOUND)
+    assert make_cache(tmp_path / "new").read() == FOUND
+    assert make_cache(tmp_path / "new", precision="bf16").read() is None
+    assert make_cache(tmp_path / "new", model="cnn").read() is None
+    assert make_cache(tmp_path / "new", global_batch_size=1000).read() is None
+    assert make_cache("").read() is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: "",
+        lambda content: "[]",
+        lambda content: content[:40],
+        lambda content: content.replace("0.1", "-0.1"),
+        lambda content: content.replace('"seconds"', '"secs"'),
+        lambda content: content.replace("0.1,", ""),
+        lambda content: content.replace("0.1,", '"x",'),
+        lambda content: content.replace("0.1,", "NaN,"),
+    ],
+)
+def test_a_file_that_is_no_result_counts_as_none(tmp_path, change):
+    cache = make_cache(tmp_path)
+    cache.write(FOUND)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())
+    file.write_text(change(file.read_text()))
+    assert cache.read() is None
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--benchmark-cache"):
+        make_cache(tmp_path / "file").write(FOUND)
