@@ -194,20 +194,23 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
             next(steps)  # the loader has asked for this one's samples already
             seconds[split[0]].append(timed(world, steps, 1))
     medians = {share: statistics.median(times) for share, times in seconds.items()}
-    best = min(medians, key=lambda share: medians[share])
-    # Once more, alternating, so that the best is not the luckiest.
-    own, other = [], []
+    # The best four once more, alternating with the plan, so that the best is not the luckiest.
+    finalists = sorted(medians, key=lambda share: medians[share])[:4]
+    again: dict[int, list[float]] = {share: [] for share in {*finalists, plan.batch_sizes[0]}}
     for _ in range(3 * rounds):
-        for share, times in ((plan.batch_sizes[0], own), (best, other)):
+        for share, times in again.items():
             trainer.sampler.set_plan([share, batch - share])
             next(steps)
             times.append(timed(world, steps, 1))
     trainer.close()
+    finals = {share: statistics.median(times) for share, times in again.items()}
+    best = min(finals, key=lambda share: finals[share])
     return {
         "batch": batch,
         "planned": plan.batch_sizes,
         "best": [best, batch - best],
-        "planned_over_best": statistics.median(own) / statistics.median(other),
+        "planned_over_best": finals[plan.batch_sizes[0]] / finals[best],
+        "finals": {str(share): round(seconds, 4) for share, seconds in sorted(finals.items())},
     }
 
 

@@ -85,6 +85,13 @@ class SlownessWatch:
         seen = [*self._compute(), *self._data(), *self._communication()]
         return [change for sign in seen if (change := self._follow(step, *sign)) is not None]
 
+    def name(self, slow: Slowness, rank: int, text: str) -> Slowness:
+        """Say of a slowness that has just begun which rank it is due to, and why."""
+        named = replace(slow, rank=rank, text=text)
+        self._current[slow.kind, slow.rank] = named
+        self.found[self.found.index(slow)] = named
+        return named
+
     def _compute(self) -> list[tuple[str, int, float, float, float, str]]:
         works = [times.work for times in self._times]
         signs = []
@@ -93,9 +100,9 @@ class SlownessWatch:
             held_up = times.work / median(others) if others else 1.0
             slower = times.slower
             text = (
-                f"computes {slower:.2f}x as long as at first"
+                f"it computes {slower:.2f}x as long as at first"
                 if slower >= held_up
-                else f"takes {held_up:.2f}x as long per step as the other ranks, which wait for it"
+                else f"it takes {held_up:.2f}x as long per step as the other ranks, which wait for it"
             )
             signs.append((COMPUTE, rank, max(slower, held_up), _SLOW_FACTOR, _WELL_FACTOR, text))
         return signs
@@ -104,7 +111,7 @@ class SlownessWatch:
         signs = []
         for rank, times in enumerate(self._times):
             part = times.data / max(times.step, 1e-9)
-            text = f"waits for its data {part:.0%} of each step; more --workers may help"
+            text = f"it waits for its data {part:.0%} of each step; more --workers may help"
             signs.append((DATA, rank, part, _LARGE_PART, _SMALL_PART, text))
         return signs
 
@@ -115,7 +122,7 @@ class SlownessWatch:
             waits.index(min(waits)),
         )
         part = min(waits) / max(self._times[last].step, 1e-9)
-        text = f"takes {part:.0%} of each step even of the rank that comes last"
+        text = f"the exchange of gradients takes {part:.0%} of each step of the rank that comes last"
         return [(COMMUNICATION, last, part, _LARGE_PART, _SMALL_PART, text)]
 
     def _follow(

@@ -10,6 +10,7 @@ import numpy as np
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
 from kaitian_mpi.balance.slowness import COMMUNICATION, Slowness, SlownessWatch
+from kaitian_mpi.mpi.link_probe import MOST_RANKS, rank_with_slow_links, time_links
 from kaitian_mpi.mpi.step_exchange import StepExchange
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.clock import StepTimes
@@ -63,7 +64,7 @@ class Balancing:
             return None
         steps = [_rank_step(row) for row in told]
         for change in self._watch.observe(step - 1, steps, told[:, 4].tolist()):
-            say(self._world, f"step {step}: {self._line(change)}")
+            say(self._world, f"step {step}: {self._line(self._traced(change))}")
         plan = self._rebalancer.observe(steps) if self._rebalancer else None
         if plan is None:
             return None
@@ -79,6 +80,22 @@ class Balancing:
     def close(self) -> None:
         """End the exchange."""
         self._exchange.close()
+
+    def _traced(self, change: Slowness) -> Slowness:
+        """Find out by a few messages whose links are slow, where the exchange has become so.
+
+        Collective: all ranks see the same change at the same step.
+        """
+        size = self._world.size
+        begins = change.kind == COMMUNICATION and change.until_step is None
+        if not begins or not 3 <= size <= MOST_RANKS:
+            return change
+        found = rank_with_slow_links(time_links(self._world.comm))
+        if found is None:
+            return change
+        rank, factor = found
+        text = f"{change.text}; messages to and from this rank take {factor:.1f}x as long as usual"
+        return self._watch.name(change, rank, text)
 
     def _tell(self, step: int, plan: NewPlan) -> None:
         self.plans += 1
@@ -100,11 +117,9 @@ class Balancing:
     def _line(self, slow: Slowness) -> str:
         place = self._where(slow.rank)
         name = f"rank {place['rank']} ({place['host']}, {place['device']}, {place['device_kind']})"
-        if slow.kind == COMMUNICATION:
-            name = f"the exchange of gradients, for which {name} comes last,"
         if slow.until_step is not None:
             return f"{name} is not slow any more ({slow.kind}, since step {slow.since_step})"
-        return f"{name} is slow since step {slow.since_step} ({slow.kind}): it {slow.text}"
+        return f"{name} is slow since step {slow.since_step} ({slow.kind}): {slow.text}"
 
     def _where(self, rank: int) -> dict[str, Any]:
         info = self._world.infos[rank]

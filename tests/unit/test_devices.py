@@ -65,6 +65,9 @@ def test_every_kind_satisfies_the_protocol(kind):
         device.synchronize(0)
         assert device.name(0)
         assert device.memory_bytes(0) > 1 << 20
+        device.restart_memory_peak(0)
+        assert device.memory_peak_bytes(0) >= 0
+        assert 0 < device.memory_limit_bytes(0, 2) <= device.memory_limit_bytes(0, 1)
 
 
 def test_cpu_is_always_there():

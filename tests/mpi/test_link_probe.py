@@ -1,0 +1,31 @@
+import time
+
+import pytest
+
+from kaitian_mpi.mpi.link_probe import rank_with_slow_links, time_links
+
+SLOW_RANK = 1
+
+
+class SlowLinks:
+    """This rank's messages, each some milliseconds late on the slow rank."""
+
+    def __init__(self, comm):
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+
+    def Sendrecv(self, *args, **kwargs):  # noqa: N802
+        if self.rank == SLOW_RANK:
+            time.sleep(0.02)
+        self._comm.Sendrecv(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+
+@pytest.mark.ranks(3)
+def test_the_rank_with_slow_links_is_found_on_every_rank(world):
+    links = time_links(SlowLinks(world.comm))
+    assert len(links) == world.size
+    rank, factor = rank_with_slow_links(links)
+    assert rank == SLOW_RANK
+    assert factor > 2
