@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,9 +22,18 @@ SETTLED = 3  # lines of metrics before this one are warming up
 
 
 def launch(ranks: int, command: list[str], folder: Path) -> None:
-    """Run a command on so many ranks; its output is shown if it fails."""
-    words = ["mpirun", "-np", str(ranks), "--bind-to", "none", *command]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    """Run a command on so many ranks; its output is shown if it fails.
+
+    Every rank computes with one thread: of two, each has a core of its own, and one alone has one.
+    """
+    binding = ["--map-by", "core", "--bind-to", "core"]
+    if ranks > 2:
+        binding = ["--map-by", ":oversubscribe", "--bind-to", "none"]
+    words = ["mpirun", "-np", str(ranks), *binding, *command]
+    environment = {k: v for k, v in os.environ.items() if "rmaps_default_mapping" not in k}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed\n{done.stdout}\n{done.stderr}")
 

@@ -46,7 +46,7 @@ def main() -> None:
         panel.axvspan(slow_at, well_at, color=SLOW, alpha=0.12, label="rank 1 is slowed 3x")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
-    shares.legend(loc="upper right", ncols=3, frameon=False)
+    shares.legend(loc="lower right", ncols=3, frameon=False)
     figure.savefig(target, dpi=110)
 
 

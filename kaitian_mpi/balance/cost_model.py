@@ -30,17 +30,17 @@ class CostModel:
 def fit(batches: Sequence[int], seconds: Sequence[float]) -> CostModel:
     """Fit a line through measured (batch, seconds) that starts at 0 or above and rises.
 
-    Least squares of the relative errors, as timings are off by so many percent and not by so many
-    milliseconds. Noise can tilt it too far, and far beyond the largest batch measured that would
-    make a rank look many times faster or slower than it is. So where it starts below 0, the best
-    line through the origin is taken; and where more than three quarters of the largest batch's time
-    would not depend on the batch, the best line that takes just so much.
+    Least squares in which a measurement's variance is taken to grow with its seconds, as that of a
+    sum of many small disturbances does. Noise can tilt the line too far, and far beyond the largest
+    batch measured that would make a rank look many times faster or slower than it is. So where it
+    starts below 0, the best line through the origin is taken; and where more than three quarters of
+    the largest batch's time would not depend on the batch, the best line that takes just so much.
 
     Args:
         batches: samples, at least 1 each.
         seconds: above 0, one for each batch.
     """
-    weights = [1.0 / s**2 for s in seconds]
+    weights = [1.0 / s for s in seconds]
     whole = sum(weights)
     mean_batch = sum(w * b for w, b in zip(weights, batches, strict=True)) / whole
     mean_sec = sum(w * s for w, s in zip(weights, seconds, strict=True)) / whole

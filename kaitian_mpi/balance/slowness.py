@@ -102,7 +102,7 @@ class SlownessWatch:
             text = (
                 f"it computes {slower:.2f}x as long as at first"
                 if slower >= held_up
-                else f"it takes {held_up:.2f}x as long per step as the other ranks, which wait for it"
+                else f"it takes {held_up:.2f}x as long per step as the others, which wait for it"
             )
             signs.append((COMPUTE, rank, max(slower, held_up), _SLOW_FACTOR, _WELL_FACTOR, text))
         return signs
@@ -122,7 +122,7 @@ class SlownessWatch:
             waits.index(min(waits)),
         )
         part = min(waits) / max(self._times[last].step, 1e-9)
-        text = f"the exchange of gradients takes {part:.0%} of each step of the rank that comes last"
+        text = f"the exchange of gradients takes {part:.0%} of each step of the last to come"
         return [(COMMUNICATION, last, part, _LARGE_PART, _SMALL_PART, text)]
 
     def _follow(

@@ -33,12 +33,19 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add the flags of some fields of `TrainConfig`, in the order of the config."""
+def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **defaults: object) -> None:
+    """Add the flags of some fields of `TrainConfig`, in the order of the config.
+
+    Args:
+        parser: where to add them.
+        names: the fields.
+        defaults: other defaults than the config's.
+    """
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         if field.name in names:
-            _add_flag(parser, field, types[field.name])
+            default = defaults.get(field.name, field.default)
+            _add_flag(parser, field, types[field.name], default)
 
 
 def config_of(chosen: argparse.Namespace, names: Collection[str]) -> TrainConfig:
@@ -59,10 +66,12 @@ def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
     return TrainConfig(**vars(make_parser(program).parse_args(arguments)))
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: type) -> None:
-    shown = f" (default {field.default})" if field.default not in ("", 0) else ""
+def _add_flag(
+    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: type, default: object
+) -> None:
+    shown = f" (default {default})" if default not in ("", 0) else ""
     options: dict[str, Any] = {
-        "default": field.default,
+        "default": default,
         "help": (field.metadata["help"] + shown).replace("%", "%%"),
     }
     if kind is bool:

@@ -54,6 +54,7 @@ class RankTimer:
         self._most = largest_share(config)
         self._largest = min(self._most, config.micro_batch_size or self._most)
         self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._smallest = 1
         self._began = time.perf_counter()
 
     def measure(self) -> Measured:
@@ -64,9 +65,11 @@ class RankTimer:
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world)
+        self._copy = copy.deepcopy(self._model).to(self._world.device).train()
+        self._optimizer = make_optimizer(self._config, self._copy)
         self._computation = self._fastest(min(self._largest, _PROBE_BATCH))
-        self._prepare(self._computation)
         batches = self._grow(memory)
+        self._smallest = batches[0]
         rounds: dict[int, list[float]] = {batch: [] for batch in batches}
         round_sec = 0.0
         for _ in range(_MOST_ROUNDS):
@@ -86,7 +89,7 @@ class RankTimer:
 
     def keep_busy(self) -> None:
         """Compute a little: other ranks, perhaps on the same cores, are still timed."""
-        self._time_step(min(self._largest, _PROBE_BATCH))
+        self._time_step(self._smallest)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
@@ -100,13 +103,22 @@ class RankTimer:
         contestants = [self._compute_in(p, f) for p, f in itertools.product(precisions, formats)]
         if len(contestants) == 1:
             return contestants[0]
+        try:
+            return self._winner(contestants, batch)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+        # Not inside the handler, which would keep what did not fit.
+        return self._fastest(batch // 2) if batch > 1 else contestants[0]
+
+    def _winner(self, contestants: list[Computation], batch: int) -> Computation:
         # On a core shared with other ranks the layouts differ by less than the wait for the core,
         # which the thread's own CPU time leaves out. The first step, which warms up, is no minimum.
         clock = time.thread_time if self._world.device.type == "cpu" else time.perf_counter
         costs: list[list[float]] = [[] for _ in contestants]
         for round_number in range(_CONTEST_ROUNDS):
             for computation, seconds in zip(contestants, costs, strict=True):
-                self._prepare(computation)
+                self._computation = computation
                 before = clock()
                 self._time_step(batch)
                 seconds.append(clock() - before)
@@ -173,12 +185,6 @@ class RankTimer:
         return Computation(
             self._world.device, precision, memory_format, self._config.label_smoothing
         )
-
-    def _prepare(self, computation: Computation) -> None:
-        self._computation = computation
-        if not hasattr(self, "_copy"):
-            self._copy = computation.place_model(copy.deepcopy(self._model)).train()
-            self._optimizer = make_optimizer(self._config, self._copy)
 
     def _samples(self, batch: int) -> tuple[torch.Tensor, ...]:
         """Return the first samples of the data set; kept, as only computing is timed."""

@@ -66,8 +66,8 @@ def test_scores():
         ([10, 20], [1.5, 2.5], CostModel(0.5, 0.1)),
         ([10, 20, 30], [1.5, 2.5, 3.5], CostModel(0.5, 0.1)),
         ([8], [0.8], CostModel(0.0, 0.1)),
-        ([10, 20], [1.0, 3.0], CostModel(0.0, 3 / 26)),  # would start below zero
-        ([10, 20], [2.0, 1.0], CostModel(0.975, 0.0125)),  # would fall
+        ([10, 20], [1.0, 3.0], CostModel(0.0, 30 / (100 + 400 / 3))),  # would start below zero
+        ([10, 20], [2.0, 1.0], CostModel(4 / 3 - 0.0125 * 50 / 3, 0.0125)),  # would fall
         ([10, 20], [1.0, 1.0], CostModel(0.8125, 0.0125)),  # would be flat
     ],
 )

@@ -106,8 +106,9 @@ def test_an_out_of_memory_ends_it_too():
     assert measured.largest_micro_batch == 32
 
 
-def test_a_device_that_takes_only_three_samples_still_takes_part():
-    measured = measure(Device(limit=1 << 40), most=3)
+@pytest.mark.parametrize("memory_format", ["contiguous", "auto"])
+def test_a_device_that_takes_only_three_samples_still_takes_part(memory_format):
+    measured = measure(Device(limit=1 << 40), most=3, memory_format=memory_format)
     assert max(measured.batches) <= 3
     assert len(measured.batches) >= 2
     assert measured.largest_micro_batch in (2, 3)
