@@ -2,9 +2,9 @@
 
     python benchmarks/balancing/forecast.py
 
-The groups are emulated, of one rank each; on 2 cores the fast one has a core of its own and the
-slow ones, which sleep most of the time, share the other. Each subset is trained by kaitian-train
-with as many ranks. Prints a line of JSON last.
+The groups are emulated, of one rank each, on a core of its own: as many groups as there are cores,
+or ranks that share a core would be another speed alone than together. Each subset is trained by
+kaitian-train on the same cores. Prints a line of JSON last.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-SETTLED = 3  # lines of metrics before this one are warming up
+SETTLED = 15  # steps before this one warm up, and may be of a plan that is refined
 
 
-def launch(ranks: int, command: list[str], folder: Path) -> None:
-    """Run a command on so many ranks; its output is shown if it fails.
-
-    Every rank computes with one thread: of two, each has a core of its own, and one alone has one.
-    """
-    binding = ["--map-by", "core", "--bind-to", "core"]
-    if ranks > 2:
-        binding = ["--map-by", ":oversubscribe", "--bind-to", "none"]
-    words = ["mpirun", "-np", str(ranks), *binding, *command]
+def launch(cores: list[int], command: list[str], folder: Path) -> None:
+    """Run a command on a rank for each of these cores; its output is shown if it fails."""
+    words = ["mpirun", "--map-by", ":oversubscribe", "--bind-to", "none"]
+    for core in cores:
+        words += ["-np", "1", "taskset", "-c", str(core), *command, ":"]
     environment = {k: v for k, v in os.environ.items() if "rmaps_default_mapping" not in k}
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        words[:-1], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed\n{done.stdout}\n{done.stderr}")
@@ -54,13 +50,14 @@ def main() -> None:
     """Forecast, then train each subset."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mobilenetv2")
-    parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--kinds", default="gpu,mlu,npu")
-    parser.add_argument("--factors", default="1,3,4")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--kinds", default="gpu,mlu")
+    parser.add_argument("--factors", default="1,3")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     factors = dict(zip(kinds, map(float, options.factors.split(",")), strict=True))
+    core = {kind: number for number, kind in enumerate(kinds)}
     common = ["--model", options.model, "--dataset", "synthetic"]
     common += ["--global-batch-size", str(options.batch), "--memory-format", "channels_last"]
     found = []
@@ -68,7 +65,7 @@ def main() -> None:
         folder = Path(name)
         emulated = ["--emulate-kinds", options.kinds, *slowdown(list(factors.values()))]
         command = ["kaitian-bench", *common, *emulated, "--json", "bench.json"]
-        launch(len(kinds), command, folder)
+        launch([core[kind] for kind in kinds], command, folder)
         saved = json.loads((folder / "bench.json").read_text())
         settings = ["--keep-all", "--max-steps", str(options.steps), "--log-interval", "0"]
         for number, cast in enumerate(saved["forecasts"]):
@@ -76,7 +73,7 @@ def main() -> None:
             emulated = ["--emulate-kinds", ",".join(taken)]
             emulated += slowdown([factors[kind] for kind in taken])
             command = ["kaitian-train", *common, *settings, *emulated, "--run-dir", run]
-            launch(len(taken), command, folder)
+            launch([core[kind] for kind in taken], command, folder)
             rate = measured_rate(folder / run)
             off = cast["samples_per_sec"] / rate - 1
             found.append([taken, round(cast["samples_per_sec"], 1), round(rate, 1), round(off, 4)])

@@ -20,7 +20,7 @@ _BASELINE_STEPS = 10
 _WINDOW = 5
 _MEDIAN_OF = 3
 _PERSISTS = 5
-_NOTICED_AFTER = 6  # steps from the first slow one, with a median of three or five
+_NOTICED_AFTER = 5  # steps from the first slow one, with a median of three; six with one of five
 # A rank is slow from the first on, and well again below the second.
 _SLOW_FACTOR, _WELL_FACTOR = 1.25, 1.12
 _LARGE_PART, _SMALL_PART = 0.20, 0.10
