@@ -1,4 +1,4 @@
-"""Which rank has a slow way to the others."""
+"""Which host has a slow way to the others."""
 
 from __future__ import annotations
 
@@ -14,44 +14,51 @@ from kaitian_mpi.mpi.exchange import gather_values
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MOST_RANKS = 256  # one link after the other is measured
-_BYTES = 64 << 10
-_REPEATS = 3
+FEWEST, MOST = 3, 256  # of two ends neither can be told; one link after the other is measured
+_BYTES = 256 << 10
+_REPEATS = 8
 _SLOW_FACTOR = 2.0
 
 
-def time_links(comm: MPI.Comm) -> list[float]:
-    """Return the seconds that 64 KiB take there and back between rank i and rank i + 1.
+def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
+    """Return the seconds that 256 KiB take both ways at once between each end and the next.
 
-    The last is between the last rank and rank 0. Of three times each, the least. Collective.
+    The last is between the last end and the first. Of eight times each, the least. Collective.
+
+    Args:
+        comm: the ranks.
+        ends: some of them, one of each host, say.
     """
     own, other = np.zeros(_BYTES, dtype=np.uint8), np.empty(_BYTES, dtype=np.uint8)
-    mine = 0.0
-    for link in range(comm.size):
-        right = (link + 1) % comm.size
-        if comm.rank not in (link, right):
+    mine: dict[int, float] = {}
+    for link, left in enumerate(ends):
+        right = ends[(link + 1) % len(ends)]
+        if comm.rank not in (left, right):
             continue
-        partner = right if comm.rank == link else link
+        partner = right if comm.rank == left else left
         times = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
             comm.Sendrecv(own, partner, recvbuf=other, source=partner)
             times.append(time.perf_counter() - start)
-        if comm.rank == link:
-            mine = min(times)
-    return list(gather_values(comm, mine))
+        if comm.rank == left:
+            mine[link] = min(times)
+    told = {
+        int(link): sec for of_rank in gather_values(comm, mine) for link, sec in of_rank.items()
+    }
+    return [told[link] for link in range(len(ends))]
 
 
-def rank_with_slow_links(links: Sequence[float]) -> tuple[int, float] | None:
-    """Return the rank both of whose links are slow, and how many times slower than usual.
+def end_with_slow_links(links: Sequence[float]) -> tuple[int, float] | None:
+    """Return the end both of whose links are slow, and how many times slower than usual.
 
     Args:
-        links: as `time_links` returns them, of three ranks or more.
+        links: as `time_links` returns them, of three ends or more.
 
     Returns:
-        None where no rank's faster link takes twice as long as that of the median rank.
+        None where no end's faster link takes twice as long as that of the median end.
     """
-    faster = [min(link, links[rank - 1]) for rank, link in enumerate(links)]
+    faster = [min(link, links[end - 1]) for end, link in enumerate(links)]
     worst = max(faster)
     factor = worst / median(faster)
     return (faster.index(worst), factor) if factor >= _SLOW_FACTOR else None

@@ -10,7 +10,7 @@ import numpy as np
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
 from kaitian_mpi.balance.slowness import COMMUNICATION, Slowness, SlownessWatch
-from kaitian_mpi.mpi.link_probe import MOST_RANKS, rank_with_slow_links, time_links
+from kaitian_mpi.mpi.link_probe import FEWEST, MOST, end_with_slow_links, time_links
 from kaitian_mpi.mpi.step_exchange import StepExchange
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.clock import StepTimes
@@ -82,20 +82,21 @@ class Balancing:
         self._exchange.close()
 
     def _traced(self, change: Slowness) -> Slowness:
-        """Find out by a few messages whose links are slow, where the exchange has become so.
+        """Find out by a few messages which host's links are slow, where the exchange has become so.
 
         Collective: all ranks see the same change at the same step.
         """
-        size = self._world.size
+        first = {info.host: rank for rank, info in reversed(list(enumerate(self._world.infos)))}
+        ends = sorted(first.values())
         begins = change.kind == COMMUNICATION and change.until_step is None
-        if not begins or not 3 <= size <= MOST_RANKS:
+        if not begins or not FEWEST <= len(ends) <= MOST:
             return change
-        found = rank_with_slow_links(time_links(self._world.comm))
+        found = end_with_slow_links(time_links(self._world.comm, ends))
         if found is None:
             return change
-        rank, factor = found
-        text = f"{change.text}; messages to and from this rank take {factor:.1f}x as long as usual"
-        return self._watch.name(change, rank, text)
+        end, factor = found
+        text = f"{change.text}; messages to and from its host take {factor:.1f}x as long as usual"
+        return self._watch.name(change, ends[end], text)
 
     def _tell(self, step: int, plan: NewPlan) -> None:
         self.plans += 1

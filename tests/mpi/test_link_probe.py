@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from kaitian_mpi.mpi.link_probe import rank_with_slow_links, time_links
+from kaitian_mpi.mpi.link_probe import end_with_slow_links, time_links
 
 SLOW_RANK = 1
 
@@ -23,9 +23,17 @@ class SlowLinks:
 
 
 @pytest.mark.ranks(3)
-def test_the_rank_with_slow_links_is_found_on_every_rank(world):
-    links = time_links(SlowLinks(world.comm))
+def test_the_end_with_slow_links_is_found_on_every_rank(world):
+    ends = list(range(world.size))
+    links = time_links(SlowLinks(world.comm), ends)
     assert len(links) == world.size
-    rank, factor = rank_with_slow_links(links)
+    rank, factor = end_with_slow_links(links)
     assert rank == SLOW_RANK
     assert factor > 2
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_are_no_ends_only_hear_the_result(world):
+    links = time_links(world.comm, [0, 1, 3])
+    assert len(links) == 3
+    assert min(links) > 0

@@ -1,8 +1,8 @@
-"""Which rank's links are slow, from the times of a ring's links."""
+"""Whose links are slow, from the times of a ring's links."""
 
 import pytest
 
-from kaitian_mpi.mpi.link_probe import rank_with_slow_links
+from kaitian_mpi.mpi.link_probe import end_with_slow_links
 
 
 @pytest.mark.parametrize(
@@ -11,12 +11,12 @@ from kaitian_mpi.mpi.link_probe import rank_with_slow_links
         ([1.0, 1.0, 1.0, 1.0], None),
         ([1.0, 5.0, 5.0, 1.0], 2),
         ([5.0, 1.0, 1.0, 5.0], 0),
-        ([1.0, 9.0, 1.0, 1.0], None),  # one slow cable is neither rank's fault
+        ([1.0, 9.0, 1.0, 1.0], None),  # one slow cable is neither end's fault
         ([1.0, 8.0, 8.0], 2),
     ],
 )
-def test_a_rank_is_named_when_both_its_links_are_slow(links, expected):
-    found = rank_with_slow_links(links)
+def test_an_end_is_named_when_both_its_links_are_slow(links, expected):
+    found = end_with_slow_links(links)
     assert (found and found[0]) == expected
     if found:
         assert found[1] >= 2
