@@ -126,6 +126,38 @@ class TrainConfig:
         "layout of images in memory; auto: whichever is faster on the rank",
         ("auto", "contiguous", "channels_last"),
     )
+    max_bad_steps: int = _flag(
+        20, "end the run after so many steps in a row without a finite gradient; 0: never"
+    )
+    check_every: int = _flag(
+        200, "steps between comparisons of the ranks' weights; 0: only after a loss"
+    )
+
+    resume: str = _flag(
+        "",
+        "auto: go on from the newest good checkpoint in --run-dir, or begin where there is none; "
+        "or a checkpoint's .pt file",
+        metavar="auto|FILE",
+    )
+    checkpoint_every: int = _flag(0, "steps between checkpoints; 0: by --checkpoint-minutes")
+    checkpoint_minutes: float = _flag(
+        10.0, "minutes between checkpoints; 0: only by --checkpoint-every and at the end of epochs"
+    )
+    keep_checkpoints: int = _flag(3, "how many checkpoints to keep, besides the best")
+    spares: int = _flag(
+        0, "how many of the last ranks stand by to take the place of one that is lost"
+    )
+    step_timeout: float = _flag(
+        0.0,
+        "seconds after which a rank that hangs is ended; 0: 20 times the median step, at least 60",
+    )
+    snapshots: str = _flag(
+        "",
+        "keep the state in each host's memory (/dev/shm) under this name, to start again from "
+        "when a host is lost; kaitian-supervise gives it",
+    )
+    snapshot_every: int = _flag(10, "steps between such snapshots")
+
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
 
     run_dir: str = _flag(
@@ -142,10 +174,25 @@ class TrainConfig:
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        for name in ("global_batch_size", "batch_size", "epochs"):
+        for name in (
+            "global_batch_size",
+            "batch_size",
+            "epochs",
+            "keep_checkpoints",
+            "snapshot_every",
+        ):
             if getattr(self, name) < 1:
                 raise _bad(name, getattr(self, name), "a whole number of at least 1")
-        for name in ("max_steps", "micro_batch_size", "workers", "seed"):
+        for name in (
+            "max_steps",
+            "micro_batch_size",
+            "workers",
+            "seed",
+            "max_bad_steps",
+            "check_every",
+            "checkpoint_every",
+            "spares",
+        ):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "a whole number of at least 0")
         for name in ("momentum", "label_smoothing", "warmup"):
@@ -161,6 +208,14 @@ class TrainConfig:
             raise _bad("weight_decay", self.weight_decay, "a number of at least 0")
         if not self.log_interval >= 0:
             raise _bad("log_interval", self.log_interval, "seconds, at least 0")
+        if not self.checkpoint_minutes >= 0:
+            raise _bad("checkpoint_minutes", self.checkpoint_minutes, "minutes, at least 0")
+        if not 0 <= self.step_timeout < math.inf:
+            raise _bad("step_timeout", self.step_timeout, "seconds, at least 0")
+        if self.snapshots and not self.snapshots.isalnum():
+            raise _bad("snapshots", self.snapshots, "a name of letters and digits")
+        if self.resume == "auto" and not self.run_dir:
+            raise UserError("--resume auto needs --run-dir, the folder of the run to go on with")
         if self.nesterov and self.momentum == 0:
             raise UserError("--nesterov needs --momentum above 0; give --no-nesterov or a momentum")
 

@@ -25,5 +25,9 @@ class CollectiveError(RuntimeError):
     """
 
 
+class RankLostError(CollectiveError):
+    """A rank has died, so that a collective cannot come about; the others may go on without it."""
+
+
 class MissingRanksError(RuntimeError):
     """A monitored barrier that some rank did not reach; the process group is still good."""

@@ -28,10 +28,11 @@ from kaitian_mpi.mpi.runtime import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import benchmark_ranks
 from kaitian_mpi.training.computation import Computation, make_optimizer
-from kaitian_mpi.training.loop import Trainer
+from kaitian_mpi.training.loop import Trainer, count_steps
 from kaitian_mpi.training.planning import Plan, plan_by_benchmark
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.run_folder import NoFolder
+from kaitian_mpi.training.state import TrainingState
 
 FACTOR = 3.0
 WARM_UP = 3
@@ -96,7 +97,9 @@ class Bench:
         data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
         made = Ingredients(data, self.model(), NoFolder(), schedules)
         slowdown = Slowdown(schedules[self.world.rank])
-        return Trainer(config, self.world, made, self.computation(), plan, slowdown)
+        steps = count_steps(config, len(self.data), config.global_batch_size)
+        state = TrainingState(config, made.model, self.computation(), steps)
+        return Trainer(config, self.world, made, state, plan, slowdown)
 
     def computation(self) -> Computation:
         """Return how every trainer here computes."""
@@ -149,12 +152,12 @@ def sum_of_parts(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str,
     """Together, against both at the same time on their own, and against equal shares."""
     world, batch = bench.world, sum(plan.batch_sizes)
     together = bench.trainer(plan, SLOW, "adaptive")
-    planned_steps = together.steps(0)
+    planned_steps = together.steps()
     timed(world, planned_steps, SETTLING)
     shares = together.sampler.batch_sizes
     equal = bench.trainer(bench.fixed([batch // 2, batch - batch // 2]), SLOW)
     alone = Alone(bench, shares[world.rank], SLOW[world.rank])
-    equal_steps = equal.steps(0)
+    equal_steps = equal.steps()
     timed(world, equal_steps, 1)
     alone.samples_per_sec(world, 0.1)
     parts, gains, rates = [], [], []
@@ -185,7 +188,7 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
     plan = bench.plan(batch, SLOW)
     splits = [[share, batch - share] for share in range(1, batch)]
     trainer = bench.trainer(bench.fixed(splits[0]), SLOW)
-    steps = trainer.steps(0)
+    steps = trainer.steps()
     timed(world, steps, WARM_UP)
     seconds: dict[int, list[float]] = {share: [] for share, _ in splits}
     for _ in range(rounds):
@@ -218,7 +221,7 @@ def steady(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, objec
     """Adaptive against static where nothing changes."""
     world = bench.world
     trainers = [bench.trainer(plan, SLOW, balance) for balance in ("static", "adaptive")]
-    runs = [trainer.steps(0) for trainer in trainers]
+    runs = [trainer.steps() for trainer in trainers]
     for run in runs:
         timed(world, run, WARM_UP)
     ratios = []
@@ -240,7 +243,7 @@ def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> 
     plan = bench.plan(batch, ((), ()))
     schedules: tuple[Schedule, ...] = ((), ((slow_at, FACTOR), (well_at, 1.0)))
     trainer = bench.trainer(plan, schedules, "adaptive")
-    run = trainer.steps(0)
+    run = trainer.steps()
     seconds, shares = [], []
     for _ in range(steps):
         shares.append(trainer.sampler.batch_sizes)
@@ -276,7 +279,7 @@ def best_fixed(bench: Bench, batch: int, schedules: tuple[Schedule, ...]) -> flo
     ideal = round(batch / (1 + ratio))
     reach = max(1, batch // 32)
     trainer = bench.trainer(bench.fixed([ideal, batch - ideal]), schedules)
-    run = trainer.steps(0)
+    run = trainer.steps()
     timed(world, run, WARM_UP)
     seconds: dict[int, list[float]] = {}
     for _ in range(3):

@@ -84,6 +84,11 @@ class Rebalancer:
         """How many times as long as its cost model says each rank takes."""
         return [math.exp(monitor.log_factor) for monitor in self._monitors]
 
+    @property
+    def costs(self) -> list[RankCost]:
+        """What a step costs each rank, by the estimates."""
+        return self._scaled([monitor.log_factor for monitor in self._monitors])
+
     def observe(self, steps: Sequence[RankStep]) -> NewPlan | None:
         """Take in what every rank tells of a step; return a plan that is worth a change, or None.
 

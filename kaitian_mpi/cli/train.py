@@ -9,9 +9,11 @@ from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.mpi.guard import abort_guard
 from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import start_mpi
+from kaitian_mpi.mpi.runtime import leave_after_loss, start_mpi
+from kaitian_mpi.mpi.watchdog import start_watching
 
 PROGRAM = "kaitian-train"
+_FIRST_LIMIT_SEC = 600.0  # a step's time is not known yet, and the first may compile kernels
 
 
 def main() -> None:
@@ -23,6 +25,7 @@ def main() -> None:
         return
     with abort_guard(PROGRAM):
         config = parse_config(PROGRAM, arguments)
+        watchdog = start_watching(config.step_timeout or _FIRST_LIMIT_SEC)
         check_before_loading(config, start_mpi())
         # Only now: these load torch, which takes seconds.
         import torch.distributed as dist
@@ -31,8 +34,11 @@ def main() -> None:
         from kaitian_mpi.training.run import train
 
         train(config, init(config.devices, config.emulate_kinds))
-        if dist.is_initialized():  # a rank that was left out has no group any more
+        if dist.is_initialized():  # a rank that stood by has no group any more
             dist.destroy_process_group()
+        if watchdog is not None:
+            watchdog.close()
+        leave_after_loss()
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class _Weights:
         if torch.is_grad_enabled() and model.training and model.require_backward_grad_sync:
             self._start_sum()
 
-    def _bucket_ready(self) -> None:
+    def _bucket_ready(self, is_last: bool) -> None:
         """Set the weight at a backward's first bucket; at the others there is no sum."""
         if self._sum is None:
             if self._samples_in_eval is None:

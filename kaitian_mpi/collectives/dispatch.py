@@ -41,6 +41,13 @@ class Dispatcher:
         """Whether a collective has failed, so that no more can follow."""
         return self._worker.broken is not None
 
+    def record_losses(self) -> None:
+        """Complete the futures of operations that fail with the loss of a rank all the same.
+
+        For a caller that asks `is_broken` before it uses what they deliver.
+        """
+        self._worker.records_losses = True
+
     def run(
         self,
         name: str,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def _nothing() -> None:
+def _nothing(is_last: bool) -> None:
     pass
 
 
@@ -21,15 +21,17 @@ class WeightedSum:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, on_bucket: Callable[[], None] = _nothing
+        self, group: dist.ProcessGroup | None = None, on_bucket: Callable[[bool], None] = _nothing
     ) -> None:
         """Make the hook's state.
 
         Args:
             group: the process group to sum over; None for the default one.
-            on_bucket: called when a bucket's gradients are ready, before they are sent.
+            on_bucket: called when a bucket's gradients are ready, before they are sent, with
+                whether it is the last of a backward.
         """
         self.weight = 1.0
+        self._sums: list[torch.Tensor] = []
         self._group = group
         self._on_bucket = on_bucket
 
@@ -39,7 +41,7 @@ class WeightedSum:
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Start the weighted sum of one bucket; the future holds it."""
-        self._on_bucket()
+        self._on_bucket(bucket.is_last())
         gradient = bucket.buffer()
         if self.weight == 0:
             gradient.zero_()  # and not 0 x gradient, which keeps a NaN
@@ -47,7 +49,24 @@ class WeightedSum:
             gradient.mul_(self.weight)
         work = dist.all_reduce(gradient, group=self._group, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])
+        return work.get_future().then(lambda future: self._summed(future.value()[0]))
+
+    def is_finite(self, model: torch.nn.Module) -> bool:
+        """Return whether the gradients summed since the last call have no NaN and no infinity.
+
+        The same on every rank, without asking: all have the same sums.
+        """
+        sums, self._sums = self._sums, []
+        if not sums or bool(torch.stack(sums).isfinite().all()):
+            return True
+        # Finite numbers may add up to more than a float can hold.
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        # One number a bucket, in which whatever is not finite shows, where the gradient is.
+        self._sums.append(gradient.sum().float())
+        return gradient
 
 
 def _reduce(state: WeightedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

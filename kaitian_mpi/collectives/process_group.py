@@ -29,6 +29,7 @@ from kaitian_mpi.collectives.point_to_point import Mailbox
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction, reduction
+from kaitian_mpi.mpi.fault_tolerance import is_revoked
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
 from kaitian_mpi.mpi.topology import GroupComms
@@ -272,6 +273,19 @@ class KaitianProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a collective has failed or a rank is lost, so that no more can follow."""
+        return self._dispatcher.is_broken or is_revoked(self.comms.world)
+
+    def record_losses(self) -> None:
+        """Complete the futures of operations that fail with the loss of a rank all the same.
+
+        For a caller that asks `is_broken` before it uses what they deliver: an exception in a
+        future crashes DDP's reducer.
+        """
+        self._dispatcher.record_losses()
+
     def shutdown(self) -> None:
         """Finish what is queued, end the threads, free the communicators. Collective."""
         if self._closed:
@@ -280,9 +294,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
         closed_early(self.shutdown)
         self._dispatcher.close()
         # After a failure the ranks do not agree on where they are.
-        together = not self._dispatcher.is_broken and self._dispatcher.roll_call.leave(
-            self.comms.messages
-        )
+        together = not self.is_broken and self._dispatcher.roll_call.leave(self.comms.messages)
         self._mailbox.close()
         if together:
             self.comms.free()

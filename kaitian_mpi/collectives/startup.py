@@ -40,19 +40,28 @@ def go_on_with(world: World, ranks: Sequence[int]) -> World | None:
     """Put a process group of some ranks in the place of that of all. Collective over `world`.
 
     Args:
-        world: the ranks so far, which have a default process group.
+        world: the ranks so far; their default process group ends.
         ranks: those to go on with, at least one, in ascending order.
 
     Returns:
         The world of these ranks; None on a rank that is not among them, which has no process group
         any more.
     """
-    dist.destroy_process_group()
-    close_store()
+    close_process_group()
     kept = keep_ranks(world, ranks)
     if kept is not None:
         dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
     return kept
+
+
+def close_process_group() -> None:
+    """End this rank's default process group and its store, where there is one.
+
+    Collective over its ranks; after the loss of a rank nobody is waited for.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    close_store()
 
 
 def use_backend_for(names: Iterable[str]) -> None:

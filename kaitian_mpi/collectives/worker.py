@@ -15,7 +15,8 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.staging import Streams, after_caller
-from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.guard import end_job, end_with_traceback, say_labelled
 from kaitian_mpi.mpi.runtime import nap
 
@@ -80,13 +81,17 @@ class Queued(Work):
         """Mark it done; on an accelerator, once the streams of this thread are."""
         self._future.set_result(self._result)
 
-    def fail(self, error: CollectiveError) -> None:
+    def fail(self, error: CollectiveError, *, is_recorded: bool) -> None:
         """Mark it failed, for `wait` to raise.
 
-        Where somebody has its future the job ends instead: in a future an exception crashes DDP's
-        reducer, without a word.
+        Where somebody has its future, the exception would crash DDP's reducer, without a word: the
+        job ends instead. Where the loss of a rank `is_recorded` and will be asked for before the
+        result is used, the future is completed with whatever there is.
         """
         self._error = error
+        if self._is_watched and is_recorded and isinstance(error, RankLostError):
+            self._future.set_result(self._result)
+            return
         if self._is_watched:
             say_labelled(f"a collective failed: {error}")
             end_job(1)
@@ -163,6 +168,8 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.broken: CollectiveError | None = None
         """Why no more tasks can be carried out."""
+        self.records_losses = False
+        """Whether somebody asks for `broken` before using what a future delivers."""
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._waiting = 0
@@ -233,7 +240,7 @@ class Worker:
                 if error is None:
                     task.work.finish()
                 else:
-                    task.work.fail(error)
+                    task.work.fail(error, is_recorded=self.records_losses)
 
     def _error_of(self, task: _Task) -> CollectiveError | None:
         try:
@@ -246,10 +253,16 @@ class Worker:
 
     def _attempt(self, name: str, method: Method, calls: Calls) -> None:
         if self.broken is not None:
-            raise CollectiveError(f"{name}: this process group failed before: {self.broken}")
+            raise type(self.broken)(f"{name}: this process group failed before: {self.broken}")
         try:
             for arguments in calls:
                 method(*arguments)
         except CollectiveError as error:
-            self.broken = CollectiveError(f"{name}: {error}")
+            self.broken = type(error)(f"{name}: {error}")
+            raise self.broken from None
+        except Exception as error:
+            if not fault_tolerance.is_loss(error):
+                raise
+            fault_tolerance.revoke_all()
+            self.broken = RankLostError(f"{name}: a rank is lost ({error})")
             raise self.broken from None

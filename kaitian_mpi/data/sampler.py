@@ -136,6 +136,10 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             yield order[start : start + shares[self.rank]].tolist()
         self._ran_to_end = True
 
+    def indices(self, position: int, count: int) -> list[int]:
+        """Return the indices of the epoch's next `count` samples from a position, of all ranks."""
+        return self._permutation()[position : position + count].tolist()
+
     def state_dict(self) -> dict[str, Any]:
         """Return where this is, in samples: the same on all ranks, for any number of them."""
         return {"epoch": self.epoch, "position": self.position, **self._order_of_samples()}

@@ -25,3 +25,33 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
         json.loads(gathered[end - length : end].tobytes())
         for end, length in zip(ends, lengths, strict=True)
     ]
+
+
+def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
+    """Return the content that rank `root` gives, on every rank; fewer than 2 GiB. Collective."""
+    from mpi4py import MPI
+
+    length = np.array([len(content or b"")], dtype=np.int64)
+    comm.Bcast(length, root)
+    buffer = np.empty(int(length[0]), dtype=np.uint8)
+    if content is not None:
+        buffer[:] = np.frombuffer(content, dtype=np.uint8)
+    comm.Bcast((buffer, MPI.BYTE), root)
+    return buffer.tobytes()
+
+
+def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
+    """Return every rank's content on rank `root`, by rank; elsewhere nothing. Collective."""
+    from mpi4py import MPI
+
+    lengths = gather_values(comm, len(content))
+    own = np.frombuffer(content, dtype=np.uint8)
+    if comm.rank != root:
+        comm.Gatherv((own, MPI.BYTE), None, root)
+        return []
+    gathered = np.empty(sum(lengths), dtype=np.uint8)
+    comm.Gatherv((own, MPI.BYTE), (gathered, lengths, MPI.BYTE), root)
+    ends = np.cumsum(lengths)
+    return [
+        gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)
+    ]

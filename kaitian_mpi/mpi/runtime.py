@@ -6,11 +6,13 @@ import atexit
 import ctypes
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.launch import prepare_environment, read_launch, usable_cores
 
@@ -96,6 +98,18 @@ def closed_early(close: Callable[[], None]) -> None:
 def _close_all() -> None:
     while _closers:
         _closers.pop()()
+
+
+def leave_after_loss() -> None:
+    """End this process if its job has lost a rank; otherwise do nothing.
+
+    MPI's own end waits, across hosts, for ranks that are dead.
+    """
+    if fault_tolerance.has_shrunk():
+        _close_all()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def shorten_naps() -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_for
+from kaitian_mpi.mpi.fault_tolerance import is_revoked, track
+from kaitian_mpi.mpi.runtime import abandon, close_at_exit, closed_early, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,7 +19,7 @@ class StepExchange:
 
     def __init__(self, comm: MPI.Intracomm, count: int) -> None:
         """Prepare for `count` numbers a rank. Collective over `comm`, as every method is."""
-        self._comm = comm.Dup()
+        self._comm = track(comm.Dup())
         self._own = np.empty(count)
         self._gathered = np.empty((comm.size, count))
         self._request: MPI.Request | None = None
@@ -35,11 +36,18 @@ class StepExchange:
         self._request = self._comm.Iallgather(self._own, self._gathered)
         return before
 
-    def close(self) -> None:
-        """End the exchange; what is under way is received and dropped."""
+    def close(self, together: bool = True) -> None:
+        """End the exchange; what is under way is received and dropped.
+
+        Args:
+            together: False where a rank may be lost, so that nobody is waited for.
+        """
         closed_early(self.close)
-        self._receive()
-        self._comm.Free()
+        if together and not is_revoked(self._comm):
+            self._receive()
+            self._comm.Free()
+        elif self._request is not None:
+            abandon(self._request, self._own, self._gathered)
 
     def _receive(self) -> np.ndarray | None:
         if self._request is None:

@@ -16,8 +16,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from mpi4py import MPI
 
+from kaitian_mpi.errors import RankLostError
+from kaitian_mpi.mpi.fault_tolerance import is_revoked, track
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
 from kaitian_mpi.mpi.store_server import (
+    LOST,
     REQUEST_TAG,
     TIMED_OUT,
     Fields,
@@ -40,7 +43,7 @@ class MPIStore(dist.Store):
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         """Start the server on rank 0 of `comm`. Collective."""
         super().__init__()
-        self._comm = comm.Dup()
+        self._comm = track(comm.Dup())
         self._timeout = timeout
         self._tags = itertools.count()
         self._server = StoreServer(self._comm) if comm.rank == 0 else None
@@ -48,12 +51,16 @@ class MPIStore(dist.Store):
         close_at_exit(self.close)
 
     def close(self) -> None:
-        """Stop the server once every rank has come here. Collective; safe to call again."""
+        """Stop the server once every rank has come here. Collective; safe to call again.
+
+        After the loss of a rank nobody is waited for.
+        """
         if self._closed:
             return
         self._closed = True
         closed_early(self.close)
-        wait_quietly(self._comm)
+        if not is_revoked(self._comm):
+            wait_quietly(self._comm)
         if self._server is not None:
             self._server.close()
         self._comm.Free()
@@ -147,6 +154,8 @@ class MPIStore(dist.Store):
             status, *result = self._ask_by_message(operation, fields, limit_sec)
         if status == TIMED_OUT:
             raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")
+        if status == LOST:
+            raise RankLostError("the store has ended: a rank is lost")
         return tuple(result)
 
     def _ask_here(

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
+from kaitian_mpi.mpi.fault_tolerance import is_loss, is_revoked
+
 REQUEST_TAG = 1
-OK, TIMED_OUT = b"ok", b"timed out"
+OK, TIMED_OUT, LOST = b"ok", b"timed out", b"lost"
 
 Fields = tuple[bytes, ...]
 
@@ -109,6 +111,7 @@ class StoreServer:
         self._table = Table()
         self._pending: list[_Pending] = []
         self._lock = threading.Lock()
+        self._lost = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kaitian-store", daemon=True)
         self._thread.start()
@@ -127,6 +130,9 @@ class StoreServer:
     ) -> None:
         """Answer a request now, or when the keys it waits for are there, or its time is over."""
         with self._lock:
+            if self._lost:
+                reply((LOST,))
+                return
             if operation in (b"get", b"wait") and not self._table.has(arguments):
                 deadline = time.monotonic() + timeout_sec
                 self._pending.append(_Pending(operation, arguments, deadline, reply))
@@ -146,6 +152,27 @@ class StoreServer:
         self._pending = still
 
     def _serve(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._look_for_requests()
+            except MPI.Exception as error:
+                if not is_loss(error):
+                    raise
+                if is_revoked(self._comm):
+                    self._give_up()
+                    return
+                # The others may still need the table until somebody revokes the communicator.
+                self._comm.Ack_failed()
+
+    def _give_up(self) -> None:
+        """Let nobody on this rank wait for a key that a lost rank should have set."""
+        with self._lock:
+            self._lost = True
+            for request in self._pending:
+                request.reply((LOST,))
+            self._pending = []
+
+    def _look_for_requests(self) -> None:
         pause = self._SHORTEST_SEC
         status = MPI.Status()
         while not self._stop.is_set():
@@ -156,7 +183,7 @@ class StoreServer:
                 continue
             with self._lock:
                 self._answer_pending()
-            time.sleep(pause)
+            self._stop.wait(pause)
             pause = min(2 * pause, self._LONGEST_SEC)
 
     def _receive(self, message: MPI.Message, status: MPI.Status) -> None:
@@ -166,6 +193,10 @@ class StoreServer:
         source, reply_tag = status.Get_source(), int(tag)
 
         def reply(fields: Fields) -> None:
-            self._comm.Send([pack(fields), MPI.BYTE], source, reply_tag)
+            try:
+                self._comm.Send([pack(fields), MPI.BYTE], source, reply_tag)
+            except MPI.Exception as error:
+                if not is_loss(error):  # else there is nobody to answer to
+                    raise
 
         self.submit(operation, tuple(arguments), float(timeout), reply)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.mpi.fault_tolerance import track
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -118,4 +120,7 @@ def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
     group = world.Split(own, world.rank)
     in_lane = group.rank < lanes
     lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)
-    return GroupComms(world, groups, group, lane if in_lane else None, world.Dup(), lanes)
+    messages = world.Dup()
+    for comm in (world, group, messages, *([lane] if in_lane else [])):
+        track(comm)
+    return GroupComms(world, groups, group, lane if in_lane else None, messages, lanes)

@@ -14,9 +14,10 @@ from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.emulation import parse_kinds
 from kaitian_mpi.mpi.agreement import check_same, faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.fault_tolerance import shrink, track
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import share_cores
-from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups
+from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, positions
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,6 +37,8 @@ class World:
     """This rank's device among those of its kind on the host."""
     threads: int
     """Threads this rank computes with on the host."""
+    started: int
+    """How many ranks mpirun started."""
 
     @property
     def rank(self) -> int:
@@ -98,7 +101,7 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
             different versions of torch or of this package.
     """
     global _current
-    own = comm.Dup()
+    own = track(comm.Dup())
     host = _host_name()
     launch = read_launch(os.environ)
     with faults_agreed(own):
@@ -126,10 +129,8 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
         torch.__version__.partition("+")[0],
         "install the same version on every host",
     )
-    threads = share_cores(own)
-    torch.set_num_threads(threads)
     infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
-    _current = World(own, infos, device, choice.index, threads)
+    _current = World(own, infos, device, choice.index, _use_cores(own), own.size)
     return _current
 
 
@@ -148,8 +149,25 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
         comm.Free()
         return None
     infos = tuple(world.infos[rank] for rank in ranks)
-    _current = replace(world, comm=comm, infos=infos)
+    _current = replace(world, comm=track(comm), infos=infos, threads=_use_cores(comm))
     return _current
+
+
+def survivors_of(world: World) -> World:
+    """Return the world of the ranks that live, after a loss. Collective over those.
+
+    They are numbered anew, in the same order.
+    """
+    comm = track(shrink(world.comm))
+    infos = tuple(world.infos[rank] for rank in positions(comm, world.comm))
+    return replace(world, comm=comm, infos=infos)
+
+
+def _use_cores(comm: MPI.Intracomm) -> int:
+    """Compute with this rank's part of the host's cores, and return how many threads that is."""
+    threads = share_cores(comm)
+    torch.set_num_threads(threads)
+    return threads
 
 
 def _host_name() -> str:

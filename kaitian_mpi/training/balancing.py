@@ -42,7 +42,11 @@ class Balancing:
                 plan does not change any more.
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
-        self._exchange = StepExchange(world.comm, 5)
+        self._exchange = StepExchange(world.comm, 6)
+        self.asks = False
+        """Whether this rank asks for something that all have to do between the same two steps."""
+        self.was_asked = False
+        """Whether any rank did, as all ranks know after the same step."""
         self._rebalancer = Rebalancer(costs, batch_sizes) if adaptive and costs else None
         self._watch = SlownessWatch(world.size, costs or ())
         self.plans = 1
@@ -58,8 +62,9 @@ class Balancing:
             times: of the steps that the device has ended since the last call.
             data_sec: seconds spent on getting the batch.
         """
-        own = (times.steps, samples, times.computed, times.waited, data_sec)
+        own = (times.steps, samples, times.computed, times.waited, data_sec, self.asks)
         told = self._exchange.swap(own)
+        self.was_asked = told is not None and bool(told[:, 5].any())
         if told is None:
             return None
         steps = [_rank_step(row) for row in told]
@@ -77,9 +82,13 @@ class Balancing:
             {**dataclasses.asdict(slow), **self._where(slow.rank)} for slow in self._watch.found
         ]
 
-    def close(self) -> None:
-        """End the exchange."""
-        self._exchange.close()
+    def costs(self) -> list[RankCost] | None:
+        """Return what a step costs each rank by what has been seen of it; None if unknown."""
+        return self._rebalancer.costs if self._rebalancer else None
+
+    def close(self, together: bool = True) -> None:
+        """End the exchange; not `together` where a rank may be lost."""
+        self._exchange.close(together)
 
     def _traced(self, change: Slowness) -> Slowness:
         """Find out by a few messages which host's links are slow, where the exchange has become so.
@@ -134,6 +143,6 @@ class Balancing:
 
 def _rank_step(row: np.ndarray) -> RankStep:
     """Return a rank's step; getting the batch is its own work, as computing is."""
-    steps, samples, computed, waited, data_sec = row.tolist()
+    steps, samples, computed, waited, data_sec, _ = row.tolist()
     count = max(1, int(steps))
     return RankStep(int(steps), int(samples), computed / count + data_sec, waited / count)

@@ -47,24 +47,30 @@ class RunningStatistics:
             weight: this rank's part of the global batch; they sum to 1.
         """
         if self._norms:
-            _pool(self._norms, weight)
+            moments = self.moments() * weight
+            dist.all_reduce(moments)
+            self.load_moments(moments)
         pooled = {id(b) for m in self._norms for b in (m.running_mean, m.running_var)}
         for buffer in self._model.buffers():
             if id(buffer) not in pooled:
                 dist.broadcast(buffer, src=0)
 
+    def moments(self) -> torch.Tensor:
+        """Return the means and the mean squares of all norms, float64 [2, channels]."""
+        if not self._norms:
+            return torch.zeros(2, 0, dtype=torch.float64)
+        means = torch.cat([_tensor(norm.running_mean) for norm in self._norms]).double()
+        variances = torch.cat([_tensor(norm.running_var) for norm in self._norms]).double()
+        return torch.stack([means, variances + means**2])
 
-def _pool(norms: list[_BatchNorm], weight: float) -> None:
-    means = torch.cat([_tensor(norm.running_mean) for norm in norms]).double()
-    variances = torch.cat([_tensor(norm.running_var) for norm in norms]).double()
-    moments = torch.stack([means, variances + means**2]) * weight
-    dist.all_reduce(moments)
-    pooled_means, squares = moments
-    sizes = [_tensor(norm.running_mean).numel() for norm in norms]
-    parts = zip(pooled_means.split(sizes), squares.split(sizes), strict=True)
-    for norm, (mean, square) in zip(norms, parts, strict=True):
-        _tensor(norm.running_mean).copy_(mean)
-        _tensor(norm.running_var).copy_((square - mean**2).clamp_min(0))
+    def load_moments(self, moments: torch.Tensor) -> None:
+        """Set the running statistics from what `moments` returned, or a weighted mean of such."""
+        means, squares = moments
+        sizes = [_tensor(norm.running_mean).numel() for norm in self._norms]
+        parts = zip(means.split(sizes), squares.split(sizes), strict=True)
+        for norm, (mean, square) in zip(self._norms, parts, strict=True):
+            _tensor(norm.running_mean).copy_(mean)
+            _tensor(norm.running_var).copy_((square - mean**2).clamp_min(0))
 
 
 def _tensor(value: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kaitian_mpi.data import evaluation_indices
+from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.training.computation import Computation
 
 _BATCH = 64
@@ -46,12 +47,15 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64)
     length = len(data)  # type: ignore[arg-type]
     for indices in evaluation_indices(length, rank, shares, _BATCH):
+        enter_phase("evaluation")
         inputs, labels = computation.place(*data[indices])
         logits = computation.logits(model, inputs)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         right = (logits.argmax(1) == labels).sum()
         totals += torch.tensor([loss.item(), right.item(), len(indices)], dtype=torch.float64)
     model.train(was_training)
+    # Whose share takes longest is waited for, however long.
+    enter_phase("the sum of the evaluation", waits=True, limited=False)
     dist.all_reduce(totals)
     loss_sum, right_sum, count = totals.tolist()
     return Evaluation(loss_sum / count, right_sum / count)

@@ -6,10 +6,12 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.balance.shares import cut
@@ -17,14 +19,17 @@ from kaitian_mpi.collectives.gradients import WeightedSum
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import LoadAdaptiveSampler, make_loader, steps_ahead
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.watchdog import StepLimit, enter_phase, set_phase_limit
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.bad_steps import BadSteps
 from kaitian_mpi.training.balancing import Balancing
-from kaitian_mpi.training.batch_norm import RunningStatistics
-from kaitian_mpi.training.computation import Computation, make_optimizer, make_schedule
+from kaitian_mpi.training.clock import StepTimes
+from kaitian_mpi.training.computation import make_schedule
 from kaitian_mpi.training.evaluation import Evaluation, evaluate
-from kaitian_mpi.training.metrics import Metrics, Progress
+from kaitian_mpi.training.metrics import Metrics
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
+from kaitian_mpi.training.state import Progress, TrainingState
 
 # Buffers are pooled before an evaluation instead of sent in every step; the name of the switch has
 # changed in torch 2.13.
@@ -34,11 +39,19 @@ _NO_BUFFERS_IN_FORWARD: dict[str, Any] = (
     else {"broadcast_buffers": False}
 )
 
+_STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
+
+
+def count_steps(config: TrainConfig, samples: int, global_batch_size: int) -> int:
+    """Return the steps of a whole run over so many training samples."""
+    steps = config.epochs * math.ceil(samples / global_batch_size)
+    return min(steps, config.max_steps or steps)
+
 
 class Trainer:
-    """Trains one model on this rank, in step with all the others.
+    """Trains on some ranks, in step with each other, from wherever the state is.
 
-    Every method is collective.
+    Every method is collective. Use it as a context: leaving it by an exception waits for nobody.
     """
 
     def __init__(
@@ -46,13 +59,31 @@ class Trainer:
         config: TrainConfig,
         world: World,
         made: Ingredients,
-        computation: Computation,
+        state: TrainingState,
         plan: Plan,
         slowdown: Slowdown,
+        commit: Callable[[bool], None] | None = None,
+        after_step: Callable[[Trainer], None] | None = None,
     ) -> None:
+        """Make what belongs to these ranks; the state itself goes on.
+
+        Args:
+            config: the settings.
+            world: the ranks, which are those of the default process group.
+            made: data and run folder.
+            state: the same on every rank.
+            plan: the batch sizes of these ranks.
+            slowdown: this rank's emulated slowdown.
+            commit: called with whether this rank has done a step or an evaluation, before anything
+                is changed by it; raises where some rank has not.
+            after_step: called with this object after each step.
+        """
         data = made.data
-        self._config, self._world, self._data = config, world, data
-        self._computation, self._slowdown = computation, slowdown
+        self.world, self.state = world, state
+        self._config, self._data = config, data
+        self._computation, self._slowdown = state.computation, slowdown
+        self._commit, self._after_step = commit, after_step
+        state.undo_piece()
         self.sampler = LoadAdaptiveSampler(
             data.train,  # type: ignore[arg-type]
             plan.batch_sizes,
@@ -61,18 +92,20 @@ class Trainer:
         )
         self._micro_batch = plan.micro_batch_size
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
-        self.model = computation.place_model(made.model)
-        self._statistics = RunningStatistics(self.model)
+        # The state is the same everywhere, except the buffers, which shall not be made so.
         self._ddp = DistributedDataParallel(
-            self.model, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
+            state.model, init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
         )
+        # By its type it cannot be told here: the import would start MPI, also in the processes
+        # that load data, which import the module that their data set comes from.
+        self._group: Any = dist.group.WORLD
+        if commit is not None:
+            self._group.record_losses()
         self._gradients.attach(self._ddp)
         # A 1x1 filter's gradient in channels_last names other strides for the same order of bytes.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        self._optimizer = make_optimizer(config, self.model)
         self._rate = make_schedule(config)
-        self._samples_left = 0
-        self.progress = Progress(total_steps=self._count_steps())
+        self._bad_steps = BadSteps(config, world, made.folder)
         self.metrics = Metrics(config, world, made.folder)
         self.balancing = Balancing(
             world,
@@ -83,56 +116,67 @@ class Trainer:
             steps_ahead=steps_ahead(config.workers),
         )
         self._clock = self.metrics.clock
+        self._limit = StepLimit(config.step_timeout)
+        self._steps_seen = 0
 
     @property
-    def finished(self) -> bool:
-        """Whether the last step is done."""
-        return self.progress.step >= self.progress.total_steps
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return self.state.progress
 
-    def train_epoch(self, epoch: int) -> None:
-        """Train one epoch, or what `--max-steps` leaves of it."""
-        for _ in self.steps(epoch):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(together=kind is None)
+
+    def close(self, together: bool = True) -> None:
+        """End what the ranks tell each other; not `together` where a rank may be lost."""
+        self.balancing.close(together)
+
+    def train_epoch(self) -> None:
+        """Train what is left of the epoch, or what `--max-steps` leaves of it."""
+        for _ in self.steps():
             pass
 
-    def steps(self, epoch: int) -> Iterator[None]:
-        """Train one step of an epoch each time that the next one is asked for."""
-        self.progress.epoch = epoch
-        self._samples_left = len(self._data.train)  # type: ignore[arg-type]
-        self._data.set_epoch(epoch)
-        self.sampler.set_epoch(epoch)
-        pin_memory = self._world.device.type == "cuda"
+    def steps(self) -> Iterator[None]:
+        """Train one step of the epoch each time that the next one is asked for."""
+        if self.progress.step >= self.progress.total_steps:
+            return
+        self._data.set_epoch(self.progress.epoch)
+        self.sampler.set_epoch(self.progress.epoch)
+        self.sampler.position = self.progress.position
+        pin_memory = self.world.device.type == "cuda"
         loader = make_loader(self._data.train, self.sampler, self._config.workers, pin_memory)
         self._ddp.train()
         self.metrics.restart()
         waiting_since = time.perf_counter()
-        for step_in_epoch, (inputs, labels) in enumerate(loader):
+        enter_phase("getting a batch", step=self.progress.step + 1)
+        for inputs, labels in loader:
             data_sec = time.perf_counter() - waiting_since
-            self._statistics.before_step(step_in_epoch)
             self.step(inputs, labels, data_sec)
             yield
-            if self.finished:
+            if self.progress.step >= self.progress.total_steps:
                 break
             waiting_since = time.perf_counter()
+            enter_phase("getting a batch", step=self.progress.step + 1)
         self.metrics.read(self.progress)
-
-    def close(self) -> None:
-        """End what the ranks tell each other."""
-        self.balancing.close()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights and buffers, on the host, in plain layout."""
-        return {
-            name: value.detach().cpu().contiguous()
-            for name, value in self.model.state_dict().items()
-        }
 
     def evaluate(self) -> Evaluation:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
         shares = self.sampler.batch_sizes
-        self._statistics.pool(shares[self._world.rank] / sum(shares))
-        return evaluate(
-            self.model, self._data.validation, self._computation, self._world.rank, shares
+        self.state.begin_piece()
+        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
+        result = evaluate(
+            self.state.model, self._data.validation, self._computation, self.world.rank, shares
         )
+        self._commit_piece()
+        return result
 
     def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> None:
         """Train on this rank's share of the next global batch.
@@ -142,23 +186,45 @@ class Trainer:
             labels: on the host.
             data_sec: seconds that getting them took.
         """
-        samples = min(self.sampler.global_batch_size, self._samples_left)
-        self._samples_left -= samples
+        left = len(self._data.train) - self.progress.position  # type: ignore[arg-type]
+        samples = min(self.sampler.global_batch_size, left)
         self._set_rate()
+        self.state.statistics.before_step(self.progress.step_in_epoch)
+        if self._commit is not None:
+            self.state.begin_piece()
         self._gradients.weight = len(labels) / samples
         self._slowdown.go_to(self.progress.step + 1)
         self._clock.start()
         self._slowdown.start()
+        enter_phase("forward", step=self.progress.step + 1)
         loss = self._gradients_of(inputs, labels)
+        is_finite = self._gradients.is_finite(self.state.model)
+        self._commit_piece()
         self._clock.gradients_summed()
         self._slowdown.start()
-        self._computation.update(self._optimizer)
-        self._optimizer.zero_grad()
+        self._apply(is_finite, samples)
         self._slowdown.catch_up()
         self._clock.stop()
-        self.progress.step += 1
-        self.progress.samples += samples
         self._tell(loss, len(labels), samples, data_sec)
+        if self._after_step is not None:
+            self._after_step(self)
+
+    def _commit_piece(self) -> None:
+        """Go on only if every rank has come so far."""
+        if self._commit is not None:
+            self._commit(not self._group.is_broken)
+        self.state.piece_done()
+
+    def _apply(self, is_finite: bool, samples: int) -> None:
+        """Change the state by a step: all ranks do, by the same gradient."""
+        enter_phase("the optimizer", step=self.progress.step + 1)
+        with self.state.lock:
+            # With fp16 the scaler leaves the step out itself, and lowers its scale.
+            if is_finite or self._computation.scaler.is_enabled():
+                self._computation.update(self.state.optimizer)
+            self.state.optimizer.zero_grad()
+            self.progress.step_done(samples)
+        self._bad_steps.observe(self.progress, is_finite, self.sampler, samples)
 
     def _gradients_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Leave the global batch's gradient in the parameters; return this rank's mean loss.
@@ -182,16 +248,27 @@ class Trainer:
         loss = self._forward(inputs, labels)
         if len(labels) < of_samples:
             loss = loss * (len(labels) / of_samples)
+        enter_phase("backward", step=self.progress.step + 1)
         self._computation.scaler.scale(loss).backward()
         return loss.detach()
 
     def _tell(self, loss: torch.Tensor, own_samples: int, samples: int, data_sec: float) -> None:
         times = self._clock.take()
+        self._watch(times)
         plan = self.balancing.step_done(self.progress.step, own_samples, times, data_sec)
         if plan is not None:
             self.sampler.set_plan(plan)
         self.metrics.add_data_time(data_sec)
         self.metrics.step_done(self.progress, loss, own_samples, samples, times)
+
+    def _watch(self, times: StepTimes) -> None:
+        """Let the watchdog know how long a step takes, and that now the ranks meet."""
+        self._steps_seen += 1
+        if times.steps:
+            limit = self._limit.observe((times.computed + times.waited) / times.steps)
+            if limit is not None or self._steps_seen == _STEPS_TO_KNOW:
+                set_phase_limit(self._limit.limit_sec)
+        enter_phase("telling of the step", step=self.progress.step, waits=True)
 
     def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if len(labels):
@@ -203,17 +280,14 @@ class Trainer:
         self._ddp.train()
         return logits.sum() * 0.0
 
-    def _bucket_ready(self) -> None:
+    def _bucket_ready(self, is_last: bool) -> None:
         self._slowdown.catch_up()
         self._clock.bucket_ready()
+        if is_last:
+            enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 
     def _set_rate(self) -> None:
         rate = self._rate((self.progress.step + 1) / self.progress.total_steps)
         self.progress.learning_rate = rate
-        for group in self._optimizer.param_groups:
+        for group in self.state.optimizer.param_groups:
             group["lr"] = rate
-
-    def _count_steps(self) -> int:
-        length = len(self._data.train)  # type: ignore[arg-type]
-        steps = self._config.epochs * math.ceil(length / self.sampler.global_batch_size)
-        return min(steps, self._config.max_steps or steps)

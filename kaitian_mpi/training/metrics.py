@@ -14,17 +14,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.clock import StepTimes, make_clock
 from kaitian_mpi.training.report import progress_line, say
 from kaitian_mpi.training.run_folder import RunFolder
-
-
-@dataclass
-class Progress:
-    """How far the run is."""
-
-    total_steps: int
-    epoch: int = 0
-    step: int = 0
-    samples: int = 0
-    learning_rate: float = 0.0
+from kaitian_mpi.training.state import Progress
 
 
 @dataclass(frozen=True)
@@ -56,13 +46,14 @@ class Metrics:
         self.clock = make_clock(world.device)
         self.compute_sec = [0.0] * world.size
         self.wait_sec = [0.0] * world.size
-        self.training_sec = 0.0
+        self.steps = 0
+        """How many steps these are of; a recovery begins anew."""
         self._config, self._world, self._folder = config, world, folder
         # Summed where the losses are, so that a step does not wait for its device.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
-        self._next_reading = 1
+        self._next_reading = 0
         self._since = time.perf_counter()
 
     def restart(self) -> None:
@@ -103,7 +94,8 @@ class Metrics:
             return
         readings = self._gather()
         elapsed = max(reading.elapsed for reading in readings)
-        self._add_up(readings, elapsed)
+        self._add_up(readings)
+        progress.training_sec += elapsed
         self._write(progress, readings, elapsed)
         self._show(progress, sum(r.loss_sum for r in readings) / self._samples, elapsed)
         steps_between = round(self._config.log_interval * self._steps / elapsed)
@@ -124,8 +116,8 @@ class Metrics:
         wait_quietly(self._world.comm)
         return [Reading(*values) for values in gather_values(self._world.comm, own)]
 
-    def _add_up(self, readings: list[Reading], elapsed: float) -> None:
-        self.training_sec += elapsed
+    def _add_up(self, readings: list[Reading]) -> None:
+        self.steps += self._steps
         for rank, reading in enumerate(readings):
             self.compute_sec[rank] += reading.compute
             self.wait_sec[rank] += reading.wait

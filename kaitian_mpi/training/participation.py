@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.forecast import Cohort, forecast
 from kaitian_mpi.balance.optimum import RankCost, fastest_split
 from kaitian_mpi.balance.planner import with_slopes
-from kaitian_mpi.collectives.startup import go_on_with
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import measure_allreduce
-from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.report import say
-from kaitian_mpi.training.run_folder import DiskFolder
 
 _LEAST_GAIN = 0.05  # a device is not given up for less
 
@@ -70,12 +65,8 @@ def ranks_to_leave_out(
     return left_out | worst
 
 
-def leave_out(world: World, made: Ingredients, left_out: dict[int, str]) -> World | None:
-    """Go on without some ranks; the files move to the first that stays. Collective over `world`.
-
-    Returns:
-        The world of the others; None on a rank that is left out.
-    """
+def tell_left_out(world: World, left_out: dict[int, str]) -> None:
+    """Show which ranks the job goes on without, and why."""
     for rank, why in left_out.items():
         info = world.infos[rank]
         say(
@@ -83,11 +74,6 @@ def leave_out(world: World, made: Ingredients, left_out: dict[int, str]) -> Worl
             f"rank {info.world_rank} ({info.host}, {info.device}, {info.kind}) is left out: {why}; "
             "--keep-all keeps it",
         )
-    path = gather_values(world.comm, str(made.folder.path))[0]
-    kept = go_on_with(world, [rank for rank in range(world.size) if rank not in left_out])
-    if kept is not None and kept.rank == 0 and world.rank != 0:
-        made.folder = DiskFolder(Path(path))
-    return kept
 
 
 def _without_share(costs: Sequence[RankCost], batch: int) -> dict[int, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainConfig
@@ -12,7 +14,7 @@ from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import RankBenchmark, scores_of
 from kaitian_mpi.training.preparation import Ingredients
-from kaitian_mpi.training.report import say, show_benchmark
+from kaitian_mpi.training.report import say
 
 
 @dataclass(frozen=True)
@@ -36,23 +38,29 @@ def equal_share(config: TrainConfig, ranks: int) -> int:
     return math.ceil(config.global_batch_size / ranks)
 
 
-def plan_unmeasured(config: TrainConfig, world: World) -> Plan:
-    """Return equal shares."""
-    scores = [1.0] * world.size
-    if config.batch_policy == "paper":
-        shares = plan_batches_as_paper(scores, config.batch_size)
-    else:
-        shares = plan_equal(world.size, config.global_batch_size)
-    say(world, f"balance off: samples per step and rank {shares}")
-    return Plan(
-        shares,
-        scores,
-        costs=None,
-        # Not measured; convolutions are faster so on every device we have met.
+@dataclass(frozen=True)
+class Profile:
+    """What is known of how one rank computes."""
+
+    cost: RankCost | None
+    """None where it was not measured."""
+    memory_format: str
+    precision: str
+
+
+def profile_unmeasured(config: TrainConfig) -> Profile:
+    """Return what holds for a rank that was not measured."""
+    return Profile(
+        cost=None,
+        # Convolutions are faster so on every device we have met.
         memory_format="channels_last" if config.memory_format == "auto" else config.memory_format,
         precision="fp32" if config.precision == "auto" else config.precision,
-        micro_batch_size=config.micro_batch_size or None,
     )
+
+
+def profile_of(result: RankBenchmark) -> Profile:
+    """Return what the benchmark has found out."""
+    return Profile(result.cost, result.measured.memory_format, result.measured.precision)
 
 
 def plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
@@ -63,42 +71,43 @@ def plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBench
         world: the ranks that train.
         results: of these ranks.
     """
-    scores = scores_of(results, equal_share(config, world.size))
-    costs = [result.cost for result in results]
+    return make_plan(config, world, [profile_of(result) for result in results])
+
+
+def make_plan(config: TrainConfig, world: World, profiles: Sequence[Profile]) -> Plan:
+    """Return the shares of the ranks; equal ones where any was not measured.
+
+    Args:
+        config: the global batch and the rule.
+        world: the ranks that train.
+        profiles: of these ranks.
+    """
+    costs = [profile.cost for profile in profiles if profile.cost is not None]
+    measured = len(costs) == len(profiles)
+    share = equal_share(config, world.size)
+    times = [cost.model.seconds(share) for cost in costs]
+    by_rank = scores(times) if measured else [1.0] * world.size
     if config.batch_policy == "paper":
-        shares = plan_batches_as_paper(scores, config.batch_size)
-    else:
+        shares = plan_batches_as_paper(by_rank, config.batch_size)
+    elif measured:
         shares = plan_fastest(costs, config.global_batch_size)
-    own = results[world.rank]
+    else:
+        shares = plan_equal(world.size, config.global_batch_size)
+    own = profiles[world.rank]
     return Plan(
         shares,
-        scores,
-        costs,
-        own.measured.memory_format,
-        own.measured.precision,
-        own.cost.largest_micro_batch,
+        by_rank,
+        costs if measured else None,
+        own.memory_format,
+        own.precision,
+        own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None,
     )
 
 
-def tell_plan(
-    config: TrainConfig,
-    world: World,
-    made: Ingredients,
-    plan: Plan,
-    results: list[RankBenchmark] | None,
-) -> None:
+def tell_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
     """Show the plan and write it."""
-    if results is not None:
-        slowed = [describe_slowdown(made.slowdowns[info.world_rank]) for info in world.infos]
-        show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
-    made.folder.append(
-        "plan.jsonl",
-        {
-            "step": 0,
-            "batch_sizes": plan.batch_sizes,
-            "why": "equal shares" if results is None else "the benchmark",
-        },
-    )
+    say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
+    made.folder.append("plan.jsonl", {"step": step, "batch_sizes": plan.batch_sizes, "why": why})
 
 
 def write_benchmark(world: World, made: Ingredients, results: list[RankBenchmark]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ class Ingredients:
     """Emulated slowdown of every rank; empty where there is none."""
 
 
-def prepare(config: TrainConfig, world: World) -> Ingredients:
+def prepare(config: TrainConfig, world: World, run_folder: Path) -> Ingredients:
     """Load the data, build the model and open the run folder. Collective.
 
     Raises:
@@ -38,7 +39,7 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
     made = prepare_without_folder(config, world)
     with faults_agreed(world.comm):
         # Last, so that a run that cannot start leaves no folder behind.
-        made.folder = open_run_folder(config, world.rank)
+        made.folder = open_run_folder(config, run_folder, world.rank)
     made.folder.write(
         "topology.json",
         {
@@ -56,7 +57,7 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
         AgreedError: a rank cannot, or the ranks' data or models differ.
     """
     with faults_agreed(world.comm):
-        slowdowns = parse_slowdown(config.emulate_slowdown, world.size)
+        slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
         if any(map(is_slowed, slowdowns)) and world.info.device != "cpu":
             raise UserError(
                 f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "

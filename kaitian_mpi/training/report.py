@@ -21,8 +21,18 @@ def say(world: World, text: str) -> None:
         print(text, flush=True)
 
 
-def show_topology(world: World) -> None:
-    """Print hosts, groups, leaders and devices, from world rank 0."""
+def say_here(text: str) -> None:
+    """Print a line from this rank."""
+    print(text, flush=True)
+
+
+def show_topology(world: World, survives: bool = False) -> None:
+    """Print hosts, groups, leaders and devices, from world rank 0.
+
+    Args:
+        world: the ranks.
+        survives: whether the job lives on when a rank dies.
+    """
     emulated = any(info.emulated for info in world.infos)
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
     table = make_table(title + (" (device kinds emulated)" if emulated else ""))
@@ -39,6 +49,12 @@ def show_topology(world: World) -> None:
             f"{info.memory_bytes / 2**30:.1f} GiB",
         )
     show_table(world, table)
+    say(
+        world,
+        "fault tolerance: on, the job lives on when a rank dies"
+        if survives
+        else "fault tolerance: off, a rank that dies ends the job; give mpirun --with-ft ulfm",
+    )
 
 
 def show_benchmark(

@@ -2,154 +2,341 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.mpi.runtime import wait_patiently
+from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.mpi.agreement import faults_agreed
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.guard import last_words, requests
+from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.training.benchmark import RankBenchmark, benchmark_ranks
+from kaitian_mpi.training.checkpoint import Checkpointing
 from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.crew import Crew
+from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.evaluation import Evaluation
-from kaitian_mpi.training.loop import Trainer
-from kaitian_mpi.training.participation import leave_out, ranks_to_leave_out
+from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.memory_of_run import Memory, cost_from_json, place_of, to_json
+from kaitian_mpi.training.participation import ranks_to_leave_out, tell_left_out
 from kaitian_mpi.training.planning import (
     Plan,
+    Profile,
     is_emulated,
-    plan_by_benchmark,
-    plan_unmeasured,
+    make_plan,
+    profile_of,
+    profile_unmeasured,
     tell_plan,
     write_benchmark,
 )
 from kaitian_mpi.training.preparation import Ingredients, prepare
-from kaitian_mpi.training.report import say, show_topology
+from kaitian_mpi.training.report import say, show_benchmark, show_topology
+from kaitian_mpi.training.resume import (
+    Found,
+    check_resumable,
+    find_checkpoint,
+    load_content,
+    restore,
+)
+from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, choose_run_folder
+from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.summary import failures, opening, standing
 
 
 def train(config: TrainConfig, world: World) -> dict[str, Any]:
     """Train a model and return the content of `summary.json`. Collective.
 
     Returns:
-        The summary; on a rank that was left out, nothing.
+        The summary; on a rank that has not trained, little of it.
 
     Raises:
         AgreedError: a rank cannot make what the config asks for; nothing has been trained.
     """
-    show_topology(world)
-    made = prepare(config, world)
-    slowdown = Slowdown(made.slowdowns[world.rank])
-    summary: dict[str, Any] = {"emulated": is_emulated(world, made)}
-    results = None
-    if config.balance != "off":
-        results = benchmark_ranks(config, world, made.model, made.data.train, slowdown)
-        write_benchmark(world, made, results)
-    buckets = gradient_buckets(made.model)
-    summary["allreduce"] = choose_allreduce(config.allreduce, world, buckets)
-
-    left_out = _left_out(config, world, results, buckets)
-    summary["left_out"] = [
-        {"rank": world.infos[rank].world_rank, "why": why} for rank, why in left_out.items()
-    ]
-    kept = leave_out(world, made, left_out) if left_out else world
-    if kept is not None:
-        if left_out and results is not None:
-            results = [result for rank, result in enumerate(results) if rank not in left_out]
-            summary["allreduce"] = choose_allreduce(config.allreduce, kept, buckets)
-        _train_on(config, kept, made, results, slowdown, summary)
-    if left_out:
-        wait_patiently(world.comm)
-    return summary
+    crew = Crew(world)
+    show_topology(world, crew.survives)
+    run = _Run(config, crew)
+    crew.attempt(run.choose_folder)
+    crew.attempt(run.prepare)
+    crew.attempt(run.find_checkpoint)
+    crew.attempt(run.benchmark)
+    crew.attempt(run.choose_ranks)
+    crew.set_aside(config.spares, run.left_out)
+    crew.attempt(run.train)
+    crew.dismiss()
+    return run.summary
 
 
-def _left_out(
-    config: TrainConfig, world: World, results: list[RankBenchmark] | None, buckets: list[int]
-) -> dict[int, str]:
-    if results is None or config.keep_all or config.batch_policy == "paper" or world.size == 1:
-        return {}
-    costs = [result.cost for result in results]
-    return ranks_to_leave_out(config, world, costs, buckets)
+class _Run:
+    """What this rank knows of the run; each method is a piece of it, done by all or by none."""
+
+    path: Path
+    made: Ingredients
+    slowdown: Slowdown
+    checkpoints: Checkpointing
+    found: Found
+
+    def __init__(self, config: TrainConfig, crew: Crew) -> None:
+        self.config, self.crew = config, crew
+        self.crew_at_start = crew.whole.infos
+        self.summary: dict[str, Any] = {}
+        self.profiles: dict[str, Profile] = {}
+        self.results: dict[str, RankBenchmark] = {}
+        self.left_out: dict[int, str] = {}
+        self.allreduce = ""
+        self.state: TrainingState | None = None
+        self.trainer: Trainer | None = None
+
+    def choose_folder(self, world: World) -> None:
+        """Let every rank know where the files go."""
+        self.path = choose_run_folder(self.config, world)
+        self.checkpoints = Checkpointing(self.config, self.path)
+
+    def prepare(self, world: World) -> None:
+        """Load the data and build the model."""
+        self.made = prepare(self.config, world, self.path)
+        self.slowdown = Slowdown(self.made.slowdowns[world.info.world_rank])
+        self.summary["emulated"] = is_emulated(world, self.made)
+
+    def find_checkpoint(self, world: World) -> None:
+        """Look for what an earlier job has left, if it is asked for."""
+        self.found = find_checkpoint(self.config, world, self.path)
+        if self.found.memory is not None:
+            check_resumable(self.config, world, self.found.memory)
+
+    def benchmark(self, world: World) -> None:
+        """Find out what a step costs each rank, unless that is known or not asked for."""
+        places = [place_of(info) for info in world.infos]
+        memory = self.found.memory
+        if memory is not None and all(place in memory.profiles for place in places):
+            self.profiles = memory.profiles
+        elif self.config.balance == "off":
+            self.profiles = {place: profile_unmeasured(self.config) for place in places}
+        else:
+            results = benchmark_ranks(
+                self.config, world, self.made.model, self.made.data.train, self.slowdown
+            )
+            self.results = dict(zip(places, results, strict=True))
+            self.profiles = {place: profile_of(result) for place, result in self.results.items()}
+            write_benchmark(world, self.made, results)
+
+    def choose_ranks(self, world: World) -> None:
+        """Choose how gradients are summed, and which ranks the job is faster without."""
+        memory, buckets = self.found.memory, gradient_buckets(self.made.model)
+        places = [place_of(info) for info in world.infos]
+        known = memory.algorithm if memory is not None and memory.crew == places else ""
+        self.allreduce = choose_allreduce(known or self.config.allreduce, world, buckets)
+        if memory is not None and self.profiles is memory.profiles:
+            self.left_out = {
+                rank: "as in the job before"
+                for rank, place in enumerate(places)
+                if place in memory.left_out
+            }
+        else:
+            self.left_out = self._find_left_out(world, buckets)
+        tell_left_out(world, self.left_out)
+        self.summary["left_out"] = [
+            {"rank": world.infos[rank].world_rank, "why": why}
+            for rank, why in self.left_out.items()
+        ]
+
+    def train(self, world: World) -> None:
+        """Train on these ranks from wherever the run is, and keep the summary up to date."""
+        self._own_files(world)
+        self._choose_allreduce_again(world)
+        plan = self._plan(world)
+        state = self._state_on(world, plan)
+        self.checkpoints.begin()
+        commit = self.crew.commit if self.crew.survives else None
+        with Trainer(
+            self.config, world, self.made, state, plan, self.slowdown, commit, self._after_step
+        ) as trainer:
+            self.trainer = trainer
+            self._tell_start(world, trainer, plan)
+            with last_words(self._save_now), requests(self.checkpoints.ask):
+                while not state.progress.is_done:
+                    trainer.train_epoch()
+                    self._end_epoch(trainer, trainer.evaluate())
+        enter_phase("writing the last checkpoint", limited=False)
+        self.checkpoints.close()
+        self.summary["finished"] = True
+        self._write_summary()
+        say(world, f"results in {self.path}")
+
+    def _end_epoch(self, trainer: Trainer, result: Evaluation) -> None:
+        trainer.progress.epoch_done(self.config.epochs)
+        say(trainer.world, _result_line(result, trainer))
+        self.made.folder.save_model(trainer.state.weights())
+        self.summary |= standing(trainer, result)
+        self._write_summary()
+        self.checkpoints.save(trainer.world, trainer.state, self._memory(), result.accuracy)
+
+    def _after_step(self, trainer: Trainer) -> None:
+        """Do what comes up between two steps, on every rank alike."""
+        world, state, step = trainer.world, trainer.state, trainer.progress.step
+        self._tell_recovery(world, step)
+        if self.config.check_every and step % self.config.check_every == 0:
+            repair_divergence(world, state)
+        trainer.balancing.asks = self.checkpoints.wants()
+        if self.checkpoints.is_due(step, trainer.balancing.was_asked):
+            enter_phase("saving a checkpoint", limited=False)
+            self.checkpoints.save(world, state, self._memory())
+        self.checkpoints.snapshot(world, state, self._memory)
+
+    def _own_files(self, world: World) -> None:
+        """Let the files belong to the first of the ranks that train."""
+        if world.rank != 0:
+            self.made.folder = NoFolder()
+        elif isinstance(self.made.folder, NoFolder):
+            self.made.folder = DiskFolder(self.path)
+            self.made.folder.mend()
+            say(world, f"the files are written by rank {world.info.world_rank} from now on")
+
+    def _choose_allreduce_again(self, world: World) -> None:
+        """Keep the algorithm that was chosen, where these ranks are of several kinds."""
+        if self.crew.has_reformed:
+            request = self.config.allreduce if self.allreduce == "direct" else self.allreduce
+            buckets = gradient_buckets(self.made.model)
+            self.allreduce = choose_allreduce(request, world, buckets)
+
+    def _find_left_out(self, world: World, buckets: list[int]) -> dict[int, str]:
+        """Return the ranks without which the job is faster; of those that are no spares."""
+        costs = [self.profiles[place_of(info)].cost for info in world.infos]
+        known = [cost for cost in costs if cost is not None]
+        asked = not self.config.keep_all and self.config.batch_policy == "global"
+        if not asked or self.config.spares or world.size == 1 or len(known) < len(costs):
+            return {}
+        return ranks_to_leave_out(self.config, world, known, buckets)
+
+    def _plan(self, world: World) -> Plan:
+        """Share the global batch, by what has been seen of these ranks last."""
+        self._learn_costs(world)
+        places = [place_of(info) for info in world.infos]
+        plan = make_plan(self.config, world, [self.profiles[place] for place in places])
+        memory = self.found.memory
+        if not self.crew.losses and memory is not None and memory.crew == places:
+            return dataclasses.replace(plan, batch_sizes=memory.batch_sizes)
+        return plan
+
+    def _learn_costs(self, world: World) -> None:
+        """Take over what training has found out about the ranks' speed; all take the same."""
+        own = None
+        costs = self.trainer.balancing.costs() if self.trainer is not None else None
+        if self.trainer is not None and costs is not None:
+            infos = self.trainer.world.infos
+            own = {place_of(i): to_json(c) for i, c in zip(infos, costs, strict=True)}
+        told: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
+        for place, cost in told.items():
+            profile = self.profiles[place]
+            self.profiles[place] = dataclasses.replace(profile, cost=cost_from_json(cost))
+
+    def _state_on(self, world: World, plan: Plan) -> TrainingState:
+        """Give every rank the state that the run has come to."""
+        if self.state is None:
+            samples = len(self.made.data.train)  # type: ignore[arg-type]
+            self.state = TrainingState(
+                self.config,
+                self.made.model,
+                Computation(
+                    world.device, plan.precision, plan.memory_format, self.config.label_smoothing
+                ),
+                count_steps(self.config, samples, sum(plan.batch_sizes)),
+            )
+        state = self.state
+        if any(gather_values(world.comm, state.is_begun)):
+            state.even_out(world)
+        else:
+            self._restore(world, state)
+        if self.crew.losses:
+            repair_divergence(world, state)
+        return state
+
+    def _restore(self, world: World, state: TrainingState) -> None:
+        """Begin, or go on from what was found."""
+        found = self.found
+        if self.crew.losses:  # whoever had read the checkpoint, or had trained, may be lost
+            found = self.found = find_checkpoint(self.config, world, self.path, always=True)
+        if found.memory is None:
+            state.is_begun = True
+            return
+        is_same_crew = found.memory.crew == [place_of(info) for info in world.infos]
+        shares = found.memory.batch_sizes
+        with faults_agreed(world.comm):
+            content = load_content(state, found.content, None if is_same_crew else shares)
+        restore(world, state, content, is_same_crew, self.config.seed)
+        say(world, f"goes on after step {state.progress.step}, from {found.name}")
+
+    def _memory(self) -> Memory:
+        assert self.trainer is not None
+        infos = self.trainer.world.infos
+        return Memory(
+            self.config,
+            self.profiles,
+            [place_of(self.crew_at_start[rank]) for rank in self.left_out],
+            self.allreduce,
+            [place_of(info) for info in infos],
+            self.trainer.sampler.batch_sizes,
+            self._failures(),
+        )
+
+    def _failures(self) -> list[dict[str, Any]]:
+        memory = self.found.memory
+        return failures(self.crew, memory.failures if memory is not None else [])
+
+    def _save_now(self) -> str:
+        """Save what there is, at the last moment; return a word on that."""
+        assert self.state is not None
+        if isinstance(self.made.folder, NoFolder):
+            return ""
+        step = self.checkpoints.save_now(self.state, self._memory())
+        return f"step {step} is saved: --resume auto goes on from there" if step else ""
+
+    def _tell_start(self, world: World, trainer: Trainer, plan: Plan) -> None:
+        """Show and write the plan, and that these ranks train."""
+        step = trainer.progress.step
+        lost = [info for loss in self.crew.losses if loss.step is None for info in loss.lost]
+        for loss in self.crew.losses:
+            loss.step = step + 1 if loss.step is None else loss.step
+        if lost:
+            names = ", ".join(
+                f"{info.world_rank} ({info.host}, {info.device}, {info.kind})" for info in lost
+            )
+            why = f"rank {names} is lost"
+            say(world, f"step {step}: {why}; {world.size} ranks go on")
+        elif step:
+            why = "as resumed"
+        elif self.results:
+            why = "the benchmark"
+            places = [place_of(info) for info in world.infos]
+            slowed = [describe_slowdown(self.made.slowdowns[i.world_rank]) for i in world.infos]
+            results = [self.results[place] for place in places]
+            show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
+        else:
+            why = "equal shares"
+        tell_plan(world, self.made, plan, step, why)
+        self.summary |= {"allreduce": self.allreduce, "failures": self._failures()}
+        self.summary |= opening(world, trainer.state, plan)
+        self._write_summary()
+
+    def _tell_recovery(self, world: World, step: int) -> None:
+        """Say once how long a loss has held the run up."""
+        told = [loss for loss in self.crew.losses if loss.recovery_sec and not loss.is_told]
+        for loss in told:
+            loss.is_told = True
+            say(world, f"step {step} is done, {loss.recovery_sec:.2f} s after the loss was noticed")
+        if told:
+            self._write_summary()
+
+    def _write_summary(self) -> None:
+        self.summary["failures"] = self._failures()
+        self.made.folder.write("summary.json", self.summary)
 
 
-def _train_on(
-    config: TrainConfig,
-    world: World,
-    made: Ingredients,
-    results: list[RankBenchmark] | None,
-    slowdown: Slowdown,
-    summary: dict[str, Any],
-) -> None:
-    """Train on the ranks that take part, and keep the summary up to date on disk."""
-    if results is None:
-        plan = plan_unmeasured(config, world)
-    else:
-        plan = plan_by_benchmark(config, world, results)
-    tell_plan(config, world, made, plan, results)
-    computation = Computation(
-        world.device, plan.precision, plan.memory_format, config.label_smoothing
-    )
-    trainer = Trainer(config, world, made, computation, plan, slowdown)
-    summary |= _opening(world, made, plan)
-    made.folder.write("summary.json", summary)
-
-    for epoch in range(config.epochs):
-        if trainer.finished:
-            break
-        trainer.train_epoch(epoch)
-        result = trainer.evaluate()
-        say(world, _result_line(epoch, result, trainer))
-        made.folder.save_model(trainer.weights())
-        summary |= _standing(trainer, result, epochs=epoch + 1)
-        made.folder.write("summary.json", summary)
-
-    trainer.close()
-    summary["finished"] = True
-    made.folder.write("summary.json", summary)
-    say(world, f"results in {made.folder.path}")
-
-
-def _opening(world: World, made: Ingredients, plan: Plan) -> dict[str, Any]:
-    names = [info.world_rank for info in world.infos]
-    return {
-        "finished": False,
-        "world_size": world.size,
-        "ranks": names,
-        "device_kinds": list(dict.fromkeys(world.kinds)),
-        "groups": {group.kind: [names[rank] for rank in group.ranks] for group in world.groups},
-        "global_batch_size": sum(plan.batch_sizes),
-        "batch_sizes": plan.batch_sizes,
-        "scores": plan.scores,
-        "plans": 1,
-        "slow_ranks": [],
-        "parameters": sum(p.numel() for p in made.model.parameters()),
-        "failures": [],
-        "steps": 0,
-        "epochs": 0,
-        "torch_version": torch.__version__,
-    }
-
-
-def _standing(trainer: Trainer, result: Evaluation, epochs: int) -> dict[str, Any]:
-    metrics, progress = trainer.metrics, trainer.progress
-    return {
-        "steps": progress.step,
-        "epochs": epochs,
-        "batch_sizes": trainer.sampler.batch_sizes,
-        "plans": trainer.balancing.plans,
-        "slow_ranks": trainer.balancing.slow_ranks(),
-        "samples_per_sec": progress.samples / metrics.training_sec,
-        "step_time_sec": metrics.training_sec / progress.step,
-        "compute_time_sec": [seconds / progress.step for seconds in metrics.compute_sec],
-        "wait_time_sec": [seconds / progress.step for seconds in metrics.wait_sec],
-        "training_time_sec": metrics.training_sec,
-        "val_loss": result.loss,
-        "val_accuracy": result.accuracy,
-    }
-
-
-def _result_line(epoch: int, result: Evaluation, trainer: Trainer) -> str:
+def _result_line(result: Evaluation, trainer: Trainer) -> str:
     return (
-        f"epoch {epoch + 1} done | step {trainer.progress.step} | "
+        f"epoch {trainer.progress.epoch} done | step {trainer.progress.step} | "
         f"held-out loss {result.loss:.4f} | held-out accuracy {result.accuracy:.4f}"
     )

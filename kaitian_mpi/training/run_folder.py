@@ -13,6 +13,9 @@ import torch
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.agreement import faults_agreed
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
 
 
 class RunFolder(Protocol):
@@ -78,6 +81,13 @@ class DiskFolder:
         with (self.path / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def mend(self) -> None:
+        """Cut off the line that a rank was writing when it died."""
+        for path in self.path.glob("*.jsonl"):
+            with path.open("rb+") as file:
+                content = file.read()
+                file.truncate(content.rfind(b"\n") + 1)
+
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
         self._replace(self.path / "checkpoints" / "model.pt", lambda file: torch.save(state, file))
@@ -89,21 +99,32 @@ class DiskFolder:
         os.replace(partial, target)
 
 
-def open_run_folder(config: TrainConfig, rank: int) -> RunFolder:
+def choose_run_folder(config: TrainConfig, world: World) -> Path:
+    """Return the run's folder, the same on every rank; nothing is made yet. Collective.
+
+    Raises:
+        AgreedError: it holds another run, which nobody asked to go on with.
+    """
+    name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(config.run_dir) if config.run_dir else Path("runs") / name
+    with faults_agreed(world.comm):
+        if world.rank == 0 and not config.resume and (path / "config.json").exists():
+            raise UserError(
+                f"--run-dir {path}: found the results of another run, needed a new or empty "
+                "folder; name another, or give --resume auto to go on with that run"
+            )
+    return Path(gather_values(world.comm, str(path))[0])
+
+
+def open_run_folder(config: TrainConfig, path: Path, rank: int) -> RunFolder:
     """Return the run's folder on rank 0, a stand-in that writes nothing elsewhere.
 
     Raises:
-        UserError: the folder cannot be made or written, or holds another run.
+        UserError: the folder cannot be made or written.
     """
     if rank != 0:
         return NoFolder()
-    name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = Path(config.run_dir) if config.run_dir else Path("runs") / name
-    if (path / "config.json").exists():
-        raise UserError(
-            f"--run-dir {path}: found the results of another run, needed a new or empty "
-            "folder; name another"
-        )
     folder = DiskFolder(path)
+    folder.mend()
     folder.write("config.json", dataclasses.asdict(config))
     return folder

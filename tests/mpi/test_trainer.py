@@ -14,10 +14,11 @@ from kaitian_mpi.data import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.loop import Trainer
+from kaitian_mpi.training.loop import Trainer, count_steps
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.run_folder import NoFolder
+from kaitian_mpi.training.state import TrainingState
 
 LENGTH, BATCH = 150, 24
 
@@ -45,7 +46,8 @@ def make_trainer(world, shares, micro_batch_size=None, workers=0):
         shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size=micro_batch_size
     )
     computation = Computation(world.device, "fp32", "contiguous", 0.0)
-    return Trainer(config, world, made, computation, plan, Slowdown())
+    state = TrainingState(config, model, computation, count_steps(config, LENGTH, BATCH))
+    return Trainer(config, world, made, state, plan, Slowdown())
 
 
 def train(trainer, plans=None):
@@ -65,10 +67,11 @@ def train(trainer, plans=None):
         step(inputs, labels, data_sec)
 
     trainer.step = noted_step
-    for epoch in range(2):
-        trainer.train_epoch(epoch)
+    for _ in range(2):
+        trainer.train_epoch()
+        trainer.progress.epoch_done(2)
     trainer.close()
-    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    weights = torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
     return taken, weights
 
 

@@ -7,7 +7,8 @@ import kaitian_mpi
 
 ROOT = Path(kaitian_mpi.__file__).parent
 FLOORS = {
-    "cli": 7,
+    "cli": 8,
+    "supervision": 7,
     "training": 6,
     "data": 5,
     "models": 5,

@@ -89,7 +89,7 @@ def test_progress_line():
 
 
 def test_rank_0_writes_whole_files(tmp_path):
-    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=0)
+    folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=0)
     assert isinstance(folder, DiskFolder)
     folder.write("summary.json", {"finished": False})
     folder.write("summary.json", {"finished": True})
@@ -102,7 +102,7 @@ def test_rank_0_writes_whole_files(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=1)
+    folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=1)
     assert isinstance(folder, NoFolder)
     folder.write("summary.json", {})
     folder.append("plan.jsonl", {})
@@ -113,4 +113,4 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--run-dir .*file/run: Not a directory; name a folder"):
-        open_run_folder(TrainConfig(run_dir=str(tmp_path / "file" / "run")), rank=0)
+        open_run_folder(TrainConfig(), tmp_path / "file" / "run", rank=0)

@@ -1,0 +1,150 @@
+"""`kaitian-supervise`: keep a job going when a host is lost."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kaitian_mpi.cli.flags import OneLineParser, parse_config
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervision.command import (
+    FOLDERS,
+    HOST_LISTS,
+    HOSTFILES,
+    Command,
+    parse_command,
+)
+from kaitian_mpi.supervision.command import PROGRAM as TRAIN
+from kaitian_mpi.supervision.hosts import Host, choose, parse_host_list, parse_hostfile
+from kaitian_mpi.supervision.probe import find_agent, is_local
+from kaitian_mpi.supervision.process import Machine
+from kaitian_mpi.supervision.starts import Job
+from kaitian_mpi.supervision.supervisor import supervise
+
+PROGRAM = "kaitian-supervise"
+
+
+def main() -> None:
+    """Run the command."""
+    try:
+        options = read_options(sys.argv[1:])
+        job = make_job(options.command)
+        agent = find_agent(job.command, os.environ)
+        with Machine(PROGRAM, agent, options.probe_seconds, options.hang_seconds) as machine:
+            code = supervise(job, machine, options.max_restarts)
+    except UserError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = OneLineParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [-h] [--max-restarts N] [--probe-seconds X] [--hang-seconds X] "
+        f"mpirun ... {TRAIN} ...",
+        description=f"Run mpirun with {TRAIN} and start it again after a failure, without hosts "
+        "that do not answer any more, until the job has finished. A job that finds its folder "
+        "finished is not run again; a user's mistake is not repeated.",
+        epilog=f"example: {PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} "
+        "--model mobilenetv2",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often to start the job again at most (default 3)",
+    )
+    parser.add_argument(
+        "--probe-seconds",
+        type=float,
+        default=4.0,
+        metavar="X",
+        help="how long a host may take to answer, after a failure (default 4)",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="how long mpirun may go on after its ranks on this machine have ended, as it does "
+        "when the link to a host is down (default 5; 0: for ever)",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help=f"mpirun with its options and {TRAIN} with its"
+    )
+    return parser
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Turn command-line arguments into options.
+
+    Raises:
+        UserError: an option is unknown or wrong.
+    """
+    options = make_parser().parse_args(arguments)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if options.command and options.command[0].startswith("-"):
+        raise UserError(f"unrecognized arguments: {options.command[0]}; see {PROGRAM} --help")
+    if options.max_restarts < 0:
+        raise UserError(f"--max-restarts: found {options.max_restarts}, needed 0 or more")
+    if not 0 < options.probe_seconds < math.inf:
+        raise UserError(f"--probe-seconds: found {options.probe_seconds}, needed more than 0")
+    if not 0 <= options.hang_seconds < math.inf:
+        raise UserError(f"--hang-seconds: found {options.hang_seconds}, needed 0 or more")
+    return options
+
+
+def make_job(words: Sequence[str]) -> Job:
+    """Read a command line, its hostfiles, and the flags of kaitian-train.
+
+    Raises:
+        UserError: one of them is wrong, which is told before anything is started.
+    """
+    command = parse_command(words)
+    config = parse_config(TRAIN, command.arguments)
+    hostfiles = {path: _read_hostfile(path) for path in command.values(HOSTFILES)}
+    hosts = _hosts(command, hostfiles)
+    name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = config.run_dir or str(Path("runs") / name)
+    return Job(
+        command=command,
+        hosts=hosts,
+        local=frozenset(host.name for host in hosts if is_local(host.name)),
+        hostfiles=hostfiles,
+        run_dir=run_dir,
+        # Where mpirun is told to start the ranks elsewhere, their folder is there, too.
+        folder=Path(*command.values(FOLDERS)[-1:], run_dir),
+        snapshots=secrets.token_hex(8),
+        emulate_kinds=config.emulate_kinds,
+        emulate_slowdown=config.emulate_slowdown,
+    )
+
+
+def _hosts(command: Command, hostfiles: dict[str, str]) -> tuple[Host, ...]:
+    from_files = parse_hostfile("\n".join(hostfiles.values()), ", ".join(hostfiles))
+    lists = ",".join(command.values(HOST_LISTS))
+    return choose(from_files, parse_host_list(lists) if lists else ())
+
+
+def _read_hostfile(path: str) -> str:
+    if not Path(path).is_file():
+        raise UserError(f"{path}: found no hostfile, needed a file that can be read more than once")
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: found no way to read it ({error}); correct it") from error
+
+
+if __name__ == "__main__":
+    main()

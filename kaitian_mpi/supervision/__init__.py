@@ -1,0 +1,1 @@
+"""Starting a job again after a failure, without the hosts that are lost."""

@@ -1,0 +1,210 @@
+"""A command such as `mpirun -np 4 --hostfile hf kaitian-train …`, read and written anew. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from kaitian_mpi.errors import UserError
+
+PROGRAM = "kaitian-train"
+_MODULE = "kaitian_mpi.cli.train"
+_LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
+
+RANKS = ("np", "n", "c")
+HOSTFILES = ("hostfile", "machinefile", "default-hostfile", "f")
+HOST_LISTS = ("host", "hosts", "H")
+FOLDERS = ("wdir", "wd")
+PARAMETERS = ("mca", "gmca", "prtemca")
+# What else takes a value, so that the value is not taken for the program. The names are those of
+# Open MPI 4 and 5 and of MPICH's hydra, without their minuses: Open MPI takes one or two.
+_ONE_VALUE = {
+    *(*RANKS, *HOSTFILES, *HOST_LISTS, *FOLDERS),
+    *[
+        "add-host",
+        "add-hostfile",
+        "app-pmix-prefix",
+        "bind-to",
+        "cpu-list",
+        "cpu-set",
+        "cpus-per-proc",
+    ],
+    *[
+        "cpus-per-rank",
+        "display",
+        "dvm",
+        "forward-signals",
+        "gpu-support",
+        "keepalive",
+        "launch-agent",
+        "map-by",
+    ],
+    *[
+        "max-vm-size",
+        "N",
+        "npernode",
+        "npersocket",
+        "output",
+        "output-directory",
+        "output-filename",
+        "path",
+    ],
+    *[
+        "personality",
+        "pmix-prefix",
+        "ppr",
+        "prefix",
+        "preload-files",
+        "pset",
+        "rank-by",
+        "rankfile",
+        "report-pid",
+    ],
+    *[
+        "report-uri",
+        "rf",
+        "runtime-options",
+        "set-env",
+        "singleton",
+        "spawn-timeout",
+        "stdin",
+        "stream-buffering",
+    ],
+    *["timeout", "tmpdir", "tune", "unset-env", "x", "xterm"],
+    *[
+        "demux",
+        "envlist",
+        "genvlist",
+        "iface",
+        "launcher",
+        "launcher-exec",
+        "ppn",
+        "profile",
+        "rmk",
+    ],
+}
+_TWO_VALUES = {
+    *PARAMETERS,
+    *["append-env", "env", "genv", "gomca", "gpmixmca", "omca", "pmixmca", "prepend-env"],
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One option of mpirun with its values, or a word that is no option."""
+
+    words: tuple[str, ...]
+    name: str = ""
+    """The option without its minuses; empty for other words."""
+    values: tuple[str, ...] = ()
+
+    def with_value(self, value: str) -> Part:
+        """Return the option in the same form with another value."""
+        flag, equals, _ = self.words[0].partition("=")
+        words = (f"{flag}={value}",) if equals else (flag, value)
+        return Part(words, self.name, (value,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A launcher's command line in its parts."""
+
+    parts: tuple[Part, ...]
+    """All before the arguments of kaitian-train, that program included."""
+    arguments: tuple[str, ...]
+    """The arguments of kaitian-train."""
+
+    @property
+    def words(self) -> list[str]:
+        """The whole command."""
+        return [word for part in self.parts for word in part.words] + list(self.arguments)
+
+    def values(self, names: Sequence[str]) -> list[str]:
+        """Return the first value of every option that has one of these names, in their order."""
+        return [part.values[0] for part in self.parts if part.name in names]
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks mpirun is asked for; the first counts. None where it decides itself."""
+        numbers = self.values(RANKS)
+        return int(numbers[0]) if numbers and numbers[0].isdecimal() else None
+
+    def with_ranks(self, ranks: int) -> Command:
+        """Return the command with another number of ranks, where it gives one."""
+        return self.replaced(RANKS, [str(ranks)])
+
+    def parameter(self, names: Sequence[str]) -> str:
+        """Return the last value of an MCA parameter that has one of these names, or nothing."""
+        pairs = [part.values for part in self.parts if part.name in PARAMETERS]
+        return next((pair[-1] for pair in reversed(pairs) if pair[0] in names), "")
+
+    def replaced(self, names: Sequence[str], values: Sequence[str]) -> Command:
+        """Return the command with other values for the options of these names.
+
+        Args:
+            names: which options.
+            values: the new values in the order of the options; an option without one, or with an
+                empty one, is left out.
+        """
+        left = iter(values)
+        parts = []
+        for part in self.parts:
+            if part.name not in names:
+                parts.append(part)
+            elif value := next(left, ""):
+                parts.append(part.with_value(value))
+        return replace(self, parts=tuple(parts))
+
+
+def parse_command(words: Sequence[str]) -> Command:
+    """Take a command line apart.
+
+    Raises:
+        UserError: its last program is not kaitian-train, or it has several.
+    """
+    # mpirun may stand behind `nice` or `env`, and may be missing in a job of one rank.
+    names = [PurePath(word).name.split(".")[0] for word in words]
+    begin = next((n for n, name in enumerate(names, 1) if name in _LAUNCHERS), 0)
+    parts = [Part((word,)) for word in words[:begin]]
+    position = begin
+    while begin and position < len(words) and words[position].startswith("-"):
+        taken = tuple(words[position : position + 1 + _values_behind(words[position])])
+        parts.append(_option(taken))
+        position += len(taken)
+    end = _program_end(words, position)
+    parts += [Part((word,)) for word in words[position:end]]
+    if ":" in words:
+        raise UserError(
+            "found ':' in the command, needed one program for all ranks; start them all by one "
+            f"mpirun … {PROGRAM} …"
+        )
+    return Command(parts=tuple(parts), arguments=tuple(words[end:]))
+
+
+def _program_end(words: Sequence[str], begin: int) -> int:
+    """Return the index after the words that name kaitian-train."""
+    for position in range(begin, len(words)):
+        if PurePath(words[position]).name == PROGRAM:
+            return position + 1
+        if tuple(words[position : position + 2]) == ("-m", _MODULE):
+            return position + 2
+    raise UserError(
+        f"found no {PROGRAM} in the command, needed it as the program that mpirun starts; write "
+        f"for example: kaitian-supervise mpirun -np 4 {PROGRAM} --model mobilenetv2"
+    )
+
+
+def _option(taken: tuple[str, ...]) -> Part:
+    flag, equals, value = taken[0].partition("=")
+    values = ((value,) if equals else ()) + taken[1:]
+    return Part(taken, flag.lstrip("-"), values or ("",))
+
+
+def _values_behind(word: str) -> int:
+    """Return how many of the words behind an option are its values."""
+    flag, equals, _ = word.partition("=")
+    name = flag.lstrip("-")
+    if name in _TWO_VALUES:
+        return 1 if equals else 2
+    return 1 if name in _ONE_VALUE and not equals else 0

@@ -1,0 +1,135 @@
+"""The hosts of a job, as mpirun's hostfiles and host lists name them. Pure text, no effects.
+
+The rules are those of Open MPI 5 (PRRTE), seen by `mpirun --do-not-launch --display allocation`:
+
+- a hostfile's `host slots=4` gives 4 slots; a host that stands on n lines without slots has n; one
+  that stands on a single line without slots has as many as it has cores, which only it knows;
+- `--host a:2,b` gives a 2 slots and b one; repeated entries and options add up;
+- with both, `--host` chooses among the hostfile's hosts, which keep their order, and its slots
+  count.
+
+`host:4` in a hostfile is MPICH's way (hydra) to say `slots=4`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kaitian_mpi.errors import UserError
+
+# A name never begins with a minus: as a word of its own it would be an option of ssh.
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_ENTRY = re.compile(rf"(?:(?P<user>{_NAME})@)?(?P<name>{_NAME})(?::(?P<slots>\d{{1,6}}|\*|auto))?")
+_SETTING = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
+_COMMENT = re.compile(r"(#|//).*")
+_SLOT_KEYS = ("slots", "cpu", "count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host and how mpirun's agent reaches it."""
+
+    name: str
+    slots: int | None = None
+    """Ranks that mpirun starts there at most; None for as many as the host has cores."""
+    user: str = ""
+    """Whom to log in as; empty for what ssh chooses."""
+    port: int = 0
+    """Port of its ssh server; 0 for what ssh chooses."""
+
+
+def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
+    """Read a hostfile's content, each host once, in the order of their first lines.
+
+    Raises:
+        UserError: a line does not begin with a host's name.
+    """
+    entries = [_read_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1)]
+    return _add_up([entry for entry in entries if entry is not None])
+
+
+def parse_host_list(text: str) -> tuple[Host, ...]:
+    """Read the value of `--host`, such as `node-a:2,node-b`.
+
+    Raises:
+        UserError: an entry is not a host's name.
+    """
+    entries = []
+    for word in text.split(","):
+        host = _read_entry(word.strip(), "--host")
+        entries.append(host if ":" in word else replace(host, slots=1))
+    return _add_up(entries)
+
+
+def choose(from_files: Sequence[Host], from_list: Sequence[Host]) -> tuple[Host, ...]:
+    """Return the hosts that mpirun uses, given those of its hostfiles and of its `--host`."""
+    if not (from_files and from_list):
+        return tuple(from_files or from_list)
+    slots = {host.name: host.slots for host in from_list}
+    return tuple(replace(host, slots=slots[host.name]) for host in from_files if host.name in slots)
+
+
+def hostfile_without(text: str, lost: Collection[str]) -> str:
+    """Return a hostfile's content without the lines of some hosts."""
+    lines = text.splitlines()
+    kept = [line for line in lines if (host := _read_line(line, "")) and host.name not in lost]
+    return "".join(line + "\n" for line in kept)
+
+
+def host_list_without(text: str, lost: Collection[str]) -> str:
+    """Return a value of `--host` without some hosts; empty where none is left."""
+    words = [word.strip() for word in text.split(",")]
+    return ",".join(word for word in words if _read_entry(word, "").name not in lost)
+
+
+def _read_line(line: str, place: str) -> Host | None:
+    """Return the host of a line; None for one that is empty or a comment."""
+    content = _COMMENT.sub("", line).strip()
+    if not content:
+        return None
+    first, *rest = content.split(maxsplit=1)
+    host = _read_entry(first, place)
+    settings = {key.replace("-", "_"): value for key, value in _SETTING.findall("".join(rest))}
+    for key in _SLOT_KEYS:
+        if settings.get(key, "").isdecimal():
+            host = replace(host, slots=int(settings[key]))
+    user = settings.get("username", settings.get("user_name", ""))
+    if user:
+        host = replace(host, user=_read_entry(user, place).name)
+    if settings.get("port", "").isdecimal():
+        host = replace(host, port=int(settings["port"]))
+    return host
+
+
+def _read_entry(word: str, place: str) -> Host:
+    match = _ENTRY.fullmatch(word)
+    if match is None:
+        raise UserError(
+            f"{place}: found {word!r}, needed a host's name of letters, digits, dots, minuses and "
+            "underscores, such as node-a or user@node-a; correct it"
+        )
+    slots = match["slots"]
+    return Host(
+        name=match["name"],
+        slots=int(slots) if slots and slots.isdecimal() else None,
+        user=match["user"] or "",
+    )
+
+
+def _add_up(entries: Iterable[Host]) -> tuple[Host, ...]:
+    """Bring each host's entries together: in a repeated one, no slots means one slot."""
+    hosts: dict[str, Host] = {}
+    for entry in entries:
+        known = hosts.get(entry.name)
+        if known is None:
+            hosts[entry.name] = entry
+        else:
+            both = _at_least_one(known.slots) + _at_least_one(entry.slots)
+            hosts[entry.name] = replace(known, slots=both)
+    return tuple(hosts.values())
+
+
+def _at_least_one(slots: int | None) -> int:
+    return 1 if slots is None else slots

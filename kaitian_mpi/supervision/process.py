@@ -1,0 +1,157 @@
+"""mpirun as a child process, and the signals that reach the supervisor meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.local_ranks import has_local_ranks
+from kaitian_mpi.supervision.probe import lost_hosts
+
+_PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_PASSED_ON = (*_STOPS, signal.SIGUSR1)
+_POLL_SEC = 0.1
+_LOOK_SEC = 0.5
+_GRACE_SEC = 2.0
+
+
+class Machine:
+    """What a supervisor does to the world: it runs, waits, asks hosts and speaks.
+
+    As a context manager it takes the signals: SIGINT and SIGTERM are passed on to the running
+    command and remembered in `stopped`, SIGUSR1 is passed on.
+    """
+
+    def __init__(
+        self, program: str, agent: Sequence[str], probe_sec: float, hang_sec: float
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            program: what each line that is said begins with.
+            agent: as `probe.find_agent`.
+            probe_sec: how long a host's answer may take.
+            hang_sec: how long mpirun may go on after its ranks on this machine; 0 for ever.
+        """
+        self.stopped = 0
+        """The signal that asked to stop; 0 for none."""
+        self._program = program
+        self._agent = agent
+        self._probe_sec = probe_sec
+        self._hang_sec = hang_sec
+        self._child: subprocess.Popen[bytes] | None = None
+        self._missed = 0  # a signal to stop from while there was no child
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Machine:
+        """Take the signals, except those that whoever started us wants to be ignored."""
+        for number in _PASSED_ON:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command to its end and return its exit code, 128 + n after signal n.
+
+        It gets a process group of its own, so that a Ctrl-C reaches it once, from us: Open MPI
+        takes a second one as the wish to drop everything. It would have no say over the terminal
+        in there, so its stdin is empty.
+
+        Raises:
+            UserError: it cannot be started.
+        """
+        libc = ctypes.CDLL(None)
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            # Only the child itself can ask for this, between fork and exec, hence the hook; it is
+            # safe in a process without threads. After a SIGKILL to us mpirun ends its ranks.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGTERM)
+
+        try:
+            self._child = subprocess.Popen(  # noqa: S603 (the user's own command)
+                words,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise UserError(
+                f"{words[0]}: {error.strerror}; name a program that can be started"
+            ) from error
+        if self._missed:
+            self._child.send_signal(self._missed)
+        code = self._wait(self._child)
+        self._child = None
+        return code if code >= 0 else 128 - code
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait for the command's end; end it where it hangs.
+
+        When the link to a host is down, mpirun waits for that host even after all its other ranks
+        have ended, and after a SIGTERM as well. It can be seen only where ranks run beside mpirun.
+        """
+        ranks_seen_at = None
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(_LOOK_SEC)
+            now = time.monotonic()
+            if has_local_ranks(child.pid):
+                ranks_seen_at = now
+            elif self._hang_sec and ranks_seen_at and now - ranks_seen_at > self._hang_sec:
+                self.say("mpirun waits, but its ranks on this machine have ended; it is ended, too")
+                child.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    return child.wait(_GRACE_SEC)
+                child.kill()
+                return child.wait()
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not for longer than until a signal asks to stop."""
+        ends_at = time.monotonic() + seconds
+        while not self.stopped and time.monotonic() < ends_at:
+            time.sleep(_POLL_SEC)
+
+    def now(self) -> float:
+        """Return the seconds of a clock that only goes forward."""
+        return time.monotonic()
+
+    def lost(self, hosts: Sequence[Host]) -> frozenset[str]:
+        """Return the names of the hosts that do not answer."""
+        return lost_hosts(self._agent, hosts, self._probe_sec)
+
+    def say(self, text: str) -> None:
+        """Write a line to stderr; a terminal that has gone away is no reason to end."""
+        with suppress(OSError):
+            print(f"{self._program}: {text}", file=sys.stderr, flush=True)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number in _STOPS:
+            self.stopped = self.stopped or number
+        if self._child is not None:
+            self._child.send_signal(number)
+        elif number in _STOPS:
+            self._missed = number

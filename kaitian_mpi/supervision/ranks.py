@@ -1,0 +1,84 @@
+"""Which ranks a job keeps when it goes on without a host. Pure.
+
+mpirun is assumed to place ranks as it does by default, by slot: it fills the first host's slots,
+then the second's, in the order of the hostfile. With another mapping (`--map-by node`) an emulated
+device may stand on another host than before; a job on real devices does not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kaitian_mpi.supervision.hosts import Host
+
+
+def total_slots(hosts: Sequence[Host]) -> int | None:
+    """Return the slots of all hosts; None where a host does not say how many it has."""
+    known = [host.slots for host in hosts if host.slots is not None]
+    return sum(known) if len(known) == len(hosts) else None
+
+
+def fewer_ranks(ranks: int | None, left: Sequence[Host]) -> int | None:
+    """Return how many ranks to ask mpirun for on the hosts that are left.
+
+    Args:
+        ranks: how many were asked for; None for as many as there are slots.
+        left: the hosts that are left.
+
+    Returns:
+        As many as were asked for where a host's slots are not known.
+    """
+    slots = total_slots(left)
+    return ranks if ranks is None or slots is None else min(ranks, slots)
+
+
+def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
+    """Return each rank's host; where there are more ranks than slots, in further rounds."""
+    placed: list[str] = []
+    while len(placed) < ranks:
+        before = len(placed)
+        for host in hosts:
+            free = ranks - len(placed)
+            placed += [host.name] * (free if host.slots is None else min(host.slots, free))
+        if len(placed) == before:  # no host has a slot
+            return []
+    return placed
+
+
+def kept_ranks(placed: Sequence[str], lost: Collection[str], ranks: int) -> list[int]:
+    """Return the rank that each rank of the smaller job was before, in their order.
+
+    Where the job was smaller than its hosts, ranks of a lost host move to slots that were free.
+
+    Args:
+        placed: each rank's host, in the whole job.
+        lost: hosts that are lost.
+        ranks: the size of the smaller job.
+    """
+    safe = [rank for rank, host in enumerate(placed) if host not in lost]
+    homeless = [rank for rank, host in enumerate(placed) if host in lost]
+    return sorted(safe[:ranks] + homeless[: max(0, ranks - len(safe))])
+
+
+def kinds_of(text: str, kept: Sequence[int], ranks: int) -> str:
+    """Return `--emulate-kinds` of the smaller job.
+
+    Args:
+        text: the flag's value for the whole job.
+        kept: as `kept_ranks`.
+        ranks: the size of the whole job; a list of another length is left as it is.
+    """
+    labels = text.split(",")
+    return ",".join(labels[rank] for rank in kept) if len(labels) == ranks else text
+
+
+def slowdowns_of(text: str, kept: Sequence[int]) -> str:
+    """Return `--emulate-slowdown` of the smaller job: entries are `rank:factor[@step]`.
+
+    Args:
+        text: the flag's value for the whole job.
+        kept: as `kept_ranks`.
+    """
+    numbers = {str(old): new for new, old in enumerate(kept)}
+    entries = [entry.strip().partition(":") for entry in text.split(",")]
+    return ",".join(f"{numbers[old]}:{rest}" for old, _, rest in entries if old in numbers)

@@ -1,0 +1,173 @@
+"""Start a job, and start it again after a failure, until its own sign of success is there."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.run_state import RunState, read_state
+from kaitian_mpi.supervision.starts import Job, Start, list_names, plan_start
+
+_USER_ERROR = 2
+_QUICK_SEC = 5.0
+_MOST_QUICK = 2
+_PAUSE_SEC = 5.0
+
+
+class Effects(Protocol):
+    """What the supervisor does to the world; `process.Machine` is the real one."""
+
+    stopped: int
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command to its end and return its exit code."""
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+    def now(self) -> float:
+        """Return the seconds of a clock."""
+        ...
+
+    def lost(self, hosts: Sequence[Host]) -> frozenset[str]:
+        """Return the names of the hosts that do not answer."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+        ...
+
+
+def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
+    """Run a job to its end.
+
+    mpirun's exit code proves nothing: it is 0 when a host was lost. What counts is `finished` in
+    the job's `summary.json`. A user's mistake is not repeated, nor is a start that failed at once,
+    twice.
+
+    Args:
+        job: the job.
+        effects: the world.
+        max_restarts: how often to start it again at most.
+
+    Returns:
+        The exit code: 0 where the job has finished, 128 + n after signal n, 2 after a user's
+        mistake, else mpirun's last one, or 1 in the place of its 0.
+
+    Raises:
+        UserError: the command cannot be started.
+    """
+    if read_state(job.folder).finished:
+        effects.say(f"nothing to do: {job.folder} is finished")
+        return 0
+    return _Supervisor(job, effects, max_restarts + 1).run()
+
+
+class _Supervisor:
+    """The state between the starts of one job."""
+
+    def __init__(self, job: Job, effects: Effects, most_starts: int) -> None:
+        self._job = job
+        self._effects = effects
+        self._most_starts = most_starts
+        self._lost: frozenset[str] = frozenset()
+        self._idle = 0  # starts in a row that brought no progress
+        self._quick = 0  # starts in a row, on the same hosts, that failed at once without any
+
+    def run(self) -> int:
+        number = 1
+        while True:
+            code = self._start(number)
+            state = read_state(self._job.folder)
+            if self._effects.stopped:
+                return self._end_by_signal()
+            if state.finished:
+                self._effects.say(f"finished after {_count(number, 'start')}")
+                return 0
+            if code == _USER_ERROR and not state.trained:
+                return code
+            if number == self._most_starts or self._quick == _MOST_QUICK:
+                return self._give_up(number, code)
+            self._effects.say(f"mpirun ended with code {code}, and the job is not finished")
+            if not self._prepare_restart():
+                return self._end_by_signal() if self._effects.stopped else 1
+            number += 1
+
+    def _start(self, number: int) -> int:
+        """Start the job, wait for its end, and take note of whether it got on."""
+        job, effects = self._job, self._effects
+        before = read_state(job.folder)
+        new_hostfile = job.folder / f"hostfile-restart-{number - 1}"
+        start = plan_start(job, self._lost, before.trained, str(new_hostfile))
+        _write_hostfile(new_hostfile, start)
+        why = f"{self._name_lost()}; " if self._lost else ""
+        effects.say(f"start {number} of {self._most_starts}: {why}{start.shape}")
+        began = effects.now()
+        code = effects.run(start.words)
+        self._judge(before, effects.now() - began)
+        return code
+
+    def _judge(self, before: RunState, seconds: float) -> None:
+        idle = not read_state(self._job.folder).is_beyond(before)
+        self._idle = self._idle + 1 if idle else 0
+        self._quick = self._quick + 1 if idle and seconds < _QUICK_SEC else 0
+
+    def _prepare_restart(self) -> bool:
+        """Find out which hosts are lost; return whether another start makes sense."""
+        job, effects = self._job, self._effects
+        before = self._lost
+        if job.remote:
+            # All of them, also those that were lost: one may have come back.
+            self._lost = effects.lost(job.remote)
+        if self._lost != before:
+            self._quick = 0  # the next start is another one
+        if self._lost and not job.left(self._lost):
+            effects.say(f"{self._name_lost()}; no host is left")
+            return False
+        if self._idle > 1 and not effects.stopped:
+            effects.pause(_PAUSE_SEC)
+        return not effects.stopped
+
+    def _name_lost(self) -> str:
+        names = [host.name for host in self._job.hosts if host.name in self._lost]
+        if len(names) == 1:
+            return f"host {names[0]} does not answer"
+        return f"hosts {list_names(names)} do not answer"
+
+    def _give_up(self, number: int, code: int) -> int:
+        why = (
+            " (the last two failed at once, on the same hosts)"
+            if self._quick == _MOST_QUICK
+            else ""
+        )
+        self._effects.say(
+            f"gave up after {_count(number, 'start')}{why}; the last exit code of mpirun was {code}"
+        )
+        return code or 1
+
+    def _end_by_signal(self) -> int:
+        number = self._effects.stopped
+        self._effects.say(f"ended by {signal.Signals(number).name}; not started again")
+        return 128 + number
+
+
+def _write_hostfile(path: Path, start: Start) -> None:
+    if not start.hostfile:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(start.hostfile)
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; name a --run-dir that can be written"
+        ) from error
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,139 @@
+"""When the state is saved, and what is saved with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.exchange import gather_bytes
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.checkpoint_files import CheckpointFiles
+from kaitian_mpi.training.checkpoint_writer import BackgroundWriter, copy_to_host
+from kaitian_mpi.training.memory_of_run import Memory
+from kaitian_mpi.training.report import say_here
+from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
+
+_SNAPSHOTS = Path("/dev/shm")  # noqa: S108  # the host's memory: the name holds a random word
+
+
+def snapshot_files(name: str) -> CheckpointFiles:
+    """Return this host's snapshots of a job, in its memory."""
+    return CheckpointFiles(_SNAPSHOTS / f"kaitian-{name}", keep=1)
+
+
+class Checkpointing:
+    """Saves the state of a run: to the run's folder, and to each host's memory.
+
+    The rank that owns the files writes; every rank gives what is its own. Training waits only for
+    a copy in memory.
+    """
+
+    def __init__(self, config: TrainConfig, run_folder: Path) -> None:
+        """Prepare; nothing is written yet.
+
+        Args:
+            config: how often.
+            run_folder: the run's folder, on whichever host writes.
+        """
+        self._config = config
+        files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
+        self._writer = BackgroundWriter(files, say_here)
+        self._snapshots = (
+            BackgroundWriter(snapshot_files(config.snapshots), say_here)
+            if config.snapshots
+            else None
+        )
+        self._saved_step = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to count the time, on some ranks."""
+        self._saved_at = time.monotonic()
+        self._was_asked = self._has_asked = False
+
+    def ask(self) -> None:
+        """Ask for a checkpoint at the next occasion. From any thread, on any rank."""
+        self._was_asked = True
+
+    def wants(self) -> bool:
+        """Return, once, whether this rank finds it time for a checkpoint."""
+        minutes = (time.monotonic() - self._saved_at) / 60
+        is_time = self._was_asked or 0 < self._config.checkpoint_minutes <= minutes
+        if not is_time or self._has_asked:
+            return False
+        self._has_asked = True
+        return True
+
+    def is_due(self, step: int, wanted: bool) -> bool:
+        """Return whether to save after this step; the same on every rank.
+
+        Args:
+            step: the steps that are done.
+            wanted: whether any rank has found it time, as all ranks know.
+        """
+        every = self._config.checkpoint_every
+        return wanted or (every > 0 and step % every == 0)
+
+    def save(
+        self, world: World, state: TrainingState, memory: Memory, score: float | None = None
+    ) -> None:
+        """Save the state. Collective.
+
+        Args:
+            world: the ranks that train.
+            state: between two steps.
+            memory: what goes with it.
+            score: how good the model is, if it has just been evaluated; higher is better.
+        """
+        self.begin()
+        self._saved_step = state.progress.step
+        own = gather_bytes(world.comm, to_bytes(state.own()), 0)
+        if world.rank == 0:
+            parts = [from_bytes(content) for content in own]
+            self._submit(self._writer, state, memory, parts, score)
+
+    def save_now(self, state: TrainingState, memory: Memory) -> int | None:
+        """Save the last whole step from another thread than the training's, and wait for it.
+
+        Not collective: what belongs to the other ranks alone is not saved.
+
+        Returns:
+            The step; None if it could not be saved.
+        """
+        with state.lock:
+            step = state.progress.step
+            if step != self._saved_step:
+                self._submit(self._writer, state, memory, [], None)
+        self._writer.wait()
+        return step if self._writer.last_written == step else None
+
+    def snapshot(self, world: World, state: TrainingState, memory: Callable[[], Memory]) -> None:
+        """Keep the state in this host's memory, every few steps. Not collective."""
+        hosts = [info.host for info in world.infos]
+        speaks_for_host = hosts.index(world.info.host) == world.rank
+        due = state.progress.step % self._config.snapshot_every == 0
+        if self._snapshots is not None and due and speaks_for_host:
+            self._submit(self._snapshots, state, memory(), [], None)
+
+    def close(self) -> None:
+        """Wait until what was saved is on disk."""
+        self._writer.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+    @staticmethod
+    def _submit(
+        writer: BackgroundWriter,
+        state: TrainingState,
+        memory: Memory,
+        own: list[dict[str, Any]],
+        score: float | None,
+    ) -> None:
+        progress = state.progress
+        content = copy_to_host(state.shared(), writer.take_spare())
+        content |= {"own": own, "memory": memory.to_json()}
+        about = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
+        writer.submit(content, about | {"score": score})

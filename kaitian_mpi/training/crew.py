@@ -1,0 +1,219 @@
+"""The ranks that train and those that stand by, and how they go on when one is lost.
+
+Work is done in pieces, each of which ends with `Crew.commit`: either every rank has done the piece,
+or none has. So after a loss all that live stand at the same point and do the same piece again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kaitian_mpi.collectives.startup import close_process_group, go_on_with
+from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.mpi import fault_tolerance
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import Arrival, wait_patiently
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World, survivors_of
+from kaitian_mpi.training.roles import Roles, plan_recovery, spare_roles
+
+Result = TypeVar("Result")
+
+_LOOKING_SEC = 0.05
+
+
+class NotCommittedError(CollectiveError):
+    """A piece of work that did not come about on every rank; all ranks that live raise it."""
+
+
+@dataclass
+class Loss:
+    """Ranks that died at about the same time."""
+
+    lost: list[RankInfo]
+    noticed_at: float
+    """Seconds since 1970."""
+    noticed: float
+    """The same by `time.perf_counter`."""
+    step: int | None = None
+    """The step that was begun or done again after it; None until training goes on."""
+    is_told: bool = False
+    recovery_sec: float | None = None
+    """From the notice until the interrupted piece of work was done; None until it is."""
+
+
+class Crew:
+    """All ranks of the job that live.
+
+    Where the job was not started so that it can live on (`mpirun --with-ft ulfm`), a loss ends it,
+    and `commit` costs nothing.
+    """
+
+    def __init__(self, whole: World) -> None:
+        """Begin with all ranks at work, which have a default process group."""
+        self.whole = whole
+        """All ranks that live."""
+        self.world: World | None = whole
+        """Those that train; None on a rank that stands by."""
+        self.losses: list[Loss] = []
+        """What has been survived."""
+        self._roles = Roles()
+        self._has_finished = False
+
+    @property
+    def survives(self) -> bool:
+        """Whether the job lives on when a rank dies."""
+        return fault_tolerance.is_on()
+
+    @property
+    def has_reformed(self) -> bool:
+        """Whether those that train are others than all ranks that started."""
+        return bool(self.losses) or self._roles != Roles()
+
+    def attempt(self, work: Callable[[World], Result]) -> Result | None:
+        """Do a piece of work on the ranks that train; do it again after a loss. Collective.
+
+        Args:
+            work: collective over the ranks it is given, the ones that train. After a loss it is
+                called again, on fewer ranks or others; what it has committed is done for good.
+
+        Returns:
+            What the work returns; None on a rank that stood by until the others were done.
+        """
+        while True:
+            noticed: Exception
+            try:
+                if self.world is None:
+                    if self._stand_by():
+                        return None
+                    raise RankLostError("a rank is lost")
+                result = work(self.world)
+                self.commit()
+                return result
+            except NotCommittedError as error:
+                noticed = error
+            except Exception as error:
+                if not self._may_be_loss(error):
+                    raise
+                noticed = error
+                fault_tolerance.revoke_all()
+                if self.world is not None:
+                    fault_tolerance.agree(self.world.comm, False)
+            self._regroup(noticed)
+            if self._has_finished:
+                return None
+
+    def commit(self, well: bool = True) -> None:
+        """End a piece of work. Collective over the ranks that train.
+
+        Args:
+            well: whether this rank has done it.
+
+        Raises:
+            NotCommittedError: some rank has not, or is lost; on every rank.
+        """
+        if not self.survives:
+            return
+        assert self.world is not None
+        if not fault_tolerance.agree(self.world.comm, well):
+            fault_tolerance.revoke_all()
+            raise NotCommittedError("a rank is lost")
+        for loss in reversed(self.losses):
+            if loss.recovery_sec is not None:
+                break
+            loss.recovery_sec = time.perf_counter() - loss.noticed
+
+    def set_aside(self, spares: int, left_out: Collection[int]) -> None:
+        """Let some ranks stand by from now on. Collective over all ranks.
+
+        Args:
+            spares: how many of the last.
+            left_out: positions in `whole` of those that the job is faster without.
+        """
+        names = [info.world_rank for info in self.whole.infos]
+        roles = Roles(
+            spare_roles(self.whole.infos, spares).spares,
+            frozenset(names[rank] for rank in left_out),
+        )
+        if roles == Roles():
+            return
+        self._roles = roles
+        try:
+            self.world = go_on_with(self.whole, roles.working(self.whole.infos))
+            well, noticed = True, None
+        except Exception as error:
+            if not self._may_be_loss(error):
+                raise
+            fault_tolerance.revoke_all()
+            well, noticed = False, error
+        if self.survives and not fault_tolerance.agree(self.whole.comm, well):
+            self._regroup(noticed or NotCommittedError("a rank is lost"))
+
+    def dismiss(self) -> None:
+        """Let those that stand by leave: the work is done. Collective over all ranks."""
+        self._has_finished = True
+        if not (self._roles.spares or self._roles.left_out):
+            return
+        try:
+            wait_patiently(self.whole.comm)
+        except Exception as error:
+            if not self._may_be_loss(error):
+                raise
+            self._regroup(error)
+
+    def _may_be_loss(self, error: Exception) -> bool:
+        return self.survives and (
+            fault_tolerance.is_loss(error) or isinstance(error, CollectiveError)
+        )
+
+    def _stand_by(self) -> bool:
+        """Wait until the others are done, or need this rank; return whether they are done."""
+        comm = self.whole.comm
+        try:
+            end = Arrival(comm)
+            while not end.complete():
+                time.sleep(_LOOKING_SEC)
+            return True
+        except Exception as error:
+            if not self._may_be_loss(error):
+                raise
+        # Somebody is lost: whoever trains calls, unless all of them are lost.
+        trains = self._roles.working(self.whole.infos)
+        while not comm.Is_revoked() and not fault_tolerance.are_lost(comm, trains):
+            time.sleep(_LOOKING_SEC)
+        return False
+
+    def _regroup(self, noticed_as: Exception) -> None:
+        """Go on with those that live. Collective over them.
+
+        Raises:
+            Exception: `noticed_as`, if nobody is lost.
+        """
+        at, noticed = time.time(), time.perf_counter()
+        whole = self.whole
+        while True:
+            fault_tolerance.revoke_all()
+            close_process_group()
+            whole = survivors_of(whole)
+            lost = [info for info in self.whole.infos if info not in whole.infos]
+            if not lost:
+                raise noticed_as
+            roles = plan_recovery(self._roles, whole.infos, lost)
+            world, finished, well = None, False, True
+            try:
+                finished = any(gather_values(whole.comm, self._has_finished))
+                if not finished:
+                    world = go_on_with(whole, roles.working(whole.infos))
+            except Exception as error:
+                if not self._may_be_loss(error):
+                    raise
+                well = False
+                fault_tolerance.revoke_all()
+            if fault_tolerance.agree(whole.comm, well):
+                break
+        self.whole, self.world, self._roles = whole, world, roles
+        self._has_finished = finished
+        self.losses.append(Loss(lost, at, noticed))

@@ -1,0 +1,708 @@
+"""Checkpoints survive kills, full disks and spoiled files; the writer in the background too."""
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.training.checkpoint_files import FORMAT_VERSION, CheckpointFiles, _describe
+from kaitian_mpi.training.checkpoint_writer import BackgroundWriter, copy_to_host
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def make_state(value=1.0):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.full((2, 3, 4, 4), value)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "half": torch.full((5,), value, dtype=torch.bfloat16),
+        "whole": torch.arange(7) * int(value),
+        "random": torch.get_rng_state(),
+        "nested": [{"lr": value, "name": "warm up", "none": None}, (1, True), torch.tensor(3)],
+    }
+
+
+def assert_same(found, needed):
+    if isinstance(needed, torch.Tensor):
+        assert found.dtype == needed.dtype
+        assert torch.equal(found, needed)
+    elif isinstance(needed, dict):
+        assert list(found) == list(needed)
+        for key in needed:
+            assert_same(found[key], needed[key])
+    elif isinstance(needed, list | tuple):
+        assert len(found) == len(needed)
+        for one, other in zip(found, needed, strict=True):
+            assert_same(one, other)
+    else:
+        assert type(found) is type(needed)
+        assert found == needed
+
+
+def silent(line):
+    raise AssertionError(line)
+
+
+def small(value):
+    return {"weights": torch.full((1000,), float(value))}
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder with the checkpoints of steps 100 and 120."""
+    files = CheckpointFiles(tmp_path, keep=2)
+    for step in (100, 120):
+        files.write(small(step), {"step": step, "epoch": 1})
+    return files
+
+
+def test_what_is_written_comes_back(tmp_path):
+    files = CheckpointFiles(tmp_path / "new" / "folder", keep=1)
+    state = make_state()
+    path = files.write(state, {"step": 120, "epoch": 3, "score": 0.5, "seen": {"1": [2]}})
+    assert path == tmp_path / "new" / "folder" / "step-00000120.pt"
+    found = files.newest_good(silent)
+    assert (found.path, found.step) == (path, 120)
+    assert_same(found.state, state)
+    assert_same(torch.load(path), state)  # by plain torch, as users do
+    assert found.about == json.loads(path.with_suffix(".json").read_text())
+    assert found.about | {"written_at": 0, "check": 0} == {
+        "step": 120,
+        "epoch": 3,
+        "score": 0.5,
+        "seen": {"1": [2]},
+        "format_version": FORMAT_VERSION,
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "written_at": 0,
+        "check": 0,
+    }
+
+
+def test_a_state_goes_back_into_a_model(tmp_path):
+    files = CheckpointFiles(tmp_path, keep=1)
+    files.write(copy_to_host(make_state()), {"step": 1})
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    state = files.newest_good(silent).state
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert_same(dict(model.state_dict()), state["model"])
+    assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
+
+
+def test_a_folder_without_a_checkpoint(tmp_path):
+    assert CheckpointFiles(tmp_path / "none", keep=1).newest_good(silent) is None
+    (tmp_path / "notes.txt").write_text("step-00000001.pt")
+    assert CheckpointFiles(tmp_path, keep=1).newest_good(silent) is None
+    with pytest.raises(ValueError, match="keep is 0"):
+        CheckpointFiles(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"a": [numpy.float64(1)]}, r"state\['a'\]\[0\]: found a numpy.float64"),
+        ({"a": {1, 2}}, "builtins.set"),
+        ({numpy.int64(3): 1}, r"a key of state: found a numpy.int64"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_written(two, value, reason):
+    with pytest.raises(TypeError, match=reason):
+        two.write(value, {"step": 140})
+    assert two.newest_good(silent).step == 120
+
+
+def spoil(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
+def passed_over(files):
+    """Return the step that is found and the lines about others."""
+    lines = []
+    found = files.newest_good(lines.append)
+    return found and found.step, lines
+
+
+def test_a_truncated_checkpoint_is_passed_over_at_any_length(two):
+    path = two.folder / "step-00000120.pt"
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        assert passed_over(two) == (
+            100,
+            [
+                "checkpoint step-00000120.pt is passed over: "
+                f"{length:,} bytes found, {len(whole):,} written"
+            ],
+        )
+    path.write_bytes(whole)
+    assert passed_over(two) == (120, [])
+
+
+def test_a_flipped_bit_anywhere_in_the_tensors_is_found(two):
+    path = two.folder / "step-00000120.pt"
+    whole = path.read_bytes()
+    for place in [*range(0, len(whole), 61), len(whole) - 1]:
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        step, (line,) = passed_over(two)
+        assert step == 100
+        assert "altered after it was written" in line
+
+
+def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two):
+    path = two.folder / "step-00000120.json"
+    whole = path.read_bytes()
+    found = 0
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            checkpoint = two.newest_good(lambda line: None)
+        except UserError as error:
+            assert "format version" in str(error)  # noqa: PT017
+            continue
+        found += checkpoint.step == 100
+        assert checkpoint.step == 100 or checkpoint.about == json.loads(whole)
+    assert found > 0.9 * len(whole)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "[" * 100_000, "\x00" * 300])
+def test_a_description_that_is_none(two, text):
+    (two.folder / "step-00000120.json").write_text(text)
+    step, (line,) = passed_over(two)
+    assert step == 100
+    assert line.startswith("checkpoint step-00000120.pt is passed over: step-00000120.json ")
+
+
+@pytest.mark.parametrize(("missing", "reason"), [("json", "is missing"), ("pt", "No such file")])
+def test_half_a_checkpoint(two, missing, reason):
+    (two.folder / f"step-00000120.{missing}").unlink()
+    step, (line,) = passed_over(two)
+    assert step == 100
+    assert reason in line
+
+
+def test_one_that_cannot_be_read(two):
+    path = two.folder / "step-00000120.pt"
+    path.unlink()
+    path.mkdir()
+    step, (line,) = passed_over(two)
+    assert step == 100
+    assert "Is a directory" in line
+
+
+def test_files_of_killed_writers_are_no_checkpoints_and_go(two):
+    (two.folder / "step-00000140.pt.partial").write_bytes(b"half")
+    (two.folder / "step-00000140.json.partial").write_bytes(b"half")
+    (two.folder / "notes.partial").write_bytes(b"the user's")
+    assert passed_over(two) == (120, [])
+    two.write(small(130), {"step": 130})
+    assert [name for name in names(two.folder) if "partial" in name] == ["notes.partial"]
+
+
+def test_a_newer_format_is_not_passed_over(two):
+    path = two.folder / "step-00000120.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    reason = r"found format version 2, needed at most 1; install a newer kaitian-mpi"
+    with pytest.raises(UserError, match=reason):
+        two.newest_good(silent)
+    with pytest.raises(UserError, match=reason):
+        two.load(path.with_suffix(".pt"))
+    two.write(small(140), {"step": 140})  # counts it among the others
+    assert two.steps() == [120, 140]
+
+
+def test_a_checkpoint_that_the_user_names(two, tmp_path):
+    for suffix in ("pt", "json"):
+        shutil.copy(two.folder / f"step-00000100.{suffix}", tmp_path / f"mine.{suffix}")
+    assert_same(CheckpointFiles.load(tmp_path / "mine.pt").state, small(100))
+    spoil(tmp_path / "mine.pt", lambda data: data[:-1])
+    with pytest.raises(UserError, match=r"mine.pt cannot be used: [\d,]+ bytes found"):
+        CheckpointFiles.load(tmp_path / "mine.pt")
+    with pytest.raises(UserError, match=r"none.pt cannot be used: it cannot be read: No such file"):
+        CheckpointFiles.load(tmp_path / "none.pt")
+
+
+class Evil:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / "executed"),)
+
+
+def put_content(files, content):
+    """Replace the newest checkpoint's .pt, with a .json that has the right checksum."""
+    path = files.folder / "step-00000120.pt"
+    path.write_bytes(content)
+    about = _describe({"step": 120}, len(content), hashlib.sha256(content).hexdigest())
+    path.with_suffix(".json").write_bytes(about)
+
+
+def test_nothing_in_a_checkpoint_is_executed(two):
+    buffer = io.BytesIO()
+    torch.save({"weights": Evil(two.folder)}, buffer)
+    put_content(two, buffer.getvalue())
+    assert passed_over(two) == (
+        100,
+        ["checkpoint step-00000120.pt is passed over: it holds more than tensors and plain values"],
+    )
+    assert "executed" not in names(two.folder)
+    torch.load(two.folder / "step-00000120.pt", weights_only=False)
+    assert "executed" in names(two.folder), "the file was no danger"
+
+
+@pytest.mark.parametrize("content", [b"", b"not of torch", b"PK\x03\x04" + bytes(100)])
+def test_what_torch_cannot_load_is_passed_over(two, content):
+    put_content(two, content)
+    step, (line,) = passed_over(two)
+    assert step == 100
+    assert "\n" not in line
+
+
+def kept_after(folder, keep, scores):
+    """Write steps 1, 2, 3... of these scores; return the steps that are left."""
+    files = CheckpointFiles(folder, keep)
+    for step, score in enumerate(scores, 1):
+        files.write({}, {"step": step, "score": score})
+    assert len(names(folder)) == 2 * len(files.steps())
+    return files.steps()
+
+
+@pytest.mark.parametrize(
+    ("keep", "scores", "kept"),
+    [
+        (1, [None], [1]),
+        (1, [None, None, None], [3]),
+        (2, [None, None, None], [2, 3]),
+        (9, [None, None, None], [1, 2, 3]),
+        (1, [0.9, 0.1, 0.2], [1, 3]),
+        (2, [0.9, 0.1, 0.2, 0.3], [1, 3, 4]),
+        (1, [0.9, 0.9, 0.2, 0.3], [2, 4]),  # the newest of equals
+        (1, [0.1, 0.2, 0.3], [3]),
+        (1, [-1.0, float("nan"), None, -2, float("inf"), None], [1, 6]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(tmp_path, keep, scores, kept):
+    assert kept_after(tmp_path, keep, scores) == kept
+
+
+def test_a_step_that_is_written_again_replaces_the_first(two):
+    again = two.write(small(7), {"step": 120, "score": 1.0})
+    assert again.name == "step-00000120-1.pt"
+    assert two.newest_good(silent).path == again
+    assert_same(two.newest_good(silent).state, small(7))
+    third = two.write(small(8), {"step": 120})
+    assert names(two.folder) == [
+        f"{stem}.{suffix}" for stem in ("step-00000100", third.stem) for suffix in ("json", "pt")
+    ]
+    assert_same(two.newest_good(silent).state, small(8))
+
+
+def test_a_checkpoint_without_its_tensors_takes_no_place(two):
+    (two.folder / "step-00000120.pt").unlink()
+    two.write(small(140), {"step": 140})
+    assert two.steps() == [100, 140]
+
+
+def test_later_steps_that_were_passed_over_push_nothing_out(two):
+    spoil(two.folder / "step-00000120.pt", lambda data: data[:-1])
+    (two.folder / "step-00000130.pt").write_bytes(b"without its .json")
+    for step in (105, 110, 115):
+        two.write(small(step), {"step": step})
+    assert two.steps() == [110, 115, 120]
+    assert passed_over(two)[0] == 115
+    two.write(small(120), {"step": 120})
+    assert two.steps() == [115, 120]
+    two.write(small(130), {"step": 130})
+    assert names(two.folder)[2:] == ["step-00000130.json", "step-00000130.pt"]
+
+
+def test_a_run_that_leaves_its_course_forgets_it(two):
+    two.remove_after(100)
+    assert names(two.folder) == ["step-00000100.json", "step-00000100.pt"]
+    two.remove_after(100)
+
+
+def fill_disk_after(monkeypatch, size):
+    """Let os.write take so many bytes in all."""
+    real, left = os.write, [size]
+
+    def write(descriptor, data):
+        taken = min(left[0], len(data))
+        if taken == 0:
+            raise FULL
+        left[0] -= taken
+        return real(descriptor, data[:taken])
+
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_a_full_disk_leaves_what_was_there(two, monkeypatch):
+    before = names(two.folder)
+    tensors = (two.folder / "step-00000120.pt").stat().st_size
+    for size in (0, 1, tensors // 2, tensors - 1, tensors, tensors + 100):
+        with monkeypatch.context() as context:
+            fill_disk_after(context, size)
+            with pytest.raises(OSError, match="No space left") as caught:
+                two.write(small(140), {"step": 140})
+        assert caught.value.errno == errno.ENOSPC
+        assert names(two.folder) == before
+        assert two.newest_good(silent).step == 120
+    two.write(small(140), {"step": 140})
+    assert two.newest_good(silent).step == 140
+
+
+@pytest.mark.parametrize("size", [0, 1_500_000])
+def test_a_disk_that_fills_while_torch_writes(two, monkeypatch, size):
+    before = names(two.folder)
+    fill_disk_after(monkeypatch, size)
+    with pytest.raises(OSError, match="No space left"):  # not what torch makes of it
+        two.write({"weights": torch.ones(1_000_000)}, {"step": 140})
+    assert names(two.folder) == before
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A real file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("mounting needs root on Linux")
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk):
+    files = CheckpointFiles(tiny_disk, keep=1)
+    state = {"weights": torch.ones(600_000)}  # 2.4 MB: one fits
+    files.write(state, {"step": 100})
+    before = names(tiny_disk)
+    said = []
+    writer = BackgroundWriter(files, said.append)
+    for step in (120, 140):
+        writer.submit(state, {"step": step})
+        writer.wait()
+    assert said == [
+        f"checkpoint of step {step} could not be written: No space left on device; "
+        "training goes on, the one of step 100 is kept"
+        for step in (120, 140)
+    ]
+    assert names(tiny_disk) == before
+    assert_same(files.newest_good(silent).state, state)
+
+
+CHANGING_CALLS = ("write", "fsync", "replace", "unlink")
+
+
+def test_files_reach_the_disk_before_their_names_and_before_others_go(two, monkeypatch):
+    calls = []
+
+    def fsync(descriptor):
+        mode = os.fstat(descriptor).st_mode
+        calls.append("sync folder" if stat.S_ISDIR(mode) else "sync file")
+
+    def watch(name, real):
+        def call(path, *more):
+            calls.append(f"{name} {Path(path).name}")
+            return real(path, *more)
+
+        monkeypatch.setattr(os, name, call)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    watch("replace", os.replace)
+    watch("unlink", os.unlink)
+    two.write(small(140), {"step": 140})
+    assert calls == [
+        "sync file",
+        "replace step-00000140.pt.partial",
+        "sync folder",
+        "sync file",
+        "replace step-00000140.json.partial",
+        "sync folder",
+        "unlink step-00000100.json",
+        "unlink step-00000100.pt",
+    ]
+
+
+def die_at(monkeypatch, number):
+    """Have this call that changes the disk, and all after it, do nothing but raise."""
+    count = [0]
+
+    def watch(name):
+        real = getattr(os, name)
+
+        def call(*arguments):
+            count[0] += 1
+            if count[0] >= number:
+                raise OSError(errno.EIO, "dead")
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in CHANGING_CALLS:
+        watch(name)
+    return count
+
+
+@pytest.mark.parametrize("step", [120, 140])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_death_at_any_call_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, keep, step):
+    number = calls = 1
+    while calls >= number:
+        files = CheckpointFiles(tmp_path / str(number), keep)
+        for done in (100, 120):
+            files.write(small(done), {"step": done, "value": done})
+        with monkeypatch.context() as context:
+            count = die_at(context, number)
+            with contextlib.suppress(OSError):
+                files.write(small(7), {"step": step, "value": 7})
+            calls = count[0]
+        found = files.newest_good(lambda line: None)
+        assert found.about["value"] in (120, 7)
+        assert_same(found.state, small(found.about["value"]))
+        files.write(small(9), {"step": 160})
+        assert len(files.steps()) == keep
+        assert len(names(files.folder)) == 2 * keep
+        number += 1
+    assert number > 10
+    assert found.about["value"] == 7  # the last time, it lived
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from kaitian_mpi.training.checkpoint_files import CheckpointFiles
+from kaitian_mpi.training.checkpoint_writer import BackgroundWriter
+
+torch.set_num_threads(1)
+files = CheckpointFiles(Path(sys.argv[1]), keep=1)
+
+def write(attempt):  # every other one is of the step before, again
+    state = {str(i): torch.full((10_000,), float(attempt)) for i in range(60)}
+    begin = time.perf_counter()
+    files.write(state, {"step": attempt // 2, "attempt": attempt})
+    return time.perf_counter() - begin
+
+write(0)
+seconds, last, old = write(1), 1, 0
+for attempt in range(2, 17):
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(told, b"x")
+        write(attempt)
+        os._exit(0)
+    os.read(ready, 1)
+    time.sleep(random.uniform(0, 1.3 * seconds))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = files.newest_good(lambda line: None)
+    assert found.about["attempt"] in (last, attempt), (found.about, last, attempt)
+    assert len(found.state) == 60
+    for tensor in found.state.values():
+        assert torch.equal(tensor, torch.full((10_000,), float(found.about["attempt"])))
+    old += found.about["attempt"] == last
+    last = found.about["attempt"]
+print(old)
+BackgroundWriter(files, print).submit({"a": torch.ones(1000)}, {"step": 1000})  # and never closed
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kills_at_random_moments_and_an_end_without_close(tmp_path):
+    command = [sys.executable, "-c", KILLS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 1, "no kill came within a write"
+    assert CheckpointFiles(tmp_path, keep=1).newest_good(silent).step == 1000
+    assert len(names(tmp_path)) == 2
+
+
+class GatedFiles(CheckpointFiles):
+    """Writes when the gate is open."""
+
+    def __init__(self, folder, keep):
+        super().__init__(folder, keep)
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def write(self, state, about):
+        self.begun.set()
+        assert self.gate.wait(20)
+        return super().write(state, about)
+
+
+def test_the_writer_writes_what_it_is_given(tmp_path):
+    files = CheckpointFiles(tmp_path, keep=5)
+    writer = BackgroundWriter(files, silent)
+    assert writer.last_written is None
+    writer.wait()
+    for step in (1, 2):
+        assert writer.submit(small(step), {"step": step}) is False
+        writer.wait()
+        assert writer.last_written == step
+    writer.close()
+    writer.close()
+    assert files.steps() == [1, 2]
+    assert "checkpoint-writer" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_newest_waits_while_one_is_written(tmp_path):
+    files, said = GatedFiles(tmp_path, keep=5), []
+    writer = BackgroundWriter(files, said.append)
+    states = [small(step) for step in range(4)]
+    assert writer.submit(states[0], {"step": 10}) is False
+    assert files.begun.wait(20)
+    assert writer.take_spare() is None
+    assert writer.submit(states[1], {"step": 11}) is False
+    assert writer.submit(states[2], {"step": 12}) is True
+    assert writer.take_spare() is states[1]
+    assert writer.submit(states[3], {"step": 13}) is True
+    assert said == [
+        f"checkpoint of step {step} is left out: the one of step 10 is still being written; "
+        f"the one of step {step + 1} is next"
+        for step in (11, 12)
+    ]
+    assert writer.last_written is None
+    files.gate.set()
+    writer.wait()
+    assert files.steps() == [10, 13]
+    assert writer.last_written == 13
+    assert writer.take_spare() is states[3]
+    assert_same(files.newest_good(silent).state, small(3))
+
+
+def test_a_full_disk_is_a_warning_each_time(tmp_path, monkeypatch):
+    said = []
+    writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1), said.append)
+    with monkeypatch.context() as context:
+        fill_disk_after(context, 0)
+        writer.submit(small(1), {"step": 80})
+        writer.wait()
+    writer.submit(small(1), {"step": 100})
+    writer.wait()
+    with monkeypatch.context() as context:
+        fill_disk_after(context, 1000)
+        for step in (120, 140):
+            writer.submit(small(1), {"step": step})
+            writer.wait()
+    text = "checkpoint of step {} could not be written: No space left on device; training goes on, "
+    assert said == [
+        text.format(80) + "none is there yet",
+        text.format(120) + "the one of step 100 is kept",
+        text.format(140) + "the one of step 100 is kept",
+    ]
+    assert writer.last_written == 100
+    writer.submit(small(1), {"step": 160})
+    writer.close()
+    assert writer.last_written == 160
+
+
+@pytest.mark.parametrize("method", ["submit", "wait", "close"])
+def test_a_bug_comes_out_once(tmp_path, method):
+    writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1), silent)
+    writer.submit({"bad": {1, 2}}, {"step": 1})
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint-writer":
+            thread.join()
+    with pytest.raises(TypeError, match=r"builtins.set"):
+        getattr(writer, method)(*([small(2), {"step": 2}] if method == "submit" else []))
+    writer.submit(small(3), {"step": 3})
+    writer.close()
+    assert writer.last_written == 3
+
+
+def test_a_warning_that_cannot_be_said_is_a_bug_too(tmp_path):
+    (tmp_path / "file").write_text("")
+    writer = BackgroundWriter(CheckpointFiles(tmp_path / "file", keep=1), silent)
+    writer.submit(small(1), {"step": 1})
+    with pytest.raises(AssertionError, match="could not be written: File exists"):
+        writer.wait()
+    with pytest.raises(KeyError):
+        writer.submit(small(1), {"epoch": 1})
+
+
+def pointers(state):
+    return [tensor.data_ptr() for tensor in state["tensors"]]
+
+
+def test_a_copy_uses_the_memory_of_an_earlier_one(tmp_path):
+    state = {"tensors": [torch.ones(3), torch.ones(2, 2), torch.ones(4)], "step": 1}
+    copy = copy_to_host(state)
+    before = pointers(copy)
+    assert not set(before) & set(pointers(state))
+    state["tensors"][0] += 1
+    assert copy["tensors"][0].tolist() == [1, 1, 1]
+    state["tensors"][1] = torch.ones(2, 2, dtype=torch.int64)
+    state["tensors"][2] = torch.ones(5)
+    second = copy_to_host(state, into=copy)
+    assert_same(second, state)
+    assert [one == other for one, other in zip(before, pointers(second), strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("into", [None, {}, {"a": 1}, {"a": [1], "b": torch.ones(1)}, {"a": []}])
+def test_a_copy_into_something_else(into):
+    state = {"a": (torch.ones(2), [None, "x"]), "b": OrderedDict(c=torch.zeros(0)), "d": 1.5}
+    copy = copy_to_host(state, into)
+    assert_same(copy, state)
+    assert isinstance(copy["a"], tuple)
+
+
+def test_a_copy_keeps_the_layout_and_leaves_the_rest_of_a_storage_behind():
+    image = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    part = nn.Parameter(torch.rand(1000)[10:20])
+    expanded = torch.ones(1).expand(5)
+    copy = copy_to_host({"image": image, "part": part, "expanded": expanded})
+    assert_same(copy, {"image": image, "part": part.detach(), "expanded": expanded})
+    assert copy["image"].is_contiguous(memory_format=torch.channels_last)
+    assert copy["part"].untyped_storage().nbytes() == 40
+    assert type(copy["part"]) is torch.Tensor
+    assert not copy["part"].requires_grad
+
+
+def test_a_copy_takes_little_time():
+    state = {str(i): torch.ones(10_000) for i in range(480)}  # 19 MB, as of MobileNetV2
+    copy, times = copy_to_host(state), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        copy = copy_to_host(state, into=copy)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.05  # 2 ms where nothing else runs

@@ -1,0 +1,172 @@
+"""The command line of a supervised job: taken apart and put together again."""
+
+import pytest
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervision.command import HOST_LISTS, HOSTFILES, RANKS, parse_command
+from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.probe import find_agent, is_local, probe_command
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "files", "lists"),
+    [
+        ("", None, [], []),
+        ("-np 4", 4, [], []),
+        ("-n 4", 4, [], []),
+        ("--np 4", 4, [], []),
+        ("-c 4", 4, [], []),
+        ("--np=4", 4, [], []),
+        ("-np 4 -np 2", 4, [], []),  # as Open MPI: the first counts
+        ("-np x", None, [], []),
+        ("--hostfile hf -np 3", 3, ["hf"], []),
+        ("-hostfile hf", None, ["hf"], []),
+        ("--hostfile=hf", None, ["hf"], []),
+        ("--machinefile hf", None, ["hf"], []),
+        ("-machinefile hf", None, ["hf"], []),
+        ("--default-hostfile hf", None, ["hf"], []),
+        ("-f hf", None, ["hf"], []),
+        ("--hostfile hf --hostfile hg", None, ["hf", "hg"], []),
+        ("--host a:2,b", None, [], ["a:2,b"]),
+        ("-host a", None, [], ["a"]),
+        ("-H a,b", None, [], ["a,b"]),
+        ("--host=a --host b", None, [], ["a", "b"]),
+        ("-hosts a:2", None, [], ["a:2"]),
+        (
+            "--allow-run-as-root -x FOO=1 --mca btl tcp,self --map-by :oversubscribe -np 2",
+            2,
+            [],
+            [],
+        ),
+        ("--tag-output --prtemca=plm ssh --bind-to none --hostfile hf", None, ["hf"], []),
+        ("-genv A 1 -ppn 2 -n 4", 4, [], []),
+        ("--wdir /tmp/kaitian-train -np 2", 2, [], []),
+        # Behind the first word that is no option stands another program's.
+        ("-np 2 taskset -c 0,1", 2, [], []),
+        ("numactl -H -n 1", None, [], []),
+    ],
+)
+def test_mpiruns_options_are_found(options, ranks, files, lists):
+    words = ["mpirun", *options.split(), "/opt/bin/kaitian-train", "-np", "9", "--host", "z"]
+    command = parse_command(words)
+    assert command.ranks == ranks
+    assert command.values(HOSTFILES) == files
+    assert command.values(HOST_LISTS) == lists
+    assert command.arguments == ("-np", "9", "--host", "z")
+    assert command.words == words
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ("mpirun -np 2 kaitian-train", []),
+        ("mpirun -np 2 kaitian-train --epochs 3", ["--epochs", "3"]),
+        ("mpirun -np 2 kaitian-train --run-dir runs/kaitian-train", ["--run-dir", None]),
+        ("mpirun -np 2 python -m kaitian_mpi.cli.train --lr 1", ["--lr", "1"]),
+        ("mpirun -np 2 python -u -m kaitian_mpi.cli.train", []),
+        ("mpirun -np 2 nice -n 5 /a/b/kaitian-train --lr 1", ["--lr", "1"]),
+        ("/opt/openmpi/bin/mpirun -np 2 kaitian-train", []),
+        ("mpiexec.hydra -n 2 kaitian-train", []),
+        ("nice -n 5 mpirun -np 2 kaitian-train", []),
+        ("kaitian-train --lr 1", ["--lr", "1"]),
+        ("env A=1 kaitian-train", []),
+    ],
+)
+def test_the_program_is_found(line, arguments):
+    command = parse_command(line.split())
+    expected = ["runs/kaitian-train" if word is None else word for word in arguments]
+    assert list(command.arguments) == expected
+    assert command.words == line.split()
+
+
+def test_options_before_mpirun_are_not_its_own():
+    assert parse_command("nice -n 5 mpirun kaitian-train".split()).ranks is None
+    assert parse_command("kaitian-train -n 5".split()).ranks is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "mpirun",
+        "mpirun -np",
+        "mpirun -np 2 python train.py",
+        "mpirun -np 2 kaitian-bench",
+        "mpirun -np 2 kaitian-train.py",
+        "mpirun -x kaitian-train python train.py",
+        "mpirun -np 2 python -m kaitian_mpi.cli.bench",
+    ],
+)
+def test_another_program_is_refused(line):
+    with pytest.raises(UserError, match="found no kaitian-train in the command"):
+        parse_command(line.split())
+
+
+def test_several_programs_are_refused():
+    with pytest.raises(UserError, match="found ':' in the command, needed one program"):
+        parse_command("mpirun -np 1 kaitian-train : -np 1 kaitian-train".split())
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "line"),
+    [
+        (RANKS, ["3"], "mpirun -np 3 --hostfile=hf --host a --host=b kaitian-train -np 4"),
+        (HOSTFILES, ["new"], "mpirun -np 4 --hostfile=new --host a --host=b kaitian-train -np 4"),
+        (
+            HOST_LISTS,
+            ["x", "y"],
+            "mpirun -np 4 --hostfile=hf --host x --host=y kaitian-train -np 4",
+        ),
+        (HOST_LISTS, ["", "y"], "mpirun -np 4 --hostfile=hf --host=y kaitian-train -np 4"),
+        (HOST_LISTS, [], "mpirun -np 4 --hostfile=hf kaitian-train -np 4"),
+    ],
+)
+def test_values_are_replaced_in_place_and_form(names, values, line):
+    words = "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
+    assert parse_command(words).replaced(names, values).words == line.split()
+
+
+# Whom to ask, and how.
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "agent"),
+    [
+        ([], {}, ["ssh"]),
+        ([], {"PRTE_MCA_plm_ssh_agent": "env -i A=1"}, ["env", "-i", "A=1"]),
+        ([], {"OMPI_MCA_plm_ssh_agent": "env"}, ["env"]),
+        ([], {"OMPI_MCA_plm_rsh_agent": "env"}, ["env"]),
+        ([], {"PRTE_MCA_plm_ssh_agent": "nowhere/to/be/found : env -i"}, ["env", "-i"]),
+        ([], {"PRTE_MCA_plm_ssh_agent": "env 'a b'"}, ["env", "a b"]),
+        ([], {"PRTE_MCA_plm_ssh_agent": ""}, ["ssh"]),
+        (["--mca", "plm_ssh_agent", "env"], {"PRTE_MCA_plm_ssh_agent": "true"}, ["env"]),
+        (["--prtemca", "plm_ssh_agent", "env -i"], {}, ["env", "-i"]),
+        (["--mca", "plm_rsh_agent", "env"], {}, ["env"]),
+        (["--mca", "btl", "tcp"], {}, ["ssh"]),
+    ],
+)
+def test_the_agent_is_that_of_mpirun(words, environ, agent):
+    command = parse_command(["mpirun", *words, "kaitian-train"])
+    assert find_agent(command, environ) == agent
+
+
+@pytest.mark.parametrize(
+    ("agent", "host", "words"),
+    [
+        (["rsh", "-x"], Host(name="a", port=22), "rsh -x a true"),
+        (
+            ["/usr/bin/ssh", "-F", "file"],
+            Host(name="a", user="me"),
+            "/usr/bin/ssh -F file -o BatchMode=yes -o ConnectTimeout=3 me@a true",
+        ),
+        (["ssh"], Host(name="a", port=9), "ssh -o BatchMode=yes -o ConnectTimeout=3 -p 9 a true"),
+    ],
+)
+def test_a_host_is_asked_without_a_shell_or_a_question(agent, host, words):
+    assert probe_command(agent, host, 2.5) == words.split()
+
+
+def test_local_names_are_known():
+    assert is_local("localhost")
+    assert is_local("127.0.1.1")
+    assert not is_local("198.51.100.1")  # an address that belongs to nobody

@@ -1,0 +1,116 @@
+"""Hostfiles and host lists of a supervised job: read, chosen from, and written without some."""
+
+import pytest
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervision.hosts import (
+    Host,
+    choose,
+    host_list_without,
+    hostfile_without,
+    parse_host_list,
+    parse_hostfile,
+)
+
+
+def slots_of(hosts):
+    return {host.name: host.slots for host in hosts}
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("", {}),
+        ("# nothing\n\n  \n// nothing\n", {}),
+        ("a slots=4\nb slots=2\n", {"a": 4, "b": 2}),
+        ("b slots=2 max_slots=8 # fast\na\tslots = 3", {"b": 2, "a": 3}),
+        ("a cpu=4\nb count=2\nc max_slots=2", {"a": 4, "b": 2, "c": None}),
+        ("a", {"a": None}),
+        ("a\na\nb\na", {"a": 3, "b": None}),
+        ("a slots=2\na", {"a": 3}),
+        ("a slots=2\na slots=3", {"a": 5}),
+        ("a:4\nb:2", {"a": 4, "b": 2}),
+        ("10.77.0.1 slots=1\nnode-2.r_1.org slots=1", {"10.77.0.1": 1, "node-2.r_1.org": 1}),
+        ("a slots=2\r\nb slots=1\r\n", {"a": 2, "b": 1}),
+    ],
+)
+def test_a_hostfile_is_read(text, slots):
+    # The order counts as well.
+    assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
+
+
+@pytest.mark.parametrize(
+    ("line", "user", "port"),
+    [
+        ("a", "", 0),
+        ("me@a slots=2", "me", 0),
+        ("a slots=2 username=me", "me", 0),
+        ("a user-name=me port=2222", "me", 2222),
+    ],
+)
+def test_the_login_is_read(line, user, port):
+    (host,) = parse_hostfile(line, "hf")
+    assert (host.name, host.user, host.port) == ("a", user, port)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "-oProxyCommand=reboot",
+        "a;reboot",
+        "$(reboot)",
+        "me@-oProxyCommand=reboot",
+        "-l@a",
+        "me@you@a",
+        "+n1",
+        "^a",
+        "a:x",
+        "bücher",
+        "fe80::1",
+    ],
+)
+def test_what_is_no_name_is_refused(entry):
+    with pytest.raises(UserError, match="hf, line 2: found "):
+        parse_hostfile(f"# first\n{entry}\n", "hf")
+    with pytest.raises(UserError, match="--host: found "):
+        parse_host_list(f"b,{entry}")
+
+
+def test_a_user_from_a_setting_is_checked_as_well():
+    with pytest.raises(UserError, match="hf, line 1: found '-oProxyCommand=reboot'"):
+        parse_hostfile("a username=-oProxyCommand=reboot", "hf")
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("a", {"a": 1}),
+        ("a,b", {"a": 1, "b": 1}),
+        ("a:2,b", {"a": 2, "b": 1}),
+        ("a:2, b:1 ,a", {"a": 3, "b": 1}),
+        ("a:*,b:auto", {"a": None, "b": None}),
+        ("me@a:4", {"a": 4}),
+    ],
+)
+def test_a_host_list_is_read(text, slots):
+    assert slots_of(parse_host_list(text)) == slots
+
+
+def test_a_host_list_chooses_from_the_hostfile_and_its_slots_count():
+    from_file = parse_hostfile("a slots=4\nme@b slots=4\nc slots=4", "hf")
+    chosen = choose(from_file, parse_host_list("b:2,a"))
+    assert chosen == (Host(name="a", slots=1), Host(name="b", slots=2, user="me"))
+    assert choose(from_file, ()) == from_file
+    assert slots_of(choose((), parse_host_list("b:2"))) == {"b": 2}
+    assert choose((), ()) == ()
+
+
+def test_lines_of_lost_hosts_are_left_out_and_others_kept_as_they_are():
+    text = "# ours\nb slots=1\na slots = 2 max_slots=3 # fast\nme@b\nbb:2\n"
+    assert hostfile_without(text, {"b"}) == "a slots = 2 max_slots=3 # fast\nbb:2\n"
+    assert hostfile_without(text, {"a", "b", "bb"}) == ""
+
+
+def test_lost_hosts_are_left_out_of_a_list():
+    assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
+    assert host_list_without("b", {"b"}) == ""

@@ -1,0 +1,300 @@
+"""When a supervised job is started again, and when not: the loop in a world of fakes."""
+
+import json
+import signal
+
+import pytest
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervision.command import parse_command
+from kaitian_mpi.supervision.hosts import parse_host_list
+from kaitian_mpi.supervision.run_state import RunState, read_state
+from kaitian_mpi.supervision.starts import Job
+from kaitian_mpi.supervision.supervisor import supervise
+
+
+class Run:
+    """One run of mpirun: how it ends, what it leaves, and who answers after it."""
+
+    def __init__(self, code=1, seconds=60, step=0, finished=False, lost="", signal=0):
+        self.code, self.seconds, self.step = code, seconds, step
+        self.finished, self.lost, self.signal = finished, lost, signal
+
+
+class World:
+    """Runs what was planned, and remembers what was asked of it."""
+
+    def __init__(self, folder, *runs):
+        self.folder = folder
+        self.runs = list(runs)
+        self.stopped = 0
+        self.clock = 0.0
+        self.commands, self.asked, self.pauses, self.said = [], [], [], []
+
+    def run(self, words):
+        self.commands.append(words)
+        self.last = self.runs.pop(0)
+        self.clock += self.last.seconds
+        self.stopped = self.last.signal
+        if self.last.step or self.last.finished:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": self.last.step}) + "\n")
+            summary = {"steps": self.last.step, "finished": self.last.finished}
+            (self.folder / "summary.json").write_text(json.dumps(summary))
+        return self.last.code
+
+    def pause(self, seconds):
+        self.pauses.append(seconds)
+
+    def now(self):
+        return self.clock
+
+    def lost(self, hosts):
+        self.asked.append([host.name for host in hosts])
+        return frozenset(self.last.lost)
+
+    def say(self, text):
+        self.said.append(text)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+def make_job(folder, hosts="a:2,b,c"):
+    options = f"--host {hosts} -np 4" if hosts else "-np 4"
+    return Job(
+        command=parse_command(f"mpirun {options} kaitian-train".split()),
+        hosts=parse_host_list(hosts) if hosts else (),
+        local=frozenset("a"),
+        hostfiles={},
+        run_dir=str(folder),
+        folder=folder,
+        snapshots="beef",
+    )
+
+
+def outcome(folder, *runs, hosts="a:2,b,c", max_restarts=3):
+    world = World(folder, *runs)
+    code = supervise(make_job(folder, hosts), world, max_restarts)
+    assert world.runs == []
+    return code, world
+
+
+def hosts_of(world):
+    return [words[words.index("--host") + 1] for words in world.commands]
+
+
+def test_a_job_that_finishes_runs_once(folder):
+    code, world = outcome(folder, Run(0, step=10, finished=True))
+    assert code == 0
+    assert world.asked == []
+    assert world.said == ["start 1 of 4: 4 ranks on a, b, c", "finished after 1 start"]
+
+
+def test_what_is_finished_is_not_run(folder):
+    folder.mkdir()
+    (folder / "summary.json").write_text('{"finished": true}')
+    code, world = outcome(folder)
+    assert code == 0
+    assert world.said == [f"nothing to do: {folder} is finished"]
+
+
+def test_the_marker_counts_and_not_the_code_of_mpirun(folder):
+    code, world = outcome(folder, Run(0, step=5), Run(3, step=10, finished=True), hosts="")
+    assert code == 0
+    assert world.said[1:] == [
+        "mpirun ended with code 0, and the job is not finished",
+        "start 2 of 4: 4 ranks",
+        "finished after 2 starts",
+    ]
+
+
+def test_a_lost_host_is_left_out_and_taken_again_when_it_is_back(folder):
+    code, world = outcome(
+        folder,
+        Run(0, step=5, lost="b"),
+        Run(1, step=8, lost="bc"),
+        Run(1, step=12),
+        Run(0, step=20, finished=True),
+    )
+    assert code == 0
+    assert hosts_of(world) == ["a:2,b,c", "a:2,c", "a:2", "a:2,b,c"]
+    assert [words[words.index("-np") + 1] for words in world.commands] == ["4", "3", "2", "4"]
+    assert world.asked == [["b", "c"]] * 3  # a is this machine
+    assert world.pauses == []
+    assert [line for line in world.said if line.startswith("start")] == [
+        "start 1 of 4: 4 ranks on a, b, c",
+        "start 2 of 4: host b does not answer; 3 ranks on a, c",
+        "start 3 of 4: hosts b, c do not answer; 2 ranks on a",
+        "start 4 of 4: 4 ranks on a, b, c",
+    ]
+
+
+def test_every_start_names_the_same_folder_and_snapshots(folder):
+    _, world = outcome(folder, Run(step=5), Run(step=6), Run(finished=True))
+    ends = [words[words.index("kaitian-train") + 1 :] for words in world.commands]
+    assert ends == [[f"--run-dir={folder}", "--resume=auto", "--snapshots=beef"]] * 3
+
+
+def test_no_host_left(folder):
+    code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
+    assert code == 1
+    assert world.said[-1] == "hosts b, c do not answer; no host is left"
+
+
+@pytest.mark.parametrize(("last", "code"), [(7, 7), (0, 1), (137, 137), (2, 2)])
+def test_giving_up(folder, last, code):
+    runs = [Run(1, step=1), Run(1, step=2), Run(last, step=3)]
+    found, world = outcome(folder, *runs, max_restarts=2)
+    assert found == code
+    assert world.said[-1] == f"gave up after 3 starts; the last exit code of mpirun was {last}"
+
+
+def test_without_restarts_there_is_one_start(folder):
+    code, world = outcome(folder, Run(1, step=1), max_restarts=0)
+    assert code == 1
+    assert world.said[-1] == "gave up after 1 start; the last exit code of mpirun was 1"
+    assert world.asked == []
+
+
+def test_a_users_mistake_is_passed_on(folder):
+    code, world = outcome(folder, Run(2, seconds=1))
+    assert code == 2
+    assert world.said == ["start 1 of 4: 4 ranks on a, b, c"]
+
+
+def test_code_2_in_the_middle_of_training_is_a_failure_like_others(folder):
+    code, world = outcome(folder, Run(2, step=5), Run(0, step=9, finished=True))
+    assert code == 0
+    assert len(world.commands) == 2
+
+
+def test_what_fails_at_once_twice_is_permanent(folder):
+    code, world = outcome(folder, Run(9, seconds=1), Run(9, seconds=4))
+    assert code == 9
+    assert world.said[-1] == (
+        "gave up after 2 starts (the last two failed at once, on the same hosts); "
+        "the last exit code of mpirun was 9"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Run(seconds=1), Run(seconds=6)),
+        (Run(seconds=1), Run(seconds=1, step=7)),
+        (Run(seconds=1, lost="b"), Run(seconds=1)),
+    ],
+    ids=["slow", "progress", "other hosts"],
+)
+def test_what_fails_otherwise_in_between_is_not_permanent(folder, first, second):
+    code, world = outcome(folder, first, second, Run(0, finished=True))
+    assert code == 0
+    assert len(world.commands) == 3
+
+
+def test_what_fails_at_once_on_all_hosts_may_do_so_twice_without_one(folder):
+    code, world = outcome(folder, *[Run(seconds=1, lost="b") for _ in range(3)])
+    assert code == 1
+    assert hosts_of(world) == ["a:2,b,c", "a:2,c", "a:2,c"]
+
+
+def test_only_starts_without_progress_in_a_row_are_spaced(folder):
+    runs = [Run(), Run(), Run(), Run(step=3), Run(), Run(), Run(step=4, finished=True)]
+    code, world = outcome(folder, *runs, max_restarts=6)
+    assert code == 0
+    assert world.pauses == [5.0, 5.0, 5.0]  # before the third, fourth and seventh
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it(folder, number):
+    code, world = outcome(folder, Run(1, step=3, signal=number))
+    assert code == 128 + number
+    assert world.said[-1] == f"ended by {number.name}; not started again"
+    assert world.asked == []
+
+
+@pytest.mark.parametrize("moment", ["lost", "pause"])
+def test_a_signal_between_two_starts_ends_it(folder, moment):
+    world = World(folder, Run(), Run(seconds=60))
+
+    def stop(*_):
+        if len(world.commands) == 2:
+            world.stopped = signal.SIGTERM
+        return frozenset()
+
+    setattr(world, moment, stop)
+    assert supervise(make_job(folder), world, 3) == 128 + signal.SIGTERM
+    assert len(world.commands) == 2
+
+
+def test_the_hostfile_is_written_into_the_run_folder(folder):
+    job = Job(
+        command=parse_command("mpirun --hostfile hf kaitian-train".split()),
+        hosts=parse_host_list("a,b"),
+        hostfiles={"hf": "a slots=1\nb slots=1\n"},
+        run_dir=str(folder),
+        folder=folder,
+        snapshots="beef",
+    )
+    world = World(folder, Run(lost="b"), Run(step=1, finished=True))
+    assert supervise(job, world, 3) == 0
+    written = folder / "hostfile-restart-1"
+    assert written.read_text() == "a slots=1\n"
+    assert world.commands[1][:3] == ["mpirun", "--hostfile", str(written)]
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    job = Job(
+        command=parse_command("mpirun --hostfile hf kaitian-train".split()),
+        hosts=parse_host_list("a,b"),
+        hostfiles={"hf": "a\nb\n"},
+        run_dir="x",
+        folder=in_the_way / "run",
+        snapshots="beef",
+    )
+    with pytest.raises(UserError, match=r"hostfile-restart-1: .*; name a --run-dir that can be"):
+        supervise(job, World(tmp_path / "other", Run(lost="b")), 3)
+
+
+# The run folder.
+
+
+@pytest.mark.parametrize(
+    ("summary", "state"),
+    [
+        (None, RunState()),
+        ("", RunState()),
+        ("{", RunState()),
+        ("[]", RunState()),
+        ('{"finished": false, "steps": 7}', RunState(steps=7)),
+        ('{"finished": "yes", "steps": "7"}', RunState()),
+        ('{"finished": true, "steps": 7}', RunState(finished=True, steps=7)),
+    ],
+)
+def test_a_summary_is_read(tmp_path, summary, state):
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    assert read_state(tmp_path) == state
+    assert state.trained == (state.steps == 7)
+
+
+def test_a_line_of_metrics_is_progress(tmp_path):
+    before = read_state(tmp_path)
+    assert not before.is_beyond(before)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    after = read_state(tmp_path)
+    assert after.is_beyond(before)
+    assert after.trained
+
+
+def test_to_begin_again_is_no_progress():
+    before = RunState(steps=100, metrics_bytes=1000)
+    assert not RunState(steps=80, metrics_bytes=990).is_beyond(before)
+    assert RunState(steps=80, metrics_bytes=1010).is_beyond(before)
+    assert RunState(steps=101, metrics_bytes=990).is_beyond(before)

@@ -1,0 +1,263 @@
+"""`kaitian-supervise` as a process, with a small script in the place of mpirun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+LONGEST_SEC = 30
+# Keeps count of its calls and of its words, then does what the test wants of it.
+MPIRUN = """#!/bin/sh
+call=$(($(cat calls 2>/dev/null || echo 0) + 1))
+echo $call > calls
+echo "$@" >> words
+for word in "$@"; do
+    case $word in --run-dir=*) folder=${word#--run-dir=} ;; esac
+done
+mkdir -p "$folder"
+summary() { echo "{\\"steps\\": $1, \\"finished\\": $2}" > "$folder/summary.json"; }
+"""
+AGENT = """#!/bin/sh
+echo "$@" >> asked
+case $1 in *198.51.100.3) exec sleep 60 ;; *198.51.100.4) exit 255 ;; esac
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """An empty folder to start in, with an agent."""
+    write_script(tmp_path / "agent", AGENT)
+    return tmp_path
+
+
+def write_script(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def start(place, script, *words, options=()):
+    write_script(place / "mpirun", MPIRUN + script)
+    command = [sys.executable, "-m", "kaitian_mpi.cli.supervise", *options]
+    return subprocess.Popen(
+        [*command, "./mpirun", *words],
+        cwd=place,
+        env={**os.environ, "PRTE_MCA_plm_ssh_agent": str(place / "agent")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(place, script, *words, options=()):
+    process = start(place, script, *words, options=options)
+    out, err = process.communicate(timeout=LONGEST_SEC)
+    return process.returncode, out, err
+
+
+def calls(place):
+    return int((place / "calls").read_text())
+
+
+def wait_for(path):
+    ends_at = time.monotonic() + LONGEST_SEC
+    while not path.exists():
+        assert time.monotonic() < ends_at, f"no {path}"
+        time.sleep(0.02)
+
+
+def test_code_0_without_the_marker_is_started_again(place):
+    script = "[ $call = 3 ] && summary 9 true || summary $call false; echo from $call"
+    code, out, err = run(place, script, "-np", "2", "kaitian-train", "--run-dir", "here")
+    assert (code, calls(place)) == (0, 3)
+    assert out == "from 1\nfrom 2\nfrom 3\n"
+    assert "kaitian-supervise: start 3 of 4: 2 ranks\n" in err
+    assert err.endswith("kaitian-supervise: finished after 3 starts\n")
+    lines = (place / "words").read_text().splitlines()
+    assert len(set(lines)) == 1  # the snapshots' name, too
+    assert lines[0].startswith(
+        "-np 2 kaitian-train --run-dir here --run-dir=here --resume=auto --snapshots="
+    )
+    assert json.loads((place / "here" / "summary.json").read_text())["steps"] == 9
+
+    code, _, err = run(place, script, "-np", "2", "kaitian-train", "--run-dir=here")
+    assert (code, calls(place)) == (0, 3)
+    assert err == "kaitian-supervise: nothing to do: here is finished\n"
+
+
+def test_the_folder_is_named_as_that_of_a_run(place):
+    words = ["-np", "1", "kaitian-train", "--model", "my.models:build"]
+    assert run(place, "summary 1 true", *words)[0] == 0
+    (folder,) = (place / "runs").iterdir()
+    assert folder.name.startswith("my.models-build-2")
+
+
+def test_the_folder_is_where_mpirun_starts_the_ranks(place):
+    script = 'cd there; mkdir -p "$folder"; summary 1 true'
+    (place / "there").mkdir()
+    words = ["--wdir", "there", "-np", "1", "kaitian-train", "--run-dir=x"]
+    code, _, err = run(place, script, *words)
+    assert (code, err.count("start")) == (0, 2)
+
+
+def test_a_users_mistake_is_not_repeated(place):
+    code, _, err = run(place, "echo the reason >&2; exit 2", "-np", "2", "kaitian-train")
+    assert (code, calls(place)) == (2, 1)
+    assert err == "kaitian-supervise: start 1 of 4: 2 ranks\nthe reason\n"
+
+
+def test_a_lost_host_is_left_out(place):
+    (place / "hf").write_text("localhost slots=2\n198.51.100.3 slots=1\n198.51.100.2 slots=1\n")
+    script = """
+    [ $call = 1 ] && { summary 5 false; exit 0; }
+    cat "$2"; summary 9 true"""
+    words = ["--hostfile", "hf", "-np", "4", "kaitian-train", "--emulate-kinds=a,b,c,d"]
+    began = time.monotonic()
+    code, out, err = run(place, script, *words, options=["--probe-seconds", "0.5"])
+    assert time.monotonic() - began < 10
+    assert (code, calls(place)) == (0, 2)
+    assert (
+        "start 2 of 4: host 198.51.100.3 does not answer; 3 ranks on localhost, 198.51.100.2" in err
+    )
+    assert out == "localhost slots=2\n198.51.100.2 slots=1\n"
+    assert sorted((place / "asked").read_text().split("\n")) == [
+        "",
+        "198.51.100.2 true",
+        "198.51.100.3 true",
+    ]
+    second = (place / "words").read_text().splitlines()[1]
+    assert "/hostfile-restart-1 -np 3 kaitian-train" in second
+    assert "--emulate-kinds=a,b,d" in second
+
+
+def test_a_host_that_refuses_is_lost_as_well(place):
+    words = ["--host", "198.51.100.4", "-np", "1", "kaitian-train"]
+    code, _, err = run(place, "summary 5 false", *words)
+    assert (code, calls(place)) == (1, 1)
+    assert err.endswith("kaitian-supervise: host 198.51.100.4 does not answer; no host is left\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_stop_is_passed_on_once(place, number):
+    name = number.name.removeprefix("SIG")
+    script = f"trap 'echo got >> got; kill $!; exit 7' {name}; sleep 60 & echo > ready; wait"
+    process = start(place, script, "-np", "2", "kaitian-train")
+    wait_for(place / "ready")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=LONGEST_SEC)
+    assert process.returncode == 128 + number
+    assert (place / "got").read_text() == "got\n"
+    assert calls(place) == 1
+    assert err.endswith(f"kaitian-supervise: ended by {number.name}; not started again\n")
+
+
+def test_a_second_signal_is_passed_on_too(place):
+    script = """trap 'echo got >> got; n=$(($n + 1)); [ $n = 2 ] && kill $! && exit 7' TERM
+    sleep 60 & echo > ready; wait; wait"""
+    process = start(place, script, "-np", "2", "kaitian-train")
+    wait_for(place / "ready")
+    process.send_signal(signal.SIGTERM)
+    wait_for(place / "got")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LONGEST_SEC)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert (place / "got").read_text() == "got\ngot\n"
+
+
+def test_sigusr1_is_passed_on_and_ends_nothing(place):
+    script = "trap 'summary 1 true; kill $!; exit 0' USR1; sleep 60 & echo > ready; wait"
+    process = start(place, script, "-np", "2", "kaitian-train")
+    wait_for(place / "ready")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=LONGEST_SEC)
+    assert process.returncode == 0
+
+
+def test_mpirun_does_not_outlive_its_supervisor(place):
+    script = "trap 'kill $!; echo > ended; exit 0' TERM; sleep 60 & echo > ready; wait"
+    process = start(place, script, "-np", "2", "kaitian-train")
+    wait_for(place / "ready")
+    process.kill()
+    process.communicate(timeout=LONGEST_SEC)
+    wait_for(place / "ended")
+
+
+@pytest.mark.parametrize("ending", ["", "trap : TERM"], ids=["ends when asked", "has to be killed"])
+def test_an_mpirun_that_waits_for_nobody_is_ended(place, ending):
+    script = f"""
+    [ $call = 2 ] && {{ summary 9 true; exit 0; }}
+    {ending}
+    OMPI_COMM_WORLD_RANK=0 sleep 1
+    exec > nowhere 2>&1
+    for i in $(seq 60); do sleep 1; done"""
+    words = ["-np", "2", "kaitian-train"]
+    began = time.monotonic()
+    code, _, err = run(place, script, *words, options=["--hang-seconds", "0.5"])
+    assert time.monotonic() - began < 15
+    assert (code, calls(place)) == (0, 2)
+    assert "mpirun waits, but its ranks on this machine have ended; it is ended, too" in err
+    how = "137" if ending else "143"
+    assert f"mpirun ended with code {how}, and the job is not finished" in err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rank"), [("0", "OMPI_COMM_WORLD_RANK=0"), ("0.5", "A=0")], ids=["off", "no rank"]
+)
+def test_an_mpirun_without_local_ranks_may_go_on(place, seconds, rank):
+    script = f"{rank} sleep 0.6; sleep 1.5; summary 9 true"
+    words = ["-np", "2", "kaitian-train"]
+    code, _, err = run(place, script, *words, options=["--hang-seconds", seconds])
+    assert (code, calls(place)) == (0, 1)
+    assert "waits" not in err
+
+
+def test_the_command_gets_no_terminal(place):
+    script = "cat; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && summary 1 true; exit 3"
+    assert run(place, script, "-np", "2", "kaitian-train")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "said"),
+    [
+        ([], ["-np", "2", "python", "x.py"], "found no kaitian-train in the command"),
+        ([], ["kaitian-train", "--epochs", "0"], "--epochs: found 0, needed a whole number"),
+        ([], ["kaitian-train", "--wrong"], "unrecognized arguments: --wrong; see kaitian-train"),
+        ([], ["--hostfile", "no", "kaitian-train"], "no: found no hostfile, needed a file"),
+        ([], ["--host", "a,-oX", "kaitian-train"], "--host: found '-oX', needed a host's name"),
+        (["--max-restarts", "-1"], ["kaitian-train"], "--max-restarts: found -1, needed 0 or more"),
+        (["--probe-seconds", "nan"], ["kaitian-train"], "--probe-seconds: found nan, needed more"),
+        (
+            ["--hang-seconds", "-1"],
+            ["kaitian-train"],
+            "--hang-seconds: found -1.0, needed 0 or more",
+        ),
+        (["--wrong"], ["kaitian-train"], "unrecognized arguments: --wrong; see kaitian-supervise"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_code_2(place, options, words, said):
+    code, out, err = run(place, "", *words, options=options)
+    assert (code, out) == (2, "")
+    assert err.startswith("kaitian-supervise: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (place / "calls").exists()
+
+
+def test_a_launcher_that_is_not_there(place):
+    command = [sys.executable, "-m", "kaitian_mpi.cli.supervise", "no/mpirun", "kaitian-train"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "error: no/mpirun: No such file or directory; name a program that can be started\n"
+    )
+
+
+def test_neither_torch_nor_mpi_is_loaded(place):
+    script = (
+        "import sys, kaitian_mpi.cli.supervise; "
+        "sys.exit(3 if {'torch', 'mpi4py'} & sys.modules.keys() else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,229 @@
+"""What a supervised job looks like without some of its hosts."""
+
+from pathlib import Path
+
+import pytest
+
+from kaitian_mpi.supervision.command import HOST_LISTS, HOSTFILES, parse_command
+from kaitian_mpi.supervision.hosts import Host, choose, parse_host_list, parse_hostfile
+from kaitian_mpi.supervision.ranks import (
+    fewer_ranks,
+    kept_ranks,
+    kinds_of,
+    place_by_slot,
+    slowdowns_of,
+)
+from kaitian_mpi.supervision.starts import Job, list_names, plan_start
+
+
+def hosts(**slots):
+    return [Host(name=name, slots=count) for name, count in slots.items()]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "placed"),
+    [
+        (hosts(a=2, b=1), 3, "aab"),
+        (hosts(a=2, b=2), 3, "aab"),
+        (hosts(a=2, b=2), 1, "a"),
+        (hosts(a=1, b=2), 5, "abbab"),
+        (hosts(a=None, b=2), 4, "aaaa"),
+        (hosts(a=1, b=None), 4, "abbb"),
+        (hosts(a=0, b=1), 2, "bb"),
+        (hosts(a=0), 2, ""),
+        ([], 2, ""),
+    ],
+)
+def test_ranks_are_placed_by_slot(given, ranks, placed):
+    assert "".join(place_by_slot(given, ranks)) == placed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "left", "fewer"),
+    [
+        (4, hosts(a=2, b=1), 3),
+        (2, hosts(a=2, b=1), 2),
+        (None, hosts(a=2, b=1), None),
+        (4, hosts(a=2, b=None), 4),
+    ],
+)
+def test_there_are_no_more_ranks_than_slots(ranks, left, fewer):
+    assert fewer_ranks(ranks, left) == fewer
+
+
+@pytest.mark.parametrize(
+    ("placed", "lost", "ranks", "kept"),
+    [
+        ("aabc", "b", 3, [0, 1, 3]),
+        ("aabc", "a", 2, [2, 3]),
+        ("aabc", "ac", 1, [2]),
+        ("aabc", "", 4, [0, 1, 2, 3]),
+        ("aaaa", "a", 4, [0, 1, 2, 3]),  # they move to a host that was idle
+        ("aaabb", "a", 3, [0, 3, 4]),
+        ("abab", "a", 1, [1]),  # fewer slots than ranks: not all that are safe stay
+    ],
+)
+def test_the_ranks_of_lost_hosts_go(placed, lost, ranks, kept):
+    assert kept_ranks(placed, set(lost), ranks) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "ranks", "less"),
+    [
+        ("gpu,gpu,mlu,npu", [0, 1, 3], 4, "gpu,gpu,npu"),
+        ("gpu,gpu,mlu,npu", [2], 4, "mlu"),
+        ("gpu,mlu", [0, 1], 4, "gpu,mlu"),  # wrong before, and still wrong
+    ],
+)
+def test_kinds_follow_their_ranks(text, kept, ranks, less):
+    assert kinds_of(text, kept, ranks) == less
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "less"),
+    [
+        ("2:3.0", [0, 1, 2], "2:3.0"),
+        ("2:3.0,3:2", [0, 1, 3], "2:2"),
+        ("0:2,3:3@50, 3:1@90", [1, 3], "1:3@50,1:1@90"),
+        ("0:2", [1], ""),
+    ],
+)
+def test_slowdowns_are_renumbered(text, kept, less):
+    assert slowdowns_of(text, kept) == less
+
+
+HOSTFILE = "# ours\na slots=2\nb slots=1\nc slots=1 # new\n"
+
+
+def make_job(line, hostfile=HOSTFILE, **more):
+    command = parse_command(line.split())
+    files = dict.fromkeys(command.values(HOSTFILES), hostfile)
+    lists = ",".join(command.values(HOST_LISTS))
+    return Job(
+        command=command,
+        hosts=choose(
+            parse_hostfile("\n".join(files.values()), "hf"),
+            parse_host_list(lists) if lists else (),
+        ),
+        hostfiles=files,
+        run_dir="runs/x",
+        folder=Path("runs/x"),
+        snapshots="beef",
+        **more,
+    )
+
+
+OWN = " --run-dir=runs/x --resume=auto --snapshots=beef"
+
+
+@pytest.mark.parametrize(
+    ("line", "lost", "words", "hostfile", "shape"),
+    [
+        (
+            "mpirun -np 4 --hostfile hf kaitian-train",
+            "",
+            "mpirun -np 4 --hostfile hf kaitian-train",
+            "",
+            "4 ranks on a, b, c",
+        ),
+        (
+            "mpirun -np 4 --hostfile hf kaitian-train --lr 1",
+            "b",
+            "mpirun -np 3 --hostfile new kaitian-train --lr 1",
+            "a slots=2\nc slots=1 # new\n",
+            "3 ranks on a, c",
+        ),
+        (
+            "mpirun -np 2 --hostfile=hf kaitian-train",
+            "b",
+            "mpirun -np 2 --hostfile=new kaitian-train",
+            "a slots=2\nc slots=1 # new\n",
+            "2 ranks on a, c",
+        ),
+        (
+            "mpirun --hostfile hf kaitian-train",
+            "ab",
+            "mpirun --hostfile new kaitian-train",
+            "c slots=1 # new\n",
+            "1 rank on c",
+        ),
+        (
+            "mpirun --host a:2,b -n 3 kaitian-train",
+            "b",
+            "mpirun --host a:2 -n 2 kaitian-train",
+            "",
+            "2 ranks on a",
+        ),
+        (
+            "mpirun --host a:2 -H b -n 3 kaitian-train",
+            "a",
+            "mpirun -H b -n 1 kaitian-train",
+            "",
+            "1 rank on b",
+        ),
+        (
+            "mpirun --hostfile hf --host c,a -np 2 kaitian-train",
+            "c",
+            "mpirun --hostfile new --host a -np 1 kaitian-train",
+            "a slots=2\nb slots=1\n",
+            "1 rank on a",
+        ),
+        ("mpirun kaitian-train", "", "mpirun kaitian-train", "", "as mpirun chooses"),
+        ("mpirun -np 2 kaitian-train", "", "mpirun -np 2 kaitian-train", "", "2 ranks"),
+    ],
+)
+def test_a_start_without_lost_hosts(line, lost, words, hostfile, shape):
+    start = plan_start(make_job(line), frozenset(lost), False, "new")
+    assert start.words == (words + OWN).split()
+    assert start.hostfile == hostfile
+    assert start.shape == shape
+
+
+def test_a_hostfile_without_slots_keeps_the_number_of_ranks():
+    job = make_job("mpirun -np 4 --hostfile hf kaitian-train", "a\nb\n")
+    start = plan_start(job, frozenset("a"), False, "new")
+    assert start.words == ("mpirun -np 4 --hostfile new kaitian-train" + OWN).split()
+    assert start.shape == "4 ranks on b"
+    job = make_job("mpirun --hostfile hf kaitian-train", "a\nb\n", emulate_kinds="gpu,mlu")
+    start = plan_start(job, frozenset("a"), False, "new")
+    assert start.words == ("mpirun --hostfile new kaitian-train" + OWN).split()
+    assert start.shape == "b"
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "flags"),
+    [
+        ("-np 4", "", []),
+        ("-np 4", "b", ["--emulate-kinds=gpu,mlu,npu", "--emulate-slowdown=2:2@9"]),
+        ("-np 4", "c", ["--emulate-kinds=gpu,mlu,mlu", "--emulate-slowdown=2:3"]),
+        ("-np 4", "bc", ["--emulate-kinds=gpu,mlu", "--emulate-slowdown="]),
+        ("", "a", ["--emulate-kinds=mlu,npu", "--emulate-slowdown=0:3,1:2@9"]),
+    ],
+)
+def test_emulated_devices_of_lost_hosts_go(options, lost, flags):
+    job = make_job(
+        f"mpirun {options} --hostfile hf kaitian-train",
+        emulate_kinds="gpu,mlu,mlu,npu",
+        emulate_slowdown="2:3,3:2@9",
+    )
+    start = plan_start(job, frozenset(lost), False, "new")
+    assert start.words[start.words.index("kaitian-train") + 1 :] == [*flags, *OWN.split()]
+
+
+@pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
+def test_the_users_own_beginning_holds_until_something_is_trained(given):
+    job = make_job(f"mpirun -np 2 kaitian-train {given}")
+    assert "--resume=auto" not in plan_start(job, frozenset(), False, "new").words
+    words = plan_start(job, frozenset(), True, "new").words
+    assert words.index("--resume=auto") > words.index(given.split()[0])
+
+
+def test_the_users_own_snapshots_stay():
+    job = make_job("mpirun -np 2 kaitian-train --snapshots=mine")
+    words = plan_start(job, frozenset(), False, "new").words
+    assert [word for word in words if "snapshots" in word] == ["--snapshots=mine"]
+
+
+def test_many_names_are_cut_short():
+    assert list_names(["a", "b"]) == "a, b"
+    assert list_names([f"n{i}" for i in range(11)]).endswith("n6, n7 and 3 more")

@@ -1,0 +1,457 @@
+"""The watchdog: its decisions as tables, its effects on real processes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from kaitian_mpi.mpi.watchdog import StepLimit
+from kaitian_mpi.mpi.watchdog_process import Report, judge, overslept, parse_stat, updated
+
+LONGEST_SEC = 30
+
+RANK = """
+import os, sys, time
+from kaitian_mpi.mpi.watchdog import Watchdog
+watchdog = Watchdog("[2@host]", {limit}{options})
+print(os.getpid(), watchdog._process.pid, flush=True)
+{body}
+"""
+STEPS = """
+while True:
+    for phase in ("forward", "backward", "update"):
+        watchdog.enter(phase, step=12)
+        time.sleep(0.01)
+"""
+
+
+def report(
+    beat=0.0, serial=1, limit=60, since=0.0, waits=0, limited=1, step="12", phase="forward"
+) -> bytes:
+    return f"{beat} {serial} {limit} {since} {waits} {limited} {step} {phase}".encode()
+
+
+# decisions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "line", "anew", "state", "reason"),
+    [
+        (59.0, report(), 0, "S", None),
+        (60.0, report(), 0, "S", None),
+        (61.0, report(), 0, "T", "no sign of life for 61 s (stopped), last in forward of step 12"),
+        (61.0, report(limited=0), 0, "t", "no sign of life for 61 s (held by a debugger)"),
+        (61.0, report(waits=1), 0, "D", "no sign of life for 61 s (blocked in the kernel)"),
+        (61.0, report(), 0, "R", "(alive, but one call does not let go of the interpreter)"),
+        (61.0, report(beat=60), 0, "T", "61 s in forward of step 12, the limit is 60 s (--step-t"),
+        (60.0, report(beat=60), 0, "T", None),
+        (0.6, report(beat=0.5, limit=0.5), 0, "R", "0.6 s in forward of step 12, the limit is 0.5"),
+        (61.0, report(beat=60, step=""), 0, "R", "61 s in forward, the limit is 60 s"),
+        (9999.0, report(beat=9999, limited=0), 0, "R", None),
+        (9999.0, report(beat=9999, limited=0, waits=1), 0, "S", None),
+        (61.0, report(beat=61, waits=1), 0, "S", None),
+        (125.0, report(beat=125, waits=1), 0, "S", None),
+        (
+            126.0,
+            report(beat=126, waits=1, phase="sum of gradients"),
+            0,
+            "S",
+            "126 s waiting for other ranks in sum of gradients of step 12: a link or a host is gon",
+        ),
+        (9999.0, report(), 9999, "S", None),
+        (9999.0, report(beat=9999), 9939, "S", None),
+        (9999.0, report(beat=9999), 9938, "S", "61 s in forward"),
+        (9999.0, report(limit="inf"), 0, "S", None),
+        (61.0, report(beat=62, since=62), 0, "S", None),
+    ],
+)
+def test_a_rank_is_judged(now, line, anew, state, reason):
+    found = judge(now, Report(line), anew, state)
+    assert found == reason if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("slept", "asked", "limit", "expected"),
+    [
+        (1.0, 1.0, 60, False),
+        (2.9, 1.0, 60, False),
+        (3.1, 1.0, 60, True),
+        (0.06, 0.05, 0.5, False),
+        (0.4, 0.05, 0.5, True),
+    ],
+)
+def test_a_long_sleep_is_noticed(slept, asked, limit, expected):
+    assert overslept(slept, asked, limit) is expected
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.5, 1, 2, 5, 10, 60, 3600])
+def test_a_stop_that_goes_unseen_is_shorter_than_the_limit_with_a_beat(limit):
+    known = Report(report(limit=limit))
+    assert overslept(limit - min(1, limit / 8), known.nap, limit)
+
+
+def test_the_newest_report_holds_and_a_late_beat_of_an_older_phase_is_still_a_beat():
+    known = updated(None, [report(beat=1, serial=1), report(beat=2, serial=3, phase="backward")])
+    assert (known.where, known.beat) == ("backward of step 12", 2)
+    known = updated(known, [report(beat=3, serial=4, since=3), report(beat=2.9, serial=3)])
+    assert (known.serial, known.since, known.beat) == (4, 3, 3)
+    known = updated(known, [report(beat=4, serial=2, since=0)])
+    assert (known.serial, known.since, known.beat) == (4, 3, 4)
+    assert updated(known, []) is known
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"nonsense",
+        b"\xff\x00\xfe",
+        report()[:9],
+        report(limit=0),
+        report(limit=-1),
+        report(limit="nan"),
+        report(serial="1.5"),
+        report(beat="soon"),
+    ],
+)
+def test_odd_lines_are_passed_over(line):
+    known = Report(report())
+    assert updated(None, [line]) is None
+    assert updated(known, [line]) is known
+
+
+def test_a_phase_may_have_any_name():
+    line = report(phase="sum of gradients, 3") + b" \xff"
+    assert Report(line).where == "sum of gradients, 3 \N{REPLACEMENT CHARACTER} of step 12"
+
+
+@pytest.mark.parametrize(
+    ("stat", "expected"),
+    [
+        (b"7 (python) S 5 7 7 0 -1", ("S", 5)),
+        (b"7 (a) T 9 (b) T 5 7 7", ("T", 5)),
+        (b"7 (a b\nc)) R 1 7", ("R", 1)),
+    ],
+)
+def test_the_state_of_a_process_is_read(stat, expected):
+    assert parse_stat(stat) == expected
+
+
+def test_a_given_limit_stays():
+    limit = StepLimit(7)
+    assert limit.limit_sec == 7
+    assert limit.observe(1000) is None
+    assert limit.limit_sec == 7
+
+
+def test_a_limit_follows_the_median_of_the_last_steps():
+    limit = StepLimit(0)
+    assert limit.limit_sec == 60
+    assert [limit.observe(sec) for sec in (3.5, 3.5, 3.5, 1000)] == [None] * 4  # 70 s: 17% more
+    assert limit.observe(10) is None
+    assert limit.observe(10) == limit.limit_sec == pytest.approx(20 * 6.75)
+    assert [limit.observe(6.8) for _ in range(49)] == [None] * 49
+    changes = [limit.observe(0.5) for _ in range(50)]  # 60 s in the end: 18% less than 73
+    assert changes == [None] * 24 + [pytest.approx(73)] + [None] * 25
+
+
+# real processes -------------------------------------------------------------------------------
+
+
+class Rank:
+    """A process with a watchdog, and what they said."""
+
+    def __init__(self, body: str, limit: float = 0.5, options: str = ", follow_launcher=False"):
+        script = RANK.format(limit=limit, options=options, body=body)
+        self.process = start(script)
+        self.pid, self.watchdog = map(int, self.process.stdout.readline().split())
+
+    def wait(self) -> tuple[int, str, str]:
+        """Return the exit code and the output; fails if rank or watchdog live on."""
+        out, err = self.process.communicate(timeout=LONGEST_SEC)
+        wait_until(lambda: is_gone(self.watchdog))
+        return self.process.returncode, out, err
+
+
+def start(script: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def is_up(watchdog: int) -> bool:
+    return psutil.Process(watchdog).name() == "kaitian-watchdo"  # the kernel keeps 15 letters
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < LONGEST_SEC
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def rank():
+    started = []
+
+    def begin(*args, **kwargs) -> Rank:
+        started.append(Rank(*args, **kwargs))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        # An ended child that nobody has waited for keeps its number, so nobody else is hit.
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate(timeout=LONGEST_SEC)
+
+
+def test_a_stopped_rank_is_ended(rank):
+    stopped = rank(STEPS)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    code, _, err = stopped.wait()
+    assert code == -signal.SIGKILL
+    assert time.monotonic() - began > 0.3
+    assert re.fullmatch(
+        r"\[2@host\] ended by its watchdog: no sign of life for \d+(\.\d)? s \(stopped\), last in "
+        r"(forward|backward|update) of step 12\n",
+        err,
+    )
+
+
+def test_a_rank_that_hangs_is_ended(rank):
+    hangs = {
+        "watchdog.enter('forward', step=12)\nwhile True: pass": "in forward of step 12, the limit",
+        "watchdog.enter('backward')\ntime.sleep(60)": "in backward, the limit is 0.5 s (--step-",
+        # re does not let go of the interpreter's lock, and never ends here.
+        "import re; watchdog.enter('forward', step=3)\nre.match('(a*)*b', 'a' * 60)": (
+            "(alive, but one call does not let go of the interpreter), last in forward of step 3"
+        ),
+    }
+    hanging = [rank(body) for body in hangs]
+    for one, message in zip(hanging, hangs.values(), strict=True):
+        code, _, err = one.wait()
+        assert code == -signal.SIGKILL
+        assert err.startswith("[2@host] ended by its watchdog: ")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_waiting_and_start_up_may_last_longer(rank):
+    entered = ("", "enter('the sum', waits=True)", "enter('reading', limited=False)")
+    bodies = [f"{'watchdog.' * bool(e)}{e}\ntime.sleep(0.9)\nwatchdog.close()" for e in entered]
+    for patient in [rank(body, limit=0.6) for body in bodies]:
+        assert patient.wait() == (0, "", "")
+
+
+def test_a_new_limit_holds_for_the_present_phase_and_for_the_beats(rank):
+    body = "watchdog.enter('forward', step=1)\ntime.sleep(0.6)\nwatchdog.set_limit(0.9)\n"
+    shorter = rank(body + "time.sleep(60)", limit=60)
+    body = "watchdog.enter('waiting', limited=False)\ntime.sleep(0.2)\nwatchdog.set_limit(0.6)\n"
+    beating = rank(body + "time.sleep(1)", limit=60)  # with 60 s it would beat once a second
+    assert "in forward of step 1, the limit is 0.9 s" in shorter.wait()[2]
+    assert beating.wait() == (0, "", "")
+
+
+def test_a_busy_rank_lives_and_its_watchdog_costs_nothing(rank):
+    busy = rank(
+        """
+began = time.monotonic()
+while time.monotonic() - began < 2:
+    for _ in range(20):
+        watchdog.enter("forward", step=12)
+    time.sleep(0.01)
+""",
+        limit=1,
+    )
+    wait_until(lambda: is_up(busy.watchdog))
+    watchdog = psutil.Process(busy.watchdog)
+    before, began = sum(watchdog.cpu_times()[:2]), time.monotonic()
+    time.sleep(1.5)
+    used = sum(watchdog.cpu_times()[:2]) - before
+    assert used < 0.05 * (time.monotonic() - began)
+    assert "kaitian-watchdog" in watchdog.cmdline()
+    assert os.getpgid(busy.watchdog) == os.getpgid(busy.pid)
+    assert busy.wait() == (0, "", "")
+
+
+def test_close_leaves_no_process_and_may_be_called_twice(rank):
+    body = """
+began = time.monotonic()
+watchdog.close(), watchdog.close()
+watchdog.enter("after"), watchdog.set_limit(1)
+print(time.monotonic() - began < 5, os.path.exists(f"/proc/{watchdog._process.pid}"))
+"""
+    assert rank(body).wait() == (0, "True False\n", "")
+
+
+def test_no_watchdog_outlives_its_rank(rank):
+    killed = rank(STEPS)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == (-signal.SIGKILL, "", "")
+    left = rank("os._exit(3)")
+    assert left.wait() == (3, "", "")
+
+
+def test_a_forked_worker_does_not_hold_the_watchdog(rank):
+    body = """
+worker = os.fork()
+if worker == 0:
+    os.close(1), os.close(2)
+    time.sleep(60)
+    os._exit(0)
+print(worker, flush=True)
+"""
+    killed = rank(body + STEPS)
+    worker = int(killed.process.stdout.readline())
+    os.kill(killed.pid, signal.SIGKILL)
+    try:
+        assert killed.wait() == (-signal.SIGKILL, "", "")
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_close_does_not_wait_for_a_stopped_watchdog(rank):
+    body = """
+os.kill(watchdog._process.pid, 19)
+began = time.monotonic()
+watchdog.close()
+print(time.monotonic() - began < 10, os.path.exists(f"/proc/{watchdog._process.pid}"))
+"""
+    assert rank(body).wait() == (0, "True False\n", "")
+
+
+def test_a_full_pipe_and_a_dead_watchdog_are_no_hindrance(rank):
+    body = """
+import signal
+def enter_often():
+    began = time.monotonic()
+    for step in range(100_000):
+        watchdog.enter("forward", step=step)
+    return time.monotonic() - began < 3
+os.kill(watchdog._process.pid, signal.SIGSTOP)
+print(enter_often())
+os.kill(watchdog._process.pid, signal.SIGCONT)
+time.sleep(0.3)
+watchdog.enter("update", step=7)
+time.sleep(0.3)
+os.kill(watchdog._process.pid, signal.SIGKILL)
+watchdog._process.wait()
+print(enter_often())
+"""
+    assert rank(body, limit=2).wait() == (0, "True\nTrue\n", "")
+
+
+def test_what_a_full_pipe_loses_comes_with_the_next_beat(rank):
+    body = """
+import signal
+os.kill(watchdog._process.pid, signal.SIGSTOP)
+for step in range(10_000):
+    watchdog.enter("forward", step=step)
+watchdog.enter("update", step=7)
+os.kill(watchdog._process.pid, signal.SIGCONT)
+time.sleep(60)
+"""
+    _, _, err = rank(body).wait()
+    assert "in update of step 7, the limit is 0.5 s" in err
+
+
+def test_a_watchdog_that_was_stopped_as_well_starts_anew(rank):
+    frozen = rank(STEPS, limit=0.7)
+    wait_until(lambda: is_up(frozen.watchdog))
+    os.kill(frozen.pid, signal.SIGSTOP)
+    os.kill(frozen.watchdog, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(frozen.watchdog, signal.SIGCONT)
+    time.sleep(0.1)
+    assert frozen.process.poll() is None
+    os.kill(frozen.pid, signal.SIGCONT)
+    time.sleep(0.8)
+    assert frozen.process.poll() is None
+    os.kill(frozen.pid, signal.SIGSTOP)
+    assert "(stopped)" in frozen.wait()[2]
+
+
+def test_signals_that_a_rank_may_ignore_do_not_end_its_watchdog(rank):
+    stubborn = rank(STEPS)
+    wait_until(lambda: is_up(stubborn.watchdog))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(stubborn.watchdog, number)
+    os.kill(stubborn.pid, signal.SIGSTOP)
+    assert "(stopped)" in stubborn.wait()[2]
+
+
+def test_odd_input_is_borne_in_silence(rank):
+    body = r"""
+for text in (b"\n\n", b"\xff\x00 nonsense\n", b"1 2 3 4 5 6 7 8\n", b"no end " * 500):
+    os.write(watchdog._writer, text)
+    time.sleep(0.1)
+os.write(watchdog._writer, b"\n")
+watchdog.enter("two\nlines \ud800 and " + "long " * 5000)
+time.sleep(0.1)
+watchdog.close()
+"""
+    assert rank(body).wait() == (0, "", "")
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_rank_ends_with_its_launcher_where_it_is_to(follows):
+    body = f"""
+watchdog.enter("reading", limited=False)
+time.sleep({60 if follows else 0.8})
+print("left", flush=True)
+"""
+    options = f", follow_launcher={follows}"
+    script = RANK.format(limit=1, options=options, body=body)
+    launcher = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])")
+    pid, watchdog = map(int, launcher.stdout.readline().split())
+    wait_until(lambda: is_up(watchdog))
+    launcher.kill()
+    out, err = launcher.communicate(timeout=LONGEST_SEC)
+    wait_until(lambda: is_gone(pid) and is_gone(watchdog))
+    if follows:
+        told = "[2@host] ended by its watchdog: its launcher is gone, last in reading\n"
+        assert (out, err) == ("", told)
+    else:
+        assert (out, err) == ("left\n", "")
+
+
+def test_the_message_is_not_waited_for(rank):
+    body = """
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+try:
+    while os.write(writer, b"x" * 4096): pass
+except BlockingIOError:
+    os.set_blocking(writer, True)
+os.dup2(writer, 2)
+unheard = Watchdog("[3@host]", 0.5, follow_launcher=False)
+watchdog.close()
+unheard.enter("forward")
+time.sleep(60)
+"""
+    code, _, _ = rank(body).wait()
+    assert code == -signal.SIGKILL
+
+
+def test_the_module_is_light():
+    script = (
+        "import sys, kaitian_mpi.mpi.watchdog; "
+        "print(sorted({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
+    )
+    process = start(script)
+    assert process.communicate(timeout=LONGEST_SEC) == ("[]\n", "")
