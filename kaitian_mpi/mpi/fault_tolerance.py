@@ -11,12 +11,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from kaitian_mpi.mpi.launch import FAULT_TOLERANCE
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     Comm = TypeVar("Comm", bound=MPI.Comm)
-
-_SWITCH = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 
 _tracked: list[MPI.Comm] = []
 _shrunk = False
@@ -24,7 +24,7 @@ _shrunk = False
 
 def is_on() -> bool:
     """Return whether the job was started so that it can live on without a rank."""
-    return os.environ.get(_SWITCH, "").lower() in ("1", "true", "yes")
+    return os.environ.get(FAULT_TOLERANCE) == "1"
 
 
 def track(comm: Comm) -> Comm:

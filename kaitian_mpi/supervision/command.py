@@ -21,68 +21,15 @@ PARAMETERS = ("mca", "gmca", "prtemca")
 # Open MPI 4 and 5 and of MPICH's hydra, without their minuses: Open MPI takes one or two.
 _ONE_VALUE = {
     *(*RANKS, *HOSTFILES, *HOST_LISTS, *FOLDERS),
-    *[
-        "add-host",
-        "add-hostfile",
-        "app-pmix-prefix",
-        "bind-to",
-        "cpu-list",
-        "cpu-set",
-        "cpus-per-proc",
-    ],
-    *[
-        "cpus-per-rank",
-        "display",
-        "dvm",
-        "forward-signals",
-        "gpu-support",
-        "keepalive",
-        "launch-agent",
-        "map-by",
-    ],
-    *[
-        "max-vm-size",
-        "N",
-        "npernode",
-        "npersocket",
-        "output",
-        "output-directory",
-        "output-filename",
-        "path",
-    ],
-    *[
-        "personality",
-        "pmix-prefix",
-        "ppr",
-        "prefix",
-        "preload-files",
-        "pset",
-        "rank-by",
-        "rankfile",
-        "report-pid",
-    ],
-    *[
-        "report-uri",
-        "rf",
-        "runtime-options",
-        "set-env",
-        "singleton",
-        "spawn-timeout",
-        "stdin",
-        "stream-buffering",
-    ],
-    *["timeout", "tmpdir", "tune", "unset-env", "x", "xterm"],
-    *[
-        "demux",
-        "envlist",
-        "genvlist",
-        "iface",
-        "launcher",
-        "launcher-exec",
-        "ppn",
-        "profile",
-        "rmk",
-    ],
+    *(  # noqa: SIM905  # they read best as a text
+        "add-host add-hostfile app-pmix-prefix bind-to cpu-list cpu-set cpus-per-proc "
+        "cpus-per-rank demux display dvm envlist forward-signals genvlist gpu-support iface keepalive "
+        "launch-agent launcher launcher-exec map-by max-vm-size N npernode npersocket output "
+        "output-directory output-filename path personality pmix-prefix ppn ppr prefix "
+        "preload-files profile pset rank-by rankfile report-pid report-uri rf rmk runtime-options set-env "
+        "singleton spawn-timeout stdin stream-buffering timeout tmpdir tune unset-env with-ft x "
+        "xterm "
+    ).split(),
 }
 _TWO_VALUES = {
     *PARAMETERS,

@@ -41,6 +41,7 @@ from kaitian_mpi.supervision.probe import find_agent, is_local, probe_command
         ("--tag-output --prtemca=plm ssh --bind-to none --hostfile hf", None, ["hf"], []),
         ("-genv A 1 -ppn 2 -n 4", 4, [], []),
         ("--wdir /tmp/kaitian-train -np 2", 2, [], []),
+        ("--with-ft ulfm --hostfile hf -np 2", 2, ["hf"], []),
         # Behind the first word that is no option stands another program's.
         ("-np 2 taskset -c 0,1", 2, [], []),
         ("numactl -H -n 1", None, [], []),
