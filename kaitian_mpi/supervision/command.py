@@ -23,12 +23,12 @@ _ONE_VALUE = {
     *(*RANKS, *HOSTFILES, *HOST_LISTS, *FOLDERS),
     *(  # noqa: SIM905  # they read best as a text
         "add-host add-hostfile app-pmix-prefix bind-to cpu-list cpu-set cpus-per-proc "
-        "cpus-per-rank demux display dvm envlist forward-signals genvlist gpu-support iface keepalive "
-        "launch-agent launcher launcher-exec map-by max-vm-size N npernode npersocket output "
-        "output-directory output-filename path personality pmix-prefix ppn ppr prefix "
-        "preload-files profile pset rank-by rankfile report-pid report-uri rf rmk runtime-options set-env "
-        "singleton spawn-timeout stdin stream-buffering timeout tmpdir tune unset-env with-ft x "
-        "xterm "
+        "cpus-per-rank demux display dvm envlist forward-signals genvlist gpu-support iface "
+        "keepalive launch-agent launcher launcher-exec map-by max-vm-size N npernode npersocket "
+        "output output-directory output-filename path personality pmix-prefix ppn ppr prefix "
+        "preload-files profile pset rank-by rankfile report-pid report-uri rf rmk "
+        "runtime-options set-env singleton spawn-timeout stdin stream-buffering timeout tmpdir "
+        "tune unset-env with-ft x xterm "
     ).split(),
 }
 _TWO_VALUES = {

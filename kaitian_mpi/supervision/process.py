@@ -20,6 +20,13 @@ from kaitian_mpi.supervision.probe import lost_hosts
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
+# Open MPI's mpirun asks a silent host after 3 s, and gives it up after 3 s more without an answer;
+# its own default is 8 minutes. What the user has set stays.
+_NOTICE_DEAD_HOSTS = {
+    "PRTE_MCA_oob_tcp_keepalive_time": "3",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
+}
 _PASSED_ON = (*_STOPS, signal.SIGUSR1)
 _POLL_SEC = 0.1
 _LOOK_SEC = 0.5
@@ -94,6 +101,7 @@ class Machine:
         try:
             self._child = subprocess.Popen(  # noqa: S603 (the user's own command)
                 words,
+                env={**_NOTICE_DEAD_HOSTS, **os.environ},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
                 preexec_fn=die_with_parent,

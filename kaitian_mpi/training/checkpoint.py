@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +24,8 @@ _SNAPSHOTS = Path("/dev/shm")  # noqa: S108  # the host's memory: the name holds
 
 def snapshot_files(name: str) -> CheckpointFiles:
     """Return this host's snapshots of a job, in its memory."""
-    return CheckpointFiles(_SNAPSHOTS / f"kaitian-{name}", keep=1)
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+    return CheckpointFiles(_SNAPSHOTS / f"kaitian-{name}-{host}", keep=1)
 
 
 class Checkpointing:
@@ -119,10 +123,11 @@ class Checkpointing:
             self._submit(self._snapshots, state, memory(), [], None)
 
     def close(self) -> None:
-        """Wait until what was saved is on disk."""
+        """Wait until what was saved is on disk. The run is done: its snapshots go."""
         self._writer.close()
         if self._snapshots is not None:
             self._snapshots.close()
+            shutil.rmtree(snapshot_files(self._config.snapshots).folder, ignore_errors=True)
 
     @staticmethod
     def _submit(

@@ -16,6 +16,8 @@ from kaitian_mpi.training.benchmark import RankBenchmark, scores_of
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.report import say
 
+BY_BENCHMARK = "the benchmark"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -105,8 +107,9 @@ def make_plan(config: TrainConfig, world: World, profiles: Sequence[Profile]) ->
 
 
 def tell_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
-    """Show the plan and write it."""
-    say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
+    """Write a plan, and show one that no table has shown."""
+    if why != BY_BENCHMARK:
+        say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
     made.folder.append("plan.jsonl", {"step": step, "batch_sizes": plan.batch_sizes, "why": why})
 
 

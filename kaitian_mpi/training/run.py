@@ -11,6 +11,7 @@ from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.guard import last_words, requests
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets
@@ -24,6 +25,7 @@ from kaitian_mpi.training.loop import Trainer, count_steps
 from kaitian_mpi.training.memory_of_run import Memory, cost_from_json, place_of, to_json
 from kaitian_mpi.training.participation import ranks_to_leave_out, tell_left_out
 from kaitian_mpi.training.planning import (
+    BY_BENCHMARK,
     Plan,
     Profile,
     is_emulated,
@@ -301,15 +303,12 @@ class _Run:
         for loss in self.crew.losses:
             loss.step = step + 1 if loss.step is None else loss.step
         if lost:
-            names = ", ".join(
-                f"{info.world_rank} ({info.host}, {info.device}, {info.kind})" for info in lost
-            )
-            why = f"rank {names} is lost"
-            say(world, f"step {step}: {why}; {world.size} ranks go on")
+            why = _lost_line(lost)
+            say(world, f"step {step}: {why}; {world.size} go on")
         elif step:
             why = "as resumed"
         elif self.results:
-            why = "the benchmark"
+            why = BY_BENCHMARK
             places = [place_of(info) for info in world.infos]
             slowed = [describe_slowdown(self.made.slowdowns[i.world_rank]) for i in world.infos]
             results = [self.results[place] for place in places]
@@ -333,6 +332,11 @@ class _Run:
     def _write_summary(self) -> None:
         self.summary["failures"] = self._failures()
         self.made.folder.write("summary.json", self.summary)
+
+
+def _lost_line(lost: list[RankInfo]) -> str:
+    names = ", ".join(f"{i.world_rank} ({i.host}, {i.device}, {i.kind})" for i in lost)
+    return f"rank {names} is lost" if len(lost) == 1 else f"ranks {names} are lost"
 
 
 def _result_line(result: Evaluation, trainer: Trainer) -> str:
