@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class Trainer:
         )
         # By its type it cannot be told here: the import would start MPI, also in the processes
         # that load data, which import the module that their data set comes from.
-        self._group: Any = dist.group.WORLD
+        self._group = cast("Any", dist.group.WORLD)
         if commit is not None:
             self._group.record_losses()
         self._gradients.attach(self._ddp)
