@@ -9,6 +9,7 @@ from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_kinds, parse_slowdown
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.agreement import faults_agreed
 
 if TYPE_CHECKING:
@@ -24,10 +25,24 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
     with faults_agreed(comm):
         parse_kinds(config.emulate_kinds, comm.size)
         parse_slowdown(config.emulate_slowdown, comm.size)
+        if config.spares:
+            _check_spares(config.spares, comm.size)
         if config.batch_policy == "global":
-            plan_equal(comm.size, config.global_batch_size)
+            plan_equal(comm.size - config.spares, config.global_batch_size)
         if config.data_dir and not Path(config.data_dir).is_dir():
             raise UserError(
                 f"--data-dir: found no folder {config.data_dir}, needed the one that holds the "
                 f"files of --dataset {config.dataset}; name it as this host has it"
             )
+
+
+def _check_spares(spares: int, ranks: int) -> None:
+    if spares >= ranks:
+        raise UserError(
+            f"--spares: found {spares} of {ranks} ranks, needed fewer, so that one is left to train"
+        )
+    if not fault_tolerance.is_on():
+        raise UserError(
+            "--spares: found fault tolerance off, so that no rank can be replaced; start the job "
+            "with mpirun --with-ft ulfm"
+        )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.guard import last_words, requests
@@ -15,28 +15,23 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.training.benchmark import RankBenchmark, benchmark_ranks
 from kaitian_mpi.training.checkpoint import Checkpointing
 from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.crew import Crew
 from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.evaluation import Evaluation
 from kaitian_mpi.training.loop import Trainer, count_steps
-from kaitian_mpi.training.memory_of_run import Memory, cost_from_json, place_of, to_json
+from kaitian_mpi.training.memory_of_run import Memory, place_of
 from kaitian_mpi.training.participation import ranks_to_leave_out, tell_left_out
 from kaitian_mpi.training.planning import (
     BY_BENCHMARK,
     Plan,
-    Profile,
     is_emulated,
-    make_plan,
-    profile_of,
-    profile_unmeasured,
     tell_plan,
-    write_benchmark,
 )
 from kaitian_mpi.training.preparation import Ingredients, prepare
-from kaitian_mpi.training.report import say, show_benchmark, show_topology
+from kaitian_mpi.training.profiles import Profiles
+from kaitian_mpi.training.report import say, show_topology
 from kaitian_mpi.training.resume import (
     Found,
     check_resumable,
@@ -83,11 +78,10 @@ class _Run:
 
     def __init__(self, config: TrainConfig, crew: Crew) -> None:
         self.config, self.crew = config, crew
-        self.crew_at_start = crew.whole.infos
         self.summary: dict[str, Any] = {}
-        self.profiles: dict[str, Profile] = {}
-        self.results: dict[str, RankBenchmark] = {}
+        self.profiles = Profiles(config)
         self.left_out: dict[int, str] = {}
+        self.places_left_out: list[str] = []
         self.allreduce = ""
         self.state: TrainingState | None = None
         self.trainer: Trainer | None = None
@@ -111,19 +105,7 @@ class _Run:
 
     def benchmark(self, world: World) -> None:
         """Find out what a step costs each rank, unless that is known or not asked for."""
-        places = [place_of(info) for info in world.infos]
-        memory = self.found.memory
-        if memory is not None and all(place in memory.profiles for place in places):
-            self.profiles = memory.profiles
-        elif self.config.balance == "off":
-            self.profiles = {place: profile_unmeasured(self.config) for place in places}
-        else:
-            results = benchmark_ranks(
-                self.config, world, self.made.model, self.made.data.train, self.slowdown
-            )
-            self.results = dict(zip(places, results, strict=True))
-            self.profiles = {place: profile_of(result) for place, result in self.results.items()}
-            write_benchmark(world, self.made, results)
+        self.profiles.find_out(world, self.made, self.slowdown, self.found.memory)
 
     def choose_ranks(self, world: World) -> None:
         """Choose how gradients are summed, and which ranks the job is faster without."""
@@ -131,7 +113,7 @@ class _Run:
         places = [place_of(info) for info in world.infos]
         known = memory.algorithm if memory is not None and memory.crew == places else ""
         self.allreduce = choose_allreduce(known or self.config.allreduce, world, buckets)
-        if memory is not None and self.profiles is memory.profiles:
+        if memory is not None and self.profiles.are_remembered:
             self.left_out = {
                 rank: "as in the job before"
                 for rank, place in enumerate(places)
@@ -139,6 +121,7 @@ class _Run:
             }
         else:
             self.left_out = self._find_left_out(world, buckets)
+        self.places_left_out = [places[rank] for rank in self.left_out]
         tell_left_out(world, self.left_out)
         self.summary["left_out"] = [
             {"rank": world.infos[rank].world_rank, "why": why}
@@ -205,35 +188,24 @@ class _Run:
             self.allreduce = choose_allreduce(request, world, buckets)
 
     def _find_left_out(self, world: World, buckets: list[int]) -> dict[int, str]:
-        """Return the ranks without which the job is faster; of those that are no spares."""
-        costs = [self.profiles[place_of(info)].cost for info in world.infos]
-        known = [cost for cost in costs if cost is not None]
-        asked = not self.config.keep_all and self.config.batch_policy == "global"
-        if not asked or self.config.spares or world.size == 1 or len(known) < len(costs):
+        """Return the ranks without which the job is faster; none where any is to stand by."""
+        costs = self.profiles.costs(world.infos)
+        asked = not (self.config.keep_all or self.config.spares)
+        if costs is None or not asked or self.config.batch_policy == "paper" or world.size == 1:
             return {}
-        return ranks_to_leave_out(self.config, world, known, buckets)
+        return ranks_to_leave_out(self.config, world, costs, buckets)
 
     def _plan(self, world: World) -> Plan:
         """Share the global batch, by what has been seen of these ranks last."""
-        self._learn_costs(world)
+        before = self.trainer
+        infos = before.world.infos if before is not None else ()
+        costs = before.balancing.costs() if before is not None else None
+        self.profiles.learn(world, infos, costs)
+        plan, memory = self.profiles.plan(world), self.found.memory
         places = [place_of(info) for info in world.infos]
-        plan = make_plan(self.config, world, [self.profiles[place] for place in places])
-        memory = self.found.memory
         if not self.crew.losses and memory is not None and memory.crew == places:
             return dataclasses.replace(plan, batch_sizes=memory.batch_sizes)
         return plan
-
-    def _learn_costs(self, world: World) -> None:
-        """Take over what training has found out about the ranks' speed; all take the same."""
-        own = None
-        costs = self.trainer.balancing.costs() if self.trainer is not None else None
-        if self.trainer is not None and costs is not None:
-            infos = self.trainer.world.infos
-            own = {place_of(i): to_json(c) for i, c in zip(infos, costs, strict=True)}
-        told: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
-        for place, cost in told.items():
-            profile = self.profiles[place]
-            self.profiles[place] = dataclasses.replace(profile, cost=cost_from_json(cost))
 
     def _state_on(self, world: World, plan: Plan) -> TrainingState:
         """Give every rank the state that the run has come to."""
@@ -276,8 +248,8 @@ class _Run:
         infos = self.trainer.world.infos
         return Memory(
             self.config,
-            self.profiles,
-            [place_of(self.crew_at_start[rank]) for rank in self.left_out],
+            self.profiles.by_place,
+            self.places_left_out,
             self.allreduce,
             [place_of(info) for info in infos],
             self.trainer.sampler.batch_sizes,
@@ -307,12 +279,9 @@ class _Run:
             say(world, f"step {step}: {why}; {world.size} go on")
         elif step:
             why = "as resumed"
-        elif self.results:
+        elif self.profiles.are_measured:
             why = BY_BENCHMARK
-            places = [place_of(info) for info in world.infos]
-            slowed = [describe_slowdown(self.made.slowdowns[i.world_rank]) for i in world.infos]
-            results = [self.results[place] for place in places]
-            show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
+            self.profiles.show(world, self.made, plan)
         else:
             why = "equal shares"
         tell_plan(world, self.made, plan, step, why)

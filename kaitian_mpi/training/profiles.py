@@ -1,0 +1,101 @@
+"""What is known of how the ranks compute, from the benchmark on through the whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.benchmark import RankBenchmark, benchmark_ranks
+from kaitian_mpi.training.memory_of_run import Memory, cost_from_json, place_of, to_json
+from kaitian_mpi.training.planning import (
+    Plan,
+    Profile,
+    make_plan,
+    profile_of,
+    profile_unmeasured,
+    write_benchmark,
+)
+from kaitian_mpi.training.preparation import Ingredients
+from kaitian_mpi.training.report import show_benchmark
+
+
+class Profiles:
+    """The profile of each rank by its place, the same on every rank.
+
+    Attributes:
+        by_place: the profiles.
+        are_remembered: whether they come from an earlier job.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._results: dict[str, RankBenchmark] = {}
+        self.by_place: dict[str, Profile] = {}
+        self.are_remembered = False
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether this job has benchmarked its ranks."""
+        return bool(self._results)
+
+    def find_out(
+        self, world: World, made: Ingredients, slowdown: Slowdown, memory: Memory | None
+    ) -> None:
+        """Remember, benchmark or, with `--balance off`, assume what the ranks are like. Collective.
+
+        Args:
+            world: all ranks.
+            made: model and data.
+            slowdown: this rank's emulated slowdown.
+            memory: what an earlier job has found out.
+        """
+        places = [place_of(info) for info in world.infos]
+        self.are_remembered = memory is not None and set(places) <= set(memory.profiles)
+        if memory is not None and self.are_remembered:
+            self.by_place = memory.profiles
+        elif self._config.balance == "off":
+            self.by_place = {place: profile_unmeasured(self._config) for place in places}
+        else:
+            results = benchmark_ranks(self._config, world, made.model, made.data.train, slowdown)
+            self._results = dict(zip(places, results, strict=True))
+            self.by_place = {place: profile_of(result) for place, result in self._results.items()}
+            write_benchmark(world, made, results)
+
+    def costs(self, infos: Sequence[RankInfo]) -> list[RankCost] | None:
+        """Return what a step costs these ranks; None where any was not measured."""
+        costs = [self.by_place[place_of(info)].cost for info in infos]
+        known = [cost for cost in costs if cost is not None]
+        return known if len(known) == len(costs) else None
+
+    def learn(
+        self, world: World, infos: Sequence[RankInfo], costs: Sequence[RankCost] | None
+    ) -> None:
+        """Take over what training has found out about some ranks; all take the same. Collective.
+
+        Args:
+            world: the ranks that shall know it.
+            infos: of the ranks that it is about.
+            costs: of these; None where this rank has nothing to tell.
+        """
+        own = costs and {place_of(i): to_json(c) for i, c in zip(infos, costs, strict=True)}
+        told: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
+        for place, cost in told.items():
+            profile = self.by_place[place]
+            self.by_place[place] = dataclasses.replace(profile, cost=cost_from_json(cost))
+
+    def plan(self, world: World) -> Plan:
+        """Share the global batch by what is known of these ranks."""
+        return make_plan(self._config, world, [self.by_place[place_of(i)] for i in world.infos])
+
+    def show(self, world: World, made: Ingredients, plan: Plan) -> None:
+        """Show what the benchmark has found out about these ranks, and their shares."""
+        slowed = [describe_slowdown(made.slowdowns[info.world_rank]) for info in world.infos]
+        results = [self._results[place_of(info)] for info in world.infos]
+        show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
