@@ -8,6 +8,7 @@ waiting in one for somebody who has left; then all that live agree and shrink.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     Comm = TypeVar("Comm", bound=MPI.Comm)
+
+_LOOKING_SEC = 0.01
 
 _tracked: list[MPI.Comm] = []
 _shrunk = False
@@ -58,16 +61,38 @@ def is_revoked(comm: MPI.Comm) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error says that a rank is lost, or that somebody else has noticed it."""
+    """Return whether an error may say that a rank is lost, or that somebody else has noticed it.
+
+    Any error of MPI may: when a rank dies in the middle of something, Open MPI's nonblocking
+    collectives now and then report one that is not in its own list.
+    """
     from mpi4py import MPI
 
-    if not (is_on() and isinstance(error, MPI.Exception)):
-        return False
-    return error.Get_error_class() in (
-        MPI.ERR_PROC_FAILED,
-        MPI.ERR_PROC_FAILED_PENDING,
-        MPI.ERR_REVOKED,
-    )
+    return is_on() and isinstance(error, MPI.Exception)
+
+
+def may_have_lost_ranks(comm: MPI.Intracomm, seconds: float) -> bool:
+    """Return whether a loss becomes known within some seconds. Not collective.
+
+    For an error that may be the consequence of one: what a collective delivers may be mutilated
+    before MPI reports the death of who sent it.
+    """
+    deadline = time.monotonic() + seconds
+    while is_on():
+        make_progress()
+        if comm.Is_revoked() or comm.Get_failed().size > 0:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOKING_SEC)
+    return False
+
+
+def make_progress() -> None:
+    """Let MPI take in what the other ranks have sent, such as a revocation."""
+    from mpi4py import MPI
+
+    MPI.COMM_SELF.Iprobe()
 
 
 def agree(comm: MPI.Intracomm, well: bool) -> bool:
@@ -81,7 +106,7 @@ def agree(comm: MPI.Intracomm, well: bool) -> bool:
     try:
         return bool(comm.Agree(int(well)))
     except MPI.Exception as error:
-        if is_loss(error):
+        if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
             return False
         raise
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kaitian_mpi.collectives.startup import close_process_group, go_on_with
-from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.errors import CollectiveError, RankLostError, UserError
 from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.runtime import Arrival, wait_patiently
@@ -23,6 +23,7 @@ from kaitian_mpi.training.roles import Roles, plan_recovery, spare_roles
 Result = TypeVar("Result")
 
 _LOOKING_SEC = 0.05
+_NOTICING_SEC = 0.5
 
 
 class NotCommittedError(CollectiveError):
@@ -165,9 +166,12 @@ class Crew:
             self._regroup(error)
 
     def _may_be_loss(self, error: Exception) -> bool:
-        return self.survives and (
-            fault_tolerance.is_loss(error) or isinstance(error, CollectiveError)
-        )
+        if not self.survives or isinstance(error, UserError):
+            return False
+        if fault_tolerance.is_loss(error) or isinstance(error, CollectiveError):
+            return True
+        comm = self.whole.comm if self.world is None else self.world.comm
+        return fault_tolerance.may_have_lost_ranks(comm, _NOTICING_SEC)
 
     def _stand_by(self) -> bool:
         """Wait until the others are done, or need this rank; return whether they are done."""
@@ -184,6 +188,7 @@ class Crew:
         trains = self._roles.working(self.whole.infos)
         while not comm.Is_revoked() and not fault_tolerance.are_lost(comm, trains):
             time.sleep(_LOOKING_SEC)
+            fault_tolerance.make_progress()
         return False
 
     def _regroup(self, noticed_as: Exception) -> None:

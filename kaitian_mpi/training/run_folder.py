@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,11 +77,11 @@ class DiskFolder:
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
         text = json.dumps(content, indent=2) + "\n"
-        self._replace(self.path / name, lambda file: file.write_text(text))
+        self._replace(self.path / name, text.encode())
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Add a line to a JSON lines file."""
-        with (self.path / name).open("a") as file:
+        with _warned(self.path / name), (self.path / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def mend(self) -> None:
@@ -90,13 +93,29 @@ class DiskFolder:
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
-        self._replace(self.path / "checkpoints" / "model.pt", lambda file: torch.save(state, file))
+        buffer = io.BytesIO()  # torch.save turns a full disk into an error of another kind
+        torch.save(state, buffer)
+        self._replace(self.path / "checkpoints" / "model.pt", buffer.getbuffer())
 
     @staticmethod
-    def _replace(target: Path, write: Any) -> None:
+    def _replace(target: Path, content: bytes | memoryview) -> None:
         partial = target.with_name(target.name + ".partial")
-        write(partial)
-        os.replace(partial, target)
+        with _warned(target):
+            try:
+                partial.write_bytes(content)
+                os.replace(partial, target)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+
+
+@contextlib.contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Let training go on where a file cannot be written: a full disk may be made room on."""
+    try:
+        yield
+    except OSError as error:
+        print(f"{path} could not be written: {error.strerror or error}; training goes on")
 
 
 def choose_run_folder(config: TrainConfig, world: World) -> Path:
