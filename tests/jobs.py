@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
+import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -38,13 +43,15 @@ class Ended:
         return self.out + self.err
 
 
-def start(*command: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    *command: str, cwd: Path, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
         env={**ENVIRONMENT, "PYTHONPATH": str(PLANTED), **(env or {})},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         stdin=subprocess.DEVNULL,
         text=True,
     )
@@ -67,6 +74,89 @@ def run_ranks(ranks: int, *command: str, cwd: Path, **env: str) -> Ended:
     started_at = time.time()
     full = ("mpirun", "-np", str(ranks), *command)
     return finish(start(*full, cwd=cwd, env=env), started_at)
+
+
+class Job:
+    """A job under mpirun whose lines are heard as they come; its ranks can be sent signals.
+
+    Its stderr goes with its output. Leaving it as a context ends it, if it has not ended.
+    """
+
+    def __init__(
+        self, ranks: int, *command: str, cwd: Path, survives: bool = True, **env: str
+    ) -> None:
+        words = ("mpirun", *(("--with-ft", "ulfm") if survives else ()), "-np", str(ranks))
+        self.started_at = time.time()
+        self.process = start(*words, *command, cwd=cwd, env=env, stderr=subprocess.STDOUT)
+        self.lines: list[str] = []
+        self._heard: queue.Queue[str | None] = queue.Queue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # its ranks go with it
+        self._listener.join()
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Return at the next line that has the pattern; a line is looked at once."""
+        deadline = time.monotonic() + LONGEST_SEC
+        while True:
+            try:
+                line = self._heard.get(timeout=max(0, deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"no {pattern!r} within {LONGEST_SEC} s\n{self.text}")
+            if line is None:
+                pytest.fail(f"ended without {pattern!r}\n{self.text}")
+            if match := re.search(pattern, line):
+                return match
+
+    def rank_pids(self) -> dict[int, int]:
+        """Return the processes of the ranks that live, by world rank."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent != self.process.pid:
+                    continue
+                rank = re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", (folder / "environ").read_bytes())
+            except OSError:
+                continue
+            if rank:
+                found[int(rank[1])] = int(folder.name)
+        return found
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to ranks, at once."""
+        pids = self.rank_pids()
+        for rank in ranks:
+            os.kill(pids[rank], number)
+
+    def kill(self, *ranks: int) -> None:
+        self.signal(signal.SIGKILL, *ranks)
+
+    def finish(self) -> Ended:
+        try:
+            code = self.process.wait(LONGEST_SEC)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {LONGEST_SEC} s\n{self.text}")
+        now = time.time()
+        self._listener.join()
+        return Ended(code, self.text, "", now - self.started_at, now)
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            line = line.rstrip("\n").replace("\0", "")  # Open MPI ends its own messages with one
+            self.lines.append(line)
+            self._heard.put(line)
+        self._heard.put(None)
 
 
 PYTHON = sys.executable

@@ -97,7 +97,7 @@ class Crew:
             except NotCommittedError as error:
                 noticed = error
             except Exception as error:
-                if not self._may_be_loss(error):
+                if not self._may_be_loss(error, self.world or self.whole):
                     raise
                 noticed = error
                 fault_tolerance.revoke_all()
@@ -146,7 +146,7 @@ class Crew:
             self.world = go_on_with(self.whole, roles.working(self.whole.infos))
             well, noticed = True, None
         except Exception as error:
-            if not self._may_be_loss(error):
+            if not self._may_be_loss(error, self.whole):
                 raise
             fault_tolerance.revoke_all()
             well, noticed = False, error
@@ -161,17 +161,17 @@ class Crew:
         try:
             wait_patiently(self.whole.comm)
         except Exception as error:
-            if not self._may_be_loss(error):
+            if not self._may_be_loss(error, self.whole):
                 raise
             self._regroup(error)
 
-    def _may_be_loss(self, error: Exception) -> bool:
+    def _may_be_loss(self, error: Exception, world: World) -> bool:
+        """Return whether an error may be due to the loss of a rank of this world."""
         if not self.survives or isinstance(error, UserError):
             return False
         if fault_tolerance.is_loss(error) or isinstance(error, CollectiveError):
             return True
-        comm = self.whole.comm if self.world is None else self.world.comm
-        return fault_tolerance.may_have_lost_ranks(comm, _NOTICING_SEC)
+        return fault_tolerance.may_have_lost_ranks(world.comm, _NOTICING_SEC)
 
     def _stand_by(self) -> bool:
         """Wait until the others are done, or need this rank; return whether they are done."""
@@ -182,7 +182,7 @@ class Crew:
                 time.sleep(_LOOKING_SEC)
             return True
         except Exception as error:
-            if not self._may_be_loss(error):
+            if not self._may_be_loss(error, self.whole):
                 raise
         # Somebody is lost: whoever trains calls, unless all of them are lost.
         trains = self._roles.working(self.whole.infos)
@@ -213,7 +213,7 @@ class Crew:
                 if not finished:
                     world = go_on_with(whole, roles.working(whole.infos))
             except Exception as error:
-                if not self._may_be_loss(error):
+                if not self._may_be_loss(error, whole):
                     raise
                 well = False
                 fault_tolerance.revoke_all()

@@ -1,12 +1,15 @@
-"""Models that break, for the tests of how a job ends."""
+"""Models that break, and such that show what a job does; a data set that tells who took what."""
 
+import json
 import os
 import sys
 import time
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
+from kaitian_mpi.data import digits
 from kaitian_mpi.models.cnn import SmallCNN
 
 
@@ -75,3 +78,148 @@ def differing(num_classes):
 
 def not_a_model(num_classes):
     return torch.ones(num_classes)
+
+
+class Exact(nn.Module):
+    """Computes in float64, and no sample's output depends on another sample.
+
+    So the weights depend neither on the number of ranks nor on who takes which sample. A training
+    step takes 20 ms at least. `self.calls` is the number of the present one.
+    """
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        self.calls = 0
+        self.layers = nn.Sequential(
+            nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, num_classes)
+        ).double()
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            time.sleep(0.02)
+            self.before_call()
+        return self.layers(x.double())
+
+    def before_call(self):
+        pass
+
+
+def exact(num_classes):
+    return Exact(num_classes)
+
+
+class SlowToEvaluate(Exact):
+    """Takes 0.15 s for a batch of an evaluation."""
+
+    def forward(self, x):
+        if not self.training:
+            time.sleep(0.15)
+        return super().forward(x)
+
+
+def slow_to_evaluate(num_classes):
+    return SlowToEvaluate(num_classes)
+
+
+class Telling(Exact):
+    """Says when rank 1 computes for the first time: with a benchmark, that is in it."""
+
+    def before_call(self):
+        if self.calls == 1 and self.rank == 1:
+            print("rank 1 computes", flush=True)
+
+
+def telling(num_classes):
+    return Telling(num_classes)
+
+
+class Hanging(Exact):
+    """Hangs on rank 1 in step 5."""
+
+    def before_call(self):
+        if self.calls == 5 and self.rank == 1:
+            time.sleep(10_000)
+
+
+def hanging(num_classes):
+    return Hanging(num_classes)
+
+
+class Faulty(Exact):
+    """Rank 1 loses a bit of its weights in step 5, and its output in step 3 is no number."""
+
+    def before_call(self):
+        if self.calls == 5 and self.rank == 1:
+            with torch.no_grad():
+                self.layers[2].weight.view(torch.int64)[3, 7] ^= 1 << 40
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs * float("nan") if (self.calls, self.rank) == (3, 1) else outputs
+
+
+def faulty(num_classes):
+    return Faulty(num_classes)
+
+
+class NeverFinite(Exact):
+    """Its output is no number from step 4 on, on rank 1."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs * float("nan") if self.calls >= 4 and self.rank == 1 else outputs
+
+
+def never_finite(num_classes):
+    return NeverFinite(num_classes)
+
+
+class Dropping(nn.Module):
+    """Has all that a rank has of its own: batch norm's statistics and random numbers."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layers = nn.Sequential(SmallCNN(32), nn.Dropout(0.3), nn.Linear(32, num_classes))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def dropping(num_classes):
+    return Dropping(num_classes)
+
+
+def wide(num_classes):
+    """A model of 2.4 MB."""
+    hidden = nn.Linear(3 * 32 * 32, 192)
+    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(192, num_classes))
+
+
+class Noted(Dataset):
+    """Images that write down the samples of each batch, in a folder if there is one."""
+
+    num_classes = 10
+
+    def __init__(self, images, folder):
+        self.images, self.folder = images, folder
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        inputs, labels = self.images[[index]]
+        return inputs[0], int(labels[0])
+
+    def __getitems__(self, indices):
+        if self.folder:
+            path = os.path.join(self.folder, os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+            with open(path, "a") as file:
+                file.write(json.dumps(indices) + "\n")
+        return list(zip(*self.images[indices], strict=True))
+
+
+def noted_digits():
+    train, validation = digits.load(0.2)
+    return Noted(train, os.environ.get("TAKEN_IN")), Noted(validation, None)
