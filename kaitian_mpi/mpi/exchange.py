@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kaitian_mpi.errors import CollectiveError
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -16,9 +18,12 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     from mpi4py import MPI
 
     own = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-    lengths = np.empty(comm.size, dtype=np.int64)
+    # When a rank dies, MPI may leave a part unfilled and tell of it only in the next call.
+    lengths = np.full(comm.size, -1, dtype=np.int64)
     comm.Allgather(np.array([own.size], dtype=np.int64), lengths)
-    gathered = np.empty(int(lengths.sum()), dtype=np.uint8)
+    if lengths.min() < 0:
+        raise CollectiveError("a rank's values have not come")
+    gathered = np.zeros(int(lengths.sum()), dtype=np.uint8)
     comm.Allgatherv((own, MPI.BYTE), (gathered, lengths.tolist(), MPI.BYTE))
     ends = np.cumsum(lengths)
     return [

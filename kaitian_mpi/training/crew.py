@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 _LOOKING_SEC = 0.05
 _NOTICING_SEC = 0.5
+_MOST_FALSE_ALARMS = 3  # in a row
 
 
 class NotCommittedError(CollectiveError):
@@ -63,6 +64,7 @@ class Crew:
         """What has been survived."""
         self._roles = Roles()
         self._has_finished = False
+        self._false_alarms = 0
 
     @property
     def survives(self) -> bool:
@@ -122,6 +124,7 @@ class Crew:
         if not fault_tolerance.agree(self.world.comm, well):
             fault_tolerance.revoke_all()
             raise NotCommittedError("a rank is lost")
+        self._false_alarms = 0
         for loss in reversed(self.losses):
             if loss.recovery_sec is not None:
                 break
@@ -152,6 +155,15 @@ class Crew:
             well, noticed = False, error
         if self.survives and not fault_tolerance.agree(self.whole.comm, well):
             self._regroup(noticed or NotCommittedError("a rank is lost"))
+
+    def share_history(self, world: World) -> None:
+        """Let those who stood by know what the losses have cost. Collective over `world`."""
+        own = [(loss.step, loss.recovery_sec) for loss in self.losses]
+        by_loss = zip(*gather_values(world.comm, own), strict=True)
+        for loss, told in zip(self.losses, by_loss, strict=True):
+            loss.step = next((step for step, _ in told if step is not None), None)
+            loss.recovery_sec = next((sec for _, sec in told if sec is not None), None)
+            loss.is_told = loss.recovery_sec is not None
 
     def dismiss(self) -> None:
         """Let those that stand by leave: the work is done. Collective over all ranks."""
@@ -195,7 +207,8 @@ class Crew:
         """Go on with those that live. Collective over them.
 
         Raises:
-            Exception: `noticed_as`, if nobody is lost.
+            Exception: `noticed_as`, if nobody is lost, and it is no error that MPI may give by
+                itself, late, after a loss.
         """
         at, noticed = time.time(), time.perf_counter()
         whole = self.whole
@@ -205,7 +218,12 @@ class Crew:
             whole = survivors_of(whole)
             lost = [info for info in self.whole.infos if info not in whole.infos]
             if not lost:
-                raise noticed_as
+                self._false_alarms += 1
+                may_pass = isinstance(noticed_as, NotCommittedError) or fault_tolerance.is_loss(
+                    noticed_as
+                )
+                if not may_pass or self._false_alarms > _MOST_FALSE_ALARMS:
+                    raise noticed_as
             roles = plan_recovery(self._roles, whole.infos, lost)
             world, finished, well = None, False, True
             try:
@@ -221,4 +239,5 @@ class Crew:
                 break
         self.whole, self.world, self._roles = whole, world, roles
         self._has_finished = finished
-        self.losses.append(Loss(lost, at, noticed))
+        if lost:
+            self.losses.append(Loss(lost, at, noticed))

@@ -40,7 +40,7 @@ from kaitian_mpi.training.resume import (
     restore,
 )
 from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, choose_run_folder
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.training.summary import failures, opening, standing
 
 
@@ -61,6 +61,7 @@ def train(config: TrainConfig, world: World) -> dict[str, Any]:
     crew.attempt(run.find_checkpoint)
     crew.attempt(run.benchmark)
     crew.attempt(run.choose_ranks)
+    crew.attempt(run.make_state)
     crew.set_aside(config.spares, run.left_out)
     crew.attempt(run.train)
     crew.dismiss()
@@ -73,6 +74,7 @@ class _Run:
     path: Path
     made: Ingredients
     slowdown: Slowdown
+    state: TrainingState
     checkpoints: Checkpointing
     found: Found
 
@@ -83,7 +85,6 @@ class _Run:
         self.left_out: dict[int, str] = {}
         self.places_left_out: list[str] = []
         self.allreduce = ""
-        self.state: TrainingState | None = None
         self.trainer: Trainer | None = None
 
     def choose_folder(self, world: World) -> None:
@@ -127,6 +128,14 @@ class _Run:
             {"rank": world.infos[rank].world_rank, "why": why}
             for rank, why in self.left_out.items()
         ]
+
+    def make_state(self, world: World) -> None:
+        """Make what is trained, also on those that stand by: the first time takes a second."""
+        profile = self.profiles.by_place[place_of(world.info)]
+        how = (world.device, profile.precision, profile.memory_format, self.config.label_smoothing)
+        self.state = TrainingState(self.config, self.made.model, Computation(*how), total_steps=0)
+        self.state.load_shared(from_bytes(to_bytes(self.state.shared())))
+        self.state.is_begun = False
 
     def train(self, world: World) -> None:
         """Train on these ranks from wherever the run is, and keep the summary up to date."""
@@ -209,22 +218,14 @@ class _Run:
 
     def _state_on(self, world: World, plan: Plan) -> TrainingState:
         """Give every rank the state that the run has come to."""
-        if self.state is None:
-            samples = len(self.made.data.train)  # type: ignore[arg-type]
-            self.state = TrainingState(
-                self.config,
-                self.made.model,
-                Computation(
-                    world.device, plan.precision, plan.memory_format, self.config.label_smoothing
-                ),
-                count_steps(self.config, samples, sum(plan.batch_sizes)),
-            )
-        state = self.state
+        state, samples = self.state, len(self.made.data.train)  # type: ignore[arg-type]
+        state.progress.total_steps = count_steps(self.config, samples, sum(plan.batch_sizes))
         if any(gather_values(world.comm, state.is_begun)):
             state.even_out(world)
         else:
             self._restore(world, state)
         if self.crew.losses:
+            self.crew.share_history(world)
             repair_divergence(world, state)
         return state
 
@@ -262,7 +263,6 @@ class _Run:
 
     def _save_now(self) -> str:
         """Save what there is, at the last moment; return a word on that."""
-        assert self.state is not None
         if isinstance(self.made.folder, NoFolder):
             return ""
         step = self.checkpoints.save_now(self.state, self._memory())

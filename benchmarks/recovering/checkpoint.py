@@ -1,0 +1,103 @@
+"""How long training stops for a checkpoint, and what it is slowed down by while one is written.
+
+    mpirun -np 2 python benchmarks/recovering/checkpoint.py
+
+World rank 0 prints a line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from trainers import endless, make_config, make_trainer, timed
+
+import kaitian_mpi
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.checkpoint import Checkpointing
+from kaitian_mpi.training.loop import Trainer
+from kaitian_mpi.training.memory_of_run import Memory, place_of
+from kaitian_mpi.training.planning import profile_unmeasured
+
+WARM_UP = 4
+
+
+def memory_of(config: TrainConfig, trainer: Trainer) -> Memory:
+    """Return what a run saves besides its state."""
+    places = [place_of(info) for info in trainer.world.infos]
+    profiles = {place: profile_unmeasured(config) for place in places}
+    shares = trainer.sampler.batch_sizes
+    return Memory(config, profiles, [], "direct", places, shares, [])
+
+
+def is_writing(world: World) -> bool:
+    """Return whether some rank is writing. Collective."""
+    names = [thread.name for thread in threading.enumerate()]
+    return any(gather_values(world.comm, "checkpoint-writer" in names))
+
+
+def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Save every few steps. Collective."""
+    config = make_config(options.model, options.batch)
+    trainer = make_trainer(config, world)
+    memory, checkpoints = memory_of(config, trainer), Checkpointing(config, folder)
+    steps = endless(trainer)
+    timed(world, steps, WARM_UP)
+    saves, written, normal, after = [], [], [], []
+    for _ in range(options.saves):
+        wait_quietly(world.comm)
+        began, clock = time.perf_counter(), time.time()
+        checkpoints.save(world, trainer.state, memory)
+        saves.append(time.perf_counter() - began)
+        after.append(timed(world, steps, 1))
+        while is_writing(world):
+            next(steps)
+        newest = max((path.stat().st_mtime for path in folder.rglob("*.json")), default=clock)
+        written.append(newest - clock)
+        normal += [timed(world, steps, 1) for _ in range(options.steps)]
+    checkpoints.close()
+    trainer.close()
+    by_rank = gather_values(world.comm, saves)
+    size = max((path.stat().st_size for path in folder.rglob("*.pt")), default=0)
+    step = statistics.median(normal)
+    return {
+        "save_ms": [[round(1e3 * seconds, 2) for seconds in times] for times in by_rank],
+        "median_ms": 1e3 * statistics.median(max(times) for times in zip(*by_rank, strict=True)),
+        "worst_ms": 1e3 * max(max(times) for times in by_rank),
+        "megabytes": size / 1e6,
+        "written_sec": statistics.median(written),
+        "step_sec": step,
+        "next_step_sec": statistics.median(after),
+        "next_over_normal": statistics.median(after) / step,
+    }
+
+
+def main() -> None:
+    """Measure; world rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="mobilenetv2")
+    parser.add_argument("--batch", type=int, default=32, help="global batch")
+    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4, help="steps between, without writing")
+    options = parser.parse_args()
+    world = kaitian_mpi.init()
+    with tempfile.TemporaryDirectory(prefix="kaitian-checkpoint-") as folder:
+        found = measure(world, Path(folder), options)
+        wait_quietly(world.comm)
+    if world.rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

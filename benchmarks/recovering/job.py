@@ -1,0 +1,220 @@
+"""A training job whose ranks can be killed, and its output with the time of each line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_STEP = re.compile(r"epoch \d+/\d+ \| step (\d+)/\d+ \|")
+_LOSS = re.compile(r"step (\d+): ranks? .* lost; \d+")
+_RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
+_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
+_ENDING_SEC = 15.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the job's output."""
+
+    at: float
+    """When it arrived, by `time.perf_counter`."""
+    text: str
+
+    @property
+    def step(self) -> int | None:
+        """The step whose progress this line shows; None where it shows none."""
+        found = _STEP.match(self.text)
+        return int(found[1]) if found else None
+
+    @property
+    def loss_after(self) -> int | None:
+        """The step after which the others go on without a rank; None where it says no such."""
+        found = _LOSS.match(self.text)
+        return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How mpirun is called."""
+
+    ranks: int
+    hostfile: Path | None = None
+    """None: all ranks on this machine."""
+    ssh_agent: str = ""
+    """What mpirun calls in the place of ssh."""
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """Return the command line of a job that survives the loss of ranks."""
+        start = ["mpirun", "--with-ft", "ulfm", "-np", str(self.ranks)]
+        if self.hostfile is None:
+            start += ["--map-by", ":OVERSUBSCRIBE"]
+        else:
+            start += ["--hostfile", str(self.hostfile), "--bind-to", "none"]
+            for name in sorted(os.environ):
+                start += ["-x", name] if name.startswith("OMPI_ALLOW_RUN_AS_ROOT") else []
+        return [*start, str(Path(sys.executable).with_name("kaitian-train")), *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """Return mpirun's environment."""
+        environment = dict(os.environ)
+        if self.hostfile is not None:
+            environment.pop(_POLICY, None)
+        if self.ssh_agent:
+            environment["PRTE_MCA_plm_ssh_agent"] = self.ssh_agent
+        return environment
+
+
+class Job:
+    """A run of kaitian-train; leaving the context ends it."""
+
+    def __init__(self, launch: Launch, run_dir: Path, arguments: list[str]) -> None:
+        self.run_dir = run_dir
+        self.lines: list[Line] = []
+        self._news = threading.Condition()
+        self.began = time.perf_counter()
+        """When mpirun was called."""
+        self._process = subprocess.Popen(
+            launch.command([*arguments, "--log-interval=0", f"--run-dir={run_dir}"]),
+            env=launch.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is None:
+                self._process.send_signal(ending)
+                self.wait(_ENDING_SEC)
+
+    def wait_for(self, is_it: Callable[[Line], bool], limit_sec: float) -> Line:
+        """Return the first line that is it; wait until it comes.
+
+        Raises:
+            TimeoutError: it has not come in time, or the job has ended without it.
+        """
+        until, seen = time.perf_counter() + limit_sec, 0
+        while True:
+            with self._news:
+                while seen == len(self.lines) and self._reader.is_alive():
+                    if not self._news.wait(until - time.perf_counter()):
+                        break
+                new, seen = self.lines[seen:], len(self.lines)
+            for line in new:
+                if is_it(line):
+                    return line
+            if not new:
+                raise TimeoutError("".join(f"{line.text}\n" for line in self.lines[-5:]))
+
+    def wait(self, limit_sec: float) -> int | None:
+        """Return the job's exit code; None if it has not ended in time."""
+        try:
+            code = self._process.wait(limit_sec)
+        except subprocess.TimeoutExpired:
+            return None
+        self._reader.join()
+        return code
+
+    def pid_of(self, rank: int) -> int:
+        """Return a rank's process, also on another host that is emulated on this machine."""
+        parents = _processes_of(rank, str(self.run_dir).encode())
+        own = [pid for pid, parent in parents.items() if parent not in parents]
+        if len(own) != 1:
+            raise RuntimeError(f"rank {rank}: found processes {own}, needed one")
+        return own[0]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summary.json` says now; nothing where there is none yet."""
+        path = self.run_dir / "summary.json"
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return content
+
+    def keep_output(self) -> Path:
+        """Write the output to a file that stays, each line with its second; return the file."""
+        number, name = tempfile.mkstemp(prefix="kaitian-failed-", suffix=".txt")
+        with os.fdopen(number, "w") as file:
+            file.writelines(f"{line.at - self.began:7.2f} {line.text}\n" for line in self.lines)
+        return Path(name)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            with self._news:
+                self.lines.append(Line(time.perf_counter(), text.rstrip()))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+def kill(pid: int) -> float:
+    """Kill a process; return when, by `time.perf_counter`."""
+    at = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    return at
+
+
+def recovery_after(lines: list[Line], at: float) -> tuple[float, float] | None:
+    """Return the seconds from a kill until the others go on, and until their next step.
+
+    None where they have not come so far.
+    """
+    loss = next((line for line in lines if line.loss_after is not None and line.at > at), None)
+    step = next((line for line in lines if line.step and loss and line.at >= loss.at), None)
+    return (loss.at - at, step.at - at) if loss and step else None
+
+
+def is_whole(lines: list[Line], steps: int) -> bool:
+    """Return whether every step was done once, as far as the lines tell.
+
+    The line of the last step before a loss may be missing: whoever had to show it may be the one
+    that was killed. The steps go on behind it all the same.
+    """
+    done = shown = 0
+    for line in lines:
+        if line.loss_after is not None:
+            if line.loss_after not in (shown, shown + 1):
+                return False
+            done = shown = line.loss_after
+        elif line.step is not None:
+            if line.step != done + 1:
+                return False
+            done = shown = line.step
+    return done == steps
+
+
+def _processes_of(rank: int, word: bytes) -> dict[int, int]:
+    """Return the parents of a rank's processes that have a word in their command lines."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes()
+            found = _RANK.search((path / "environ").read_bytes())
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if word in command and b"watchdog" not in command and found and int(found[1]) == rank:
+            parents[int(path.name)] = parent
+    return parents

@@ -1,0 +1,135 @@
+"""How long a killed rank holds the others up."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recovering.job import Job, Launch, Line, is_whole, kill, recovery_after
+
+_STARTING_SEC, _TRAINING_SEC = 90.0, 40.0
+_FIRST_STEPS = 2  # not counted: something is still made for the first time
+_STEPS_BEFORE, _STEPS_TO_KILL_IN, _STEPS = 7, 4, 15
+MEDIAN_TARGET_SEC, WORST_TARGET_SEC = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kill; times in seconds."""
+
+    rank: int
+    after_step: int
+    """The last step that was shown before it."""
+    normal_step: float
+    """The median of the job's steps before."""
+    to_regroup: float | None
+    """From the kill until the others say that they go on; None if they do not."""
+    to_step: float | None
+    """From the kill until the others have done a step since."""
+    noticed_to_step: float | None
+    """`seconds_to_recover` of the job's summary."""
+    has_recovered: bool
+    """The run has finished, with exit code 0, and names the rank that was lost."""
+    is_whole: bool
+    """No step was lost, none done twice."""
+
+    @property
+    def over(self) -> float | None:
+        """How much longer than a normal step it took."""
+        return None if self.to_step is None else self.to_step - self.normal_step
+
+
+def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dict[str, Any]:
+    """Kill a random rank at a random moment, in so many jobs one after the other."""
+    choice, done = random.Random(seed), []
+    print(" kill of rank  after step  normal step  to regroup  to the next step  over  whole")
+    for _ in range(trials):
+        done.append(_try(launch, arguments, choice))
+        print(_row(done[-1]), flush=True)
+    return _result(done)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what the trials come to."""
+    print(
+        f"{result['recovered']} of {result['trials']} recovered, {result['whole']} without a step "
+        f"lost or repeated\nkill to the next step, over a normal one of "
+        f"{result['normal_step_sec']:.2f} s: median {result['over_sec'][0]:.2f} s, worst "
+        f"{result['over_sec'][1]:.2f} s (asked: {MEDIAN_TARGET_SEC} s, {WORST_TARGET_SEC} s)\n"
+        f"kill to that step: median {result['to_step_sec'][0]:.2f} s, worst "
+        f"{result['to_step_sec'][1]:.2f} s; until the others are regrouped: median "
+        f"{result['to_regroup_sec'][0]:.2f} s, worst {result['to_regroup_sec'][1]:.2f} s"
+    )
+
+
+def _try(launch: Launch, arguments: list[str], choice: random.Random) -> Trial:
+    rank = choice.randrange(launch.ranks)
+    with tempfile.TemporaryDirectory(prefix="kaitian-kills-") as folder:
+        given = [*arguments, f"--max-steps={_STEPS}"]
+        with Job(launch, Path(folder) / "run", given) as job:
+            job.wait_for(lambda line: line.step == _STEPS_BEFORE, _STARTING_SEC)
+            normal, pid = _normal_step(job.lines), job.pid_of(rank)
+            time.sleep(choice.uniform(0, _STEPS_TO_KILL_IN * normal))
+            at = kill(pid)
+            code = job.wait(_TRAINING_SEC)
+            return _judge(job, rank, at, code)
+
+
+def _normal_step(lines: list[Line]) -> float:
+    times = [line.at for line in lines if line.step is not None][_FIRST_STEPS:]
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def _judge(job: Job, rank: int, at: float, code: int | None) -> Trial:
+    before = [line for line in job.lines if line.at < at]
+    recovery = recovery_after(job.lines, at)
+    summary = job.summary()
+    failures = summary.get("failures", [])
+    named = [lost["rank"] for failure in failures for lost in failure["ranks"]]
+    trial = Trial(
+        rank,
+        max(line.step or 0 for line in before),
+        _normal_step(before),
+        recovery[0] if recovery else None,
+        recovery[1] if recovery else None,
+        failures[0]["seconds_to_recover"] if failures else None,
+        code == 0 and summary.get("finished", False) and named == [rank],
+        is_whole(job.lines, _STEPS),
+    )
+    if not (trial.has_recovered and trial.is_whole):
+        print(f"killed {at - job.began:.2f} s on, exit code {code}: see {job.keep_output()}")
+    return trial
+
+
+def _row(trial: Trial) -> str:
+    def seconds(value: float | None) -> str:
+        return "never" if value is None else f"{value:.2f} s"
+
+    return (
+        f"{trial.rank:13} {trial.after_step:11} {seconds(trial.normal_step):>12} "
+        f"{seconds(trial.to_regroup):>11} {seconds(trial.to_step):>17} "
+        f"{'' if trial.over is None else f'{trial.over:.2f}':>5}  {trial.is_whole}"
+    )
+
+
+def _result(trials: list[Trial]) -> dict[str, Any]:
+    def middle_and_worst(values: list[float | None]) -> list[float]:
+        known = [float("inf") if value is None else value for value in values]
+        return [round(statistics.median(known), 3), round(max(known), 3)]
+
+    return {
+        "trials": len(trials),
+        "recovered": sum(trial.has_recovered for trial in trials),
+        "whole": sum(trial.is_whole for trial in trials),
+        "normal_step_sec": statistics.median(trial.normal_step for trial in trials),
+        "over_sec": middle_and_worst([trial.over for trial in trials]),
+        "to_step_sec": middle_and_worst([trial.to_step for trial in trials]),
+        "to_regroup_sec": middle_and_worst([trial.to_regroup for trial in trials]),
+        "each": [asdict(trial) for trial in trials],
+    }

@@ -1,0 +1,67 @@
+"""Trainers to measure, on ranks that mpirun has started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kaitian_mpi.balance.planner import plan_equal
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import load_data
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.models import build_model
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.planning import Plan
+from kaitian_mpi.training.preparation import Ingredients
+from kaitian_mpi.training.run_folder import NoFolder
+from kaitian_mpi.training.state import TrainingState
+
+
+def make_config(model: str, batch: int) -> TrainConfig:
+    """Return a config that shows nothing while it trains."""
+    return TrainConfig(
+        model=model,
+        dataset="synthetic",
+        global_batch_size=batch,
+        balance="off",
+        epochs=1000,
+        lr=1e-4,
+        log_interval=1e9,
+    )
+
+
+def make_trainer(
+    config: TrainConfig, world: World, commit: Callable[[bool], None] | None = None
+) -> Trainer:
+    """Return a trainer with equal shares and a model of its own. Collective."""
+    data = load_data(config)
+    torch.manual_seed(0)
+    made = Ingredients(data, build_model(config.model, data.num_classes), NoFolder(), ())
+    shares = plan_equal(world.size, config.global_batch_size)
+    plan = Plan(shares, [1.0] * world.size, None, "channels_last", "fp32", None)
+    computation = Computation(world.device, "fp32", "channels_last", 0.0)
+    steps = count_steps(config, len(data.train), config.global_batch_size)  # type: ignore[arg-type]
+    state = TrainingState(config, made.model, computation, steps)
+    return Trainer(config, world, made, state, plan, Slowdown(()), commit)
+
+
+def endless(trainer: Trainer) -> Iterator[None]:
+    """Train a step each time that the next one is asked for, epoch after epoch."""
+    while True:
+        yield from trainer.steps()
+        trainer.progress.epoch_done(epochs=10**9)
+
+
+def timed(world: World, steps: Iterator[None], count: int) -> float:
+    """Return the seconds per step of the next so many steps, the slowest rank's. Collective."""
+    wait_quietly(world.comm)
+    began = time.perf_counter()
+    for _ in range(count):
+        next(steps)
+    return max(gather_values(world.comm, time.perf_counter() - began)) / count

@@ -1,0 +1,92 @@
+"""Kills while a checkpoint is written: what is left must load.
+
+    python benchmarks/recovering/writing.py
+
+Prints a line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from kaitian_mpi.training.checkpoint_files import CheckpointFiles
+
+_TENSORS, _ELEMENTS = 480, 10_000  # 19 MB, as MobileNetV2 with momentum
+
+
+def write(files: CheckpointFiles, number: int) -> float:
+    """Write a checkpoint that shows its number; return the seconds. Each step comes twice."""
+    state = {str(i): torch.full((_ELEMENTS,), float(number)) for i in range(_TENSORS)}
+    began = time.perf_counter()
+    files.write(state, {"step": number // 2, "number": number})
+    return time.perf_counter() - began
+
+
+def killed_while_writing(files: CheckpointFiles, number: int, after_sec: float) -> bool:
+    """Write in a child that is killed after so long; return whether it was still at it."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        state = {str(i): torch.full((_ELEMENTS,), float(number)) for i in range(_TENSORS)}
+        os.write(told, b"x")
+        files.write(state, {"step": number // 2, "number": number})
+        os._exit(0)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(told)
+    time.sleep(after_sec)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def number_found(files: CheckpointFiles) -> int | None:
+    """Return the number of the newest checkpoint that loads, if it is whole."""
+    found = files.newest_good(lambda line: None)
+    if found is None or len(found.state) != _TENSORS:
+        return None
+    number: int = found.about["number"]
+    expected = torch.full((_ELEMENTS,), float(number))
+    return number if all(torch.equal(t, expected) for t in found.state.values()) else None
+
+
+def measure(folder: Path, kills: int, seed: int) -> dict[str, float]:
+    """Kill so many writes at random moments; those that were done too early do not count."""
+    torch.set_num_threads(1)  # a child that is forked has no threads
+    choice = random.Random(seed)
+    files = CheckpointFiles(folder, keep=1)
+    usual = statistics.median(write(files, number) for number in range(4))
+    last, number, counts = 3, 3, {"new": 0, "old": 0, "none": 0}
+    while sum(counts.values()) < kills:
+        number += 1
+        was_killed = killed_while_writing(files, number, choice.uniform(0, usual))
+        found = number_found(files)
+        if was_killed:
+            counts[{number: "new", last: "old"}.get(found, "none")] += 1
+        last = found if found is not None else last
+    good = counts["new"] + counts["old"]
+    return {"kills": kills, "good": good, **counts, "write_sec": usual, "late": number - 3 - kills}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kaitian-writing-") as folder:
+        print(json.dumps(measure(Path(folder), options.kills, options.seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""All figures of living on when ranks are killed, on one machine of two cores.
+
+    python benchmarks/recovery.py [kills agreement checkpoint writing soak] [--json FILE]
+
+Twelve minutes in all; nothing else may run meanwhile. The kills once more, on several hosts:
+
+    python benchmarks/recovery.py hosts --hostfile hosts.txt [--ssh-agent COMMAND]
+
+whose processes are to be seen from here: they are emulated, by network namespaces of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recovering import kills, soak
+from recovering.job import Launch
+
+HERE = Path(__file__).parent / "recovering"
+MPIRUN = ["mpirun", "--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE", "-np"]
+Result = dict[str, Any]
+
+
+def run(*command: object) -> Result:
+    """Run a command and return its last line of JSON."""
+    words = [str(word) for word in command]
+    print("+", " ".join(words), flush=True)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    result: Result = json.loads(lines[-1])
+    return result
+
+
+def arguments_of(options: argparse.Namespace) -> list[str]:
+    """Return what the jobs train whose ranks are killed; the evaluation at the end is short."""
+    given = [f"--model={options.model}", f"--global-batch-size={options.batch}"]
+    return [*given, "--dataset=digits", "--val-split=0.05", "--balance=off"]
+
+
+def run_kills(options: argparse.Namespace) -> Result:
+    """From the kill of a rank to the others' next step."""
+    launch = Launch(options.ranks)
+    result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
+    kills.show(result)
+    return result
+
+
+def run_hosts(options: argparse.Namespace) -> Result:
+    """The same on several hosts."""
+    launch = Launch(options.ranks, options.hostfile, options.ssh_agent)
+    result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
+    kills.show(result)
+    return result
+
+
+def run_agreement(options: argparse.Namespace) -> Result:
+    """What it costs to be ready for a loss, in every step."""
+    script = HERE / "agreement.py"
+    sizes = ["--model", options.model, "--batch", options.batch]
+    result = run(*MPIRUN, options.ranks, sys.executable, script, *sizes)
+    low, middle, high = result["ready_over_plain"]
+    print(
+        f"a step of {1e3 * result['step_sec']:.0f} ms; of it the agreement "
+        f"{result['agree_us']:.0f} us on the last rank to come, {result['agree_wait_us']:.0f} us "
+        f"on the median rank; the copy of the buffers {result['copy_us']:.0f} us: "
+        f"{result['percent']:.2f}% of the step (asked: 1%)\n"
+        f"the agreement again and again {result['agree_alone_us']:.0f} us\n"
+        f"steps with both / without: {middle:.4f} ({low:.4f} to {high:.4f}), standard error "
+        f"{result['ready_over_plain_stderr']:.4f}, {result['pairs']} pairs"
+    )
+    return result
+
+
+def run_checkpoint(options: argparse.Namespace) -> Result:
+    """For how long a checkpoint holds training up."""
+    sizes = ["--model", options.model, "--batch", options.batch]
+    result = run("mpirun", "-np", 2, sys.executable, HERE / "checkpoint.py", *sizes)
+    for rank, times in enumerate(result["save_ms"]):
+        print(f"rank {rank}: ms in each save: {' '.join(f'{ms:.1f}' for ms in times)}")
+    print(
+        f"training stops for a checkpoint of {result['megabytes']:.1f} MB: median "
+        f"{result['median_ms']:.1f} ms, worst {result['worst_ms']:.1f} ms (asked: 20 ms)\n"
+        f"it is on disk after {result['written_sec']:.2f} s; the next step takes "
+        f"{result['next_over_normal']:.3f} of one of {1e3 * result['step_sec']:.0f} ms "
+        f"without writing"
+    )
+    return result
+
+
+def run_writing(options: argparse.Namespace) -> Result:
+    """Kills while a checkpoint is written."""
+    result = run(sys.executable, HERE / "writing.py", "--kills", options.kills)
+    print(
+        f"{result['good']} of {result['kills']} kills left a checkpoint that loads: {result['new']}"
+        f" the one being written, {result['old']} the one before (asked: all; a write takes "
+        f"{1e3 * result['write_sec']:.0f} ms)"
+    )
+    return result
+
+
+def run_soak(options: argparse.Namespace) -> Result:
+    """Kill after kill in one run, and what becomes of the model."""
+    result = soak.measure(Launch(options.ranks), options.seed)
+    soak.show(result)
+    return result
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
+    "kills": run_kills,
+    "agreement": run_agreement,
+    "checkpoint": run_checkpoint,
+    "writing": run_writing,
+    "soak": run_soak,
+    "hosts": run_hosts,
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all but hosts")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--model", default="mobilenetv2")
+    parser.add_argument("--batch", type=int, default=32, help="global batch")
+    parser.add_argument("--trials", type=int, default=20, help="jobs with a kill each")
+    parser.add_argument("--kills", type=int, default=100, help="kills while writing")
+    parser.add_argument("--seed", type=int, default=0, help="of whom and when to kill")
+    parser.add_argument("--hostfile", type=Path, help="mpirun's, for hosts")
+    parser.add_argument("--ssh-agent", default="", help="what mpirun calls instead of ssh")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"found {', '.join(sorted(unknown))}, needed some of {', '.join(PARTS)}")
+    if "hosts" in options.parts and options.hostfile is None:
+        parser.error("hosts: needs --hostfile")
+    return options
+
+
+def main() -> None:
+    """Run what is asked for."""
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs end with this
+    found: Result = {"cores": len(os.sched_getaffinity(0))}
+    for name in options.parts or [part for part in PARTS if part != "hosts"]:
+        print(f"== {name}: {PARTS[name].__doc__}", flush=True)
+        found[name] = PARTS[name](options)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
