@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.balance.shares import apportion
@@ -13,7 +14,11 @@ _BATCHES_PER_WORKER = 2
 
 
 def make_loader(
-    dataset: Dataset, sampler: Sampler[list[int]], workers: int, pin_memory: bool
+    dataset: Dataset,
+    sampler: Sampler[list[int]],
+    workers: int,
+    pin_memory: bool,
+    seed: int = 0,
 ) -> DataLoader[Any]:
     """Return a loader that fetches each of the sampler's lists as one batch.
 
@@ -25,6 +30,8 @@ def make_loader(
         sampler: yields such lists.
         workers: data loading processes; 0 loads in this one.
         pin_memory: whether to copy batches into page-locked memory, for faster copies to a GPU.
+        seed: of the workers' random numbers. The loader draws nothing from torch's own generator,
+            lest dropout depended on how often a run was interrupted.
     """
     return DataLoader(
         dataset,
@@ -32,6 +39,7 @@ def make_loader(
         batch_size=None,
         num_workers=workers,
         pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),
         # A process forked after MPI has started can crash: pytorch/pytorch#13787.
         multiprocessing_context="forkserver" if workers else None,
         prefetch_factor=_BATCHES_PER_WORKER if workers else None,

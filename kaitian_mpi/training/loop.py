@@ -152,7 +152,9 @@ class Trainer:
         self.sampler.set_epoch(self.progress.epoch)
         self.sampler.position = self.progress.position
         pin_memory = self.world.device.type == "cuda"
-        loader = make_loader(self._data.train, self.sampler, self._config.workers, pin_memory)
+        progress, workers = self.progress, self._config.workers
+        seed = (self._config.seed + progress.step) * self.world.size + self.world.rank
+        loader = make_loader(self._data.train, self.sampler, workers, pin_memory, seed)
         self._ddp.train()
         self.metrics.restart()
         waiting_since = time.perf_counter()

@@ -1,0 +1,357 @@
+"""Ranks that die, hang or go astray in real jobs, and jobs that go on from what others left."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from jobs import Job, finish, run_ranks, start
+
+from kaitian_mpi.data import LoadAdaptiveSampler
+
+SAMPLES = 1438  # of the digits, for training
+BATCH = 256
+STEPS_PER_EPOCH = 6
+RECOVERY_LIMIT_SEC = 10
+LIMIT_SEC = 5
+
+EVEN = "--balance off --run-dir run --log-interval 0".split()
+EXACT = "kaitian-train --model planted:exact --dataset planted:noted_digits --epochs 5".split()
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summary_of(folder):
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def steps_shown(ended):
+    return [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
+
+
+def weights_in(folder):
+    return torch.load(folder / "run" / "checkpoints" / "model.pt", weights_only=True)
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)
+
+
+def order_of_samples(epoch):
+    sampler = LoadAdaptiveSampler(range(SAMPLES), [BATCH], 0, seed=0)
+    sampler.set_epoch(epoch)
+    return sampler.indices(0, SAMPLES)
+
+
+def newest_checkpoint(folder):
+    return max((folder / "run" / "checkpoints").glob("step-*.json")).with_suffix(".pt")
+
+
+# One of three ranks, the first
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same training on one rank."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = finish(start(*EXACT, *EVEN, cwd=folder), time.time())
+    assert ended.code == 0, ended.text
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Three ranks, of which the first dies in training."""
+    folder = tmp_path_factory.mktemp("killed")
+    often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5".split()
+    with Job(3, *EXACT, *EVEN, *often, cwd=folder) as job:
+        job.wait_for(r"step 8/")
+        job.kill(0)
+        return folder, job.finish()
+
+
+def test_the_job_lives_on_without_rank_0(killed):
+    folder, ended = killed
+    assert ended.code == 0, ended.text
+    assert "fault tolerance: on" in ended.text
+    summary = summary_of(folder)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [1, 2]
+    assert summary["steps"] == 5 * STEPS_PER_EPOCH
+    assert summary["global_batch_size"] == BATCH
+    (failure,) = summary["failures"]
+    (lost,) = failure["ranks"]
+    assert lost["rank"] == 0
+    assert lost["host"] == os.uname().nodename
+    assert 8 < failure["step"] < 5 * STEPS_PER_EPOCH
+    assert 0 < failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+    assert f"step {failure['step'] - 1}: rank 0 ({lost['host']}" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_its_lines_and_files_go_on(killed):
+    folder, ended = killed
+    (failure,) = summary_of(folder)["failures"]
+    every = list(range(1, 5 * STEPS_PER_EPOCH + 1))
+    # Rank 0 may have died between a step that all have done and its line.
+    without = [step for step in every if step != failure["step"] - 1]
+    assert steps_shown(ended) in (every, without)
+    metrics = read_lines(folder / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] in (every, without)
+    assert {len(line["wait_time_sec"]) for line in metrics} == {3, 2}
+    plans = read_lines(folder / "run" / "plan.jsonl")
+    assert [plan["step"] for plan in plans] == [0, failure["step"] - 1]
+    assert [sum(plan["batch_sizes"]) for plan in plans] == [BATCH, BATCH]
+    assert [len(plan["batch_sizes"]) for plan in plans] == [3, 2]
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_its_weights_are_those_of_a_run_that_was_never_disturbed(killed, undisturbed):
+    folder, ended = killed
+    assert "differ from the others'" not in ended.text
+    assert largest_difference(weights_in(folder), weights_in(undisturbed)) < 1e-9
+
+
+def test_other_ranks_go_on_from_its_checkpoint_in_mid_epoch(killed, undisturbed, tmp_path):
+    checkpoint = killed[0] / "run" / "checkpoints" / "step-00000005.pt"
+    (tmp_path / "taken").mkdir()
+    ended = run_ranks(
+        2,
+        *EXACT,
+        *EVEN,
+        *f"--emulate-kinds gpu,mlu --resume {checkpoint}".split(),
+        cwd=tmp_path,
+        TAKEN_IN=str(tmp_path / "taken"),
+    )
+    assert ended.code == 0, ended.text
+    assert "goes on after step 5, from step-00000005.pt" in ended.text
+    assert steps_shown(ended) == list(range(6, 5 * STEPS_PER_EPOCH + 1))
+    summary = summary_of(tmp_path)
+    assert summary["global_batch_size"] == BATCH
+    assert summary["failures"] == []
+    taken = [read_lines(tmp_path / "taken" / str(rank)) for rank in range(2)]
+    by_step = [list(itertools.chain(*parts)) for parts in zip(*taken, strict=True)]
+    assert by_step[0] == order_of_samples(0)[5 * BATCH :]
+    for epoch in range(1, 5):
+        first = 1 + (epoch - 1) * STEPS_PER_EPOCH
+        of_epoch = by_step[first : first + STEPS_PER_EPOCH]
+        assert list(itertools.chain(*of_epoch)) == order_of_samples(epoch)
+    assert len(by_step) == 1 + 4 * STEPS_PER_EPOCH
+    assert largest_difference(weights_in(tmp_path), weights_in(undisturbed)) < 1e-9
+
+
+# Several losses in one job
+
+
+def test_a_whole_group_dies_at_once_and_another_rank_in_the_evaluation(tmp_path):
+    command = "kaitian-train --model planted:slow_to_evaluate --epochs 2".split()
+    kinds = "--emulate-kinds gpu,gpu,mlu,mlu".split()
+    with Job(4, *command, *EVEN, *kinds, cwd=tmp_path) as job:
+        job.wait_for(r"step 2/")
+        job.kill(0, 1)
+        job.wait_for(rf"step {STEPS_PER_EPOCH}/")
+        time.sleep(0.2)
+        job.kill(2)
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [3]
+    assert summary["groups"] == {"mlu": [3]}
+    lost = [rank["rank"] for failure in summary["failures"] for rank in failure["ranks"]]
+    assert lost == [0, 1, 2]
+    assert summary["failures"][-1]["step"] == STEPS_PER_EPOCH + 1
+    for failure in summary["failures"]:
+        assert failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+    lost_at = ended.text.index(f"step {STEPS_PER_EPOCH}: rank 2 (")
+    assert lost_at < ended.text.index("epoch 1 done")
+    assert ended.text.count("epoch 1 done") == ended.text.count("epoch 2 done") == 1
+
+
+def test_a_rank_dies_in_the_benchmark_and_a_spare_takes_the_place_of_another(tmp_path):
+    command = "kaitian-train --model planted:telling --epochs 5 --run-dir run".split()
+    flags = "--spares 1 --benchmark-seconds 3 --log-interval 0".split()
+    with Job(4, *command, *flags, cwd=tmp_path) as job:
+        job.wait_for("rank 1 computes")
+        job.kill(1)
+        job.wait_for(r"step 3/")
+        trained_with = summary_of(tmp_path)["ranks"]
+        job.kill(0)
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    assert trained_with == [0, 2]
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [2, 3]
+    assert len(summary["batch_sizes"]) == 2
+    assert min(summary["batch_sizes"]) > 0
+    lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
+    assert lost == [[1], [0]]
+    assert summary["failures"][0]["step"] == 1
+    assert summary["failures"][1]["step"] > 3
+    assert summary["failures"][1]["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+    assert "the files are written by rank 2 from now on" in ended.text
+    assert "differ from the others'" not in ended.text
+
+
+# Without fault tolerance
+
+
+def test_a_job_that_was_cut_off_goes_on_to_the_same_weights(tmp_path):
+    command = "kaitian-train --model planted:dropping --epochs 3 --global-batch-size 128".split()
+    often = (*command, *EVEN, *"--checkpoint-every 2 --resume auto".split())
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    ended = run_ranks(2, *command, *EVEN, cwd=whole)
+    assert ended.code == 0, ended.text
+
+    with Job(2, *often, cwd=cut, survives=False) as job:
+        job.wait_for("fault tolerance: off")
+        job.wait_for("found no checkpoint in run: the run begins")
+        job.wait_for(r"step 18/")
+        killed_at = time.time()
+        job.kill(1)
+        ended = job.finish()
+    assert ended.code != 0
+    assert ended.ended_at - killed_at < LIMIT_SEC
+
+    newest = newest_checkpoint(cut)
+    with newest.open("r+b") as file:
+        file.truncate(newest.stat().st_size // 2)
+    ended = run_ranks(2, *often, cwd=cut)
+    assert ended.code == 0, ended.text
+    assert f"checkpoint {newest.name} is passed over: " in ended.out
+    step = int(re.search(r"goes on after step (\d+), from step-", ended.out)[1])
+    assert step % 12 != 0, "not in the middle of an epoch"
+    assert steps_shown(ended) == list(range(step + 1, 37))
+    assert summary_of(cut)["steps"] == 36
+    assert largest_difference(weights_in(cut), weights_in(whole)) == 0
+
+
+def test_signals_have_the_state_saved(tmp_path):
+    command = "kaitian-train --model planted:slow --global-batch-size 24".split()
+    with Job(2, *command, *EVEN, cwd=tmp_path, survives=False) as job:
+        job.wait_for(r"step 2/")
+        job.signal(signal.SIGUSR1, 1)
+        asked_at = time.time()
+        while not (saved := list((tmp_path / "run" / "checkpoints").glob("step-*.json"))):
+            assert time.time() - asked_at < LIMIT_SEC
+            time.sleep(0.05)
+        assert 2 <= int(saved[0].stem[5:]) <= 10
+        job.wait_for(r"step 14/")
+        job.process.send_signal(signal.SIGTERM)
+        stopped_at = time.time()
+        ended = job.finish()
+    assert ended.code != 0
+    assert ended.ended_at - stopped_at < LIMIT_SEC
+    words = r"step (\d+) is saved: --resume auto goes on from there"
+    (step,) = map(int, re.findall(words, ended.text))
+    assert int(newest_checkpoint(tmp_path).stem[5:]) == step
+    # mpirun may have dropped the very last line; the file has it.
+    assert -1 <= step - steps_shown(ended)[-1] <= 2
+    assert abs(step - read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]) <= 1
+    assert "Traceback" not in ended.text
+
+
+# Ranks that hang
+
+
+def test_a_rank_that_hangs_and_one_that_is_stopped_are_ended_by_their_watchdogs(tmp_path):
+    command = "kaitian-train --model planted:hanging --epochs 20 --step-timeout 3".split()
+    with Job(3, *command, *EVEN, cwd=tmp_path) as job:
+        hung = job.wait_for(r"\[(\d)@\S+\] ended by its watchdog: (.*)")
+        shown = job.wait_for(r"step (\d+)/")
+        job.signal(signal.SIGSTOP, 2)
+        stopped = job.wait_for(r"\[(\d)@\S+\] ended by its watchdog: (.*)")
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    assert hung[1] == "1"
+    assert re.search(r"in forward of step 5, the limit is 3.0 s \(--step-timeout\)", hung[2])
+    assert int(shown[1]) == 5
+    assert stopped[1] == "2"
+    assert re.search(r"no sign of life for .* s \(.*stopped.*\), last in .* step \d+", stopped[2])
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [0]
+    assert summary["steps"] == 20 * STEPS_PER_EPOCH
+    lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
+    assert lost == [[1], [2]]
+    assert summary["failures"][0]["step"] == 5
+
+
+# Numbers that go wrong
+
+
+def test_a_bad_step_is_left_out_and_a_rank_gone_astray_is_put_right(tmp_path):
+    command = "kaitian-train --model planted:faulty --epochs 3 --check-every 2".split()
+    ended = run_ranks(3, *command, *EVEN, cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["bad_steps"] == 1
+    assert summary["steps"] == 3 * STEPS_PER_EPOCH
+    assert ended.out.count("step 3 is left out: its gradient is not finite") == 1
+    (bad,) = read_lines(tmp_path / "run" / "bad_steps.jsonl")
+    samples = order_of_samples(0)[2 * BATCH : 3 * BATCH]
+    assert bad == {"step": 3, "epoch": 0, "samples": samples}
+    found = re.findall(r"step (\d+): the weights of rank (.*) differ from the others'", ended.out)
+    assert found == [("6", f"1 ({os.uname().nodename})")]
+    assert "taken anew from rank 0" in ended.out
+    assert all(torch.isfinite(value).all() for value in weights_in(tmp_path).values())
+
+
+def test_a_run_without_a_finite_gradient_ends_in_a_line(tmp_path):
+    command = "kaitian-train --model planted:never_finite --max-bad-steps 3".split()
+    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
+    assert ended.code == 2, ended.text
+    errors = [line for line in ended.err.splitlines() if line.startswith("kaitian-train: error")]
+    assert len(errors) == 1, ended.text
+    assert "no finite gradient in 3 steps in a row, the last of them step 6" in errors[0]
+    assert "Traceback" not in ended.text
+    bad = read_lines(tmp_path / "run" / "bad_steps.jsonl")
+    assert [line["step"] for line in bad] == [4, 5, 6]
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder that holds the model once and lines of text, but no checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    size = ("-t", "tmpfs", "-o", "size=4500k", "tmpfs", str(folder))
+    if mount is None or subprocess.run([mount, *size], check=False, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
+    command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
+    ended = finish(start(*command, *EVEN, cwd=tmp_path), time.time())
+    assert ended.code == 0, ended.text
+    assert "could not be written: No space left on device; training goes on, none" in ended.out
+    # One that has to wait for the one before may be left out for the next.
+    said = re.findall(r"checkpoint of step (\d+) (?:could not be written|is left out)", ended.out)
+    assert set(map(int, said)) == {4, 6, 8, 12, 16, 18}
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    # A checkpoint that is tried takes all the room for a moment: a line may be lost meanwhile.
+    metrics = [line["step"] for line in read_lines(small_disk / "metrics.jsonl")]
+    assert len(metrics) > 2 * STEPS_PER_EPOCH
+    assert metrics == sorted(set(metrics))
+    assert not list((small_disk / "checkpoints").glob("step-*"))

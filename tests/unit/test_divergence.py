@@ -1,0 +1,121 @@
+"""Who is right where ranks differ, and what tells that they do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.divergence import fingerprint, split_by_majority
+from kaitian_mpi.training.state import TrainingState
+
+
+@pytest.mark.parametrize(
+    ("values", "healthy", "different"),
+    [
+        ([5], 0, []),
+        ([5, 5, 5], 0, []),
+        ([5, 5, 7], 0, [2]),
+        ([7, 5, 5], 1, [0]),
+        ([5, 7, 5], 0, [1]),
+        ([5, 7], 0, [1]),
+        ([5, 7, 7, 5], 0, [1, 2]),
+        ([5, 7, 9], 0, [1, 2]),
+        ([1, 7, 2, 7, 3], 1, [0, 2, 4]),
+    ],
+)
+def test_right_is_what_most_hold_and_else_the_lowest_rank(values, healthy, different):
+    assert split_by_majority(values) == (healthy, different)
+
+
+def make_state(dtype=torch.float32):
+    """A model after a step, so that there is momentum."""
+    torch.manual_seed(1)
+    layers = nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(11, 3)
+    model = nn.Sequential(*layers).to(dtype)
+    state = TrainingState(
+        TrainConfig(), model, Computation(torch.device("cpu"), "fp32", "contiguous", 0.0), 10
+    )
+    model(torch.randn(5, 11, dtype=dtype)).square().sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return state
+
+
+WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+
+
+def flip(tensor, index, bit):
+    bits = tensor.detach().view(WHOLE[tensor.dtype]).view(-1)
+    mask = torch.tensor(1, dtype=torch.int64) << bit
+    bits[index] ^= mask.to(bits.dtype)
+
+
+def test_the_same_state_has_the_same_fingerprint():
+    assert fingerprint(make_state()) == fingerprint(make_state())
+    state = make_state()
+    before = fingerprint(state)
+    state.load_shared(copy.deepcopy(state.shared()))
+    assert fingerprint(state) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_any_flipped_bit_of_weights_shows(dtype):
+    state = make_state(dtype)
+    before = fingerprint(state)
+    seen = {before}
+    for parameter in state.model.parameters():
+        for index in (0, parameter.numel() // 2, parameter.numel() - 1):
+            for bit in range(8 * dtype.itemsize):
+                flip(parameter, index, bit)
+                seen.add(fingerprint(state))
+                assert fingerprint(state) != before, (index, bit)
+                flip(parameter, index, bit)
+    assert fingerprint(state) == before
+    assert len(seen) > 100
+
+
+def test_a_flipped_bit_of_momentum_shows():
+    state = make_state()
+    before = fingerprint(state)
+    momenta = [of["momentum_buffer"] for of in state.optimizer.state.values()]
+    assert len(momenta) == 6
+    for momentum in momenta:
+        flip(momentum, -1, 0)
+        assert fingerprint(state) != before
+        flip(momentum, -1, 0)
+    assert fingerprint(state) == before
+
+
+def test_two_tensors_that_have_changed_places_show():
+    state = make_state()
+    before = fingerprint(state)
+    one, other = state.model[0].weight, state.model[1].weight
+    with torch.no_grad():
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+    assert fingerprint(state) != before
+
+
+def test_two_numbers_that_have_changed_places_show():
+    state = make_state()
+    before = fingerprint(state)
+    weights = state.model[0].weight.detach().view(-1)
+    for distance in (1, 2, 4, 8, 16, 32, 64):
+        weights[[0, distance]] = weights[[distance, 0]]
+        assert fingerprint(state) != before
+        weights[[0, distance]] = weights[[distance, 0]]
+    assert fingerprint(state) == before
+
+
+def test_zeros_of_either_sign_differ_as_bits_do():
+    state = make_state()
+    with torch.no_grad():
+        state.model[0].bias.zero_()
+    before = fingerprint(state)
+    with torch.no_grad():
+        state.model[0].bias[3] = -0.0
+    assert fingerprint(state) != before

@@ -1,0 +1,196 @@
+"""The state of training: what goes with it, what comes back, and what is undone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
+
+
+class Buffered(nn.Module):
+    """Weights, batch norm and buffers of several types."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("short", torch.zeros(2, 3, dtype=torch.bfloat16))
+        self.register_buffer("whole", torch.zeros(5, dtype=torch.int64))
+        self.register_buffer("switch", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("fine", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def make_state(model=None, seed=0, precision="fp32"):
+    torch.manual_seed(seed)
+    model = Buffered() if model is None else model
+    computation = Computation(torch.device("cpu"), precision, "contiguous", 0.0)
+    return TrainingState(TrainConfig(lr=0.1), model, computation, total_steps=20)
+
+
+def train(state, steps=3):
+    for _ in range(steps):
+        state.model(torch.randn(8, 4)).square().sum().backward()
+        state.computation.update(state.optimizer)
+        state.optimizer.zero_grad()
+        state.progress.step_done(8)
+
+
+def fill_buffers(model):
+    model.short.copy_(torch.tensor([[0.1, -3.0, 1e30], [1e-30, 7.0, float("inf")]]))
+    model.whole.copy_(torch.tensor([0, -1, 2**31, 2**53, -(2**53)]))
+    model.switch.copy_(torch.tensor([True, False]))
+    model.fine.fill_(1 / 3)
+    model.unsaved.copy_(torch.tensor([1.5, -2.5]))
+
+
+def parameters(state):
+    return [value.detach().clone() for value in state.model.parameters()]
+
+
+def buffers(state):
+    return [value.detach().clone() for value in state.model.buffers()]
+
+
+def equal(some, others):
+    return all(
+        one.dtype == other.dtype and torch.equal(one, other)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def test_what_is_shared_comes_back_with_its_momentum():
+    state, other = make_state(), make_state(seed=1)
+    train(state)
+    state.progress.epoch, state.progress.bad_steps = 2, 1
+    assert not equal(parameters(state), parameters(other))
+    other.load_shared(from_bytes(to_bytes(state.shared())))
+    assert equal(parameters(state), parameters(other))
+    assert other.is_begun
+    assert other.progress == state.progress
+    kept, loaded = (list(s.optimizer.state.values()) for s in (state, other))
+    assert len(kept) == 4
+    for one, another in zip(kept, loaded, strict=True):
+        assert torch.equal(one["momentum_buffer"], another["momentum_buffer"])
+        assert one["momentum_buffer"].any()
+    inputs = torch.Generator().manual_seed(5)
+    for each in (state, other):
+        torch.manual_seed(inputs.initial_seed())
+        train(each)
+    assert equal(parameters(state), parameters(other))
+
+
+def test_the_number_of_all_steps_is_this_jobs_own():
+    state, other = make_state(), make_state()
+    other.progress.total_steps = 99
+    other.load_shared(copy.deepcopy(state.shared()))
+    assert other.progress.total_steps == 99
+
+
+def test_the_state_of_another_model_is_refused():
+    with pytest.raises(UserError, match="the checkpoint is of another model"):
+        make_state(nn.Linear(4, 2)).load_shared(make_state().shared())
+
+
+def test_what_is_a_ranks_own_comes_back_bit_by_bit():
+    state, other = make_state(), make_state(seed=1)
+    train(state)
+    fill_buffers(state.model)
+    own = from_bytes(to_bytes(state.own()))
+    expected = torch.rand(5)
+    torch.manual_seed(77)
+    other.load_own(own)
+    assert equal(buffers(state), buffers(other))
+    assert torch.equal(torch.rand(5), expected)
+    assert not equal(parameters(state), parameters(other))
+
+
+def test_a_model_without_buffers_has_little_of_its_own():
+    state = make_state(nn.Linear(4, 2))
+    state.load_own(from_bytes(to_bytes(state.own())))
+    state.begin_piece()
+    state.undo_piece()
+    assert state.own()["buffers"].numel() == 0
+
+
+def test_an_interrupted_piece_is_undone():
+    state = make_state()
+    train(state)
+    fill_buffers(state.model)
+    weights, before = parameters(state), buffers(state)
+    for _ in range(2):
+        state.begin_piece()
+        state.model(torch.randn(8, 4)).sum().backward()
+        state.model.whole.add_(1)
+        state.model.short.zero_()
+        state.model.switch.logical_not_()
+        assert not equal(before, buffers(state))
+        state.undo_piece()
+        assert equal(before, buffers(state))
+        assert equal(weights, parameters(state))
+        assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_what_is_done_stays():
+    state = make_state()
+    before = buffers(state)
+    state.undo_piece()  # nothing has begun
+    assert equal(before, buffers(state))
+    state.begin_piece()
+    train(state, 1)
+    state.piece_done()
+    after = buffers(state)
+    state.undo_piece()
+    assert equal(after, buffers(state))
+    assert not equal(before, after)
+
+
+def test_other_ranks_get_the_statistics_of_all_samples():
+    shares = [5, 1, 10]
+    samples = torch.randn(sum(shares), 3, dtype=torch.float64) * 3 + 7
+    state = make_state()
+    own = []
+    for rank, part in enumerate(samples.split(shares)):
+        norm = state.model.norm
+        norm.running_mean.copy_(part.mean(0))
+        norm.running_var.copy_(part.var(0, correction=0))
+        state.model.whole.fill_(rank)
+        own.append(from_bytes(to_bytes(state.own())))
+    other = make_state(seed=1)
+    other.load_mixture(own, shares)
+    torch.testing.assert_close(other.model.norm.running_mean.double(), samples.mean(0))
+    torch.testing.assert_close(
+        other.model.norm.running_var.double(), samples.var(0, correction=0), rtol=1e-5, atol=1e-4
+    )
+    assert other.model.whole.tolist() == [0] * 5, "what cannot be pooled is the first rank's"
+
+
+def test_a_mixture_of_equal_ranks_is_what_each_had():
+    state = make_state()
+    train(state)
+    before = buffers(state)
+    state.load_mixture([state.own()] * 3, [1, 2, 3])
+    for one, other in zip(before, buffers(state), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_progress_counts_steps_samples_and_epochs():
+    progress = make_state().progress
+    progress.step_done(8)
+    progress.step_done(5)
+    assert (progress.step, progress.step_in_epoch, progress.position) == (2, 2, 13)
+    progress.epoch_done(epochs=2)
+    assert (progress.epoch, progress.step_in_epoch, progress.position) == (1, 0, 0)
+    assert not progress.is_done
+    progress.step_done(8)
+    assert (progress.step, progress.samples) == (3, 21)
+    progress.epoch_done(epochs=2)
+    assert progress.is_done
