@@ -281,7 +281,10 @@ def _with_slopes(cohorts: Sequence[Cohort], global_batch_size: int) -> list[Coho
     # As many samples for one rank of each cohort as these have in the whole world.
     samples = max(1, round(global_batch_size * len(cohorts) / ranks))
     costs = with_slopes([cohort.cost for cohort in cohorts], samples)
-    return [dataclasses.replace(c, cost=cost) for c, cost in zip(cohorts, costs, strict=True)]
+    return [
+        c if c.cost is cost else dataclasses.replace(c, cost=cost)
+        for c, cost in zip(cohorts, costs, strict=True)
+    ]
 
 
 def _fastest_shares(cohorts: Sequence[Cohort], total: int) -> list[Share]:

@@ -163,6 +163,7 @@ class StoreServer:
                     return
                 # The others may still need the table until somebody revokes the communicator.
                 self._comm.Ack_failed()
+                self._stop.wait(self._LONGEST_SEC)
 
     def _give_up(self) -> None:
         """Let nobody on this rank wait for a key that a lost rank should have set."""
