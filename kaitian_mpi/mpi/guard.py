@@ -21,6 +21,7 @@ from kaitian_mpi.mpi.launch import read_launch
 _PR_SET_PDEATHSIG = 1
 _FORWARDING_SEC = 0.1
 _RANK_0_SEC = 2.0
+_SAVING_SEC = 2.0
 _MEANINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
     # mpirun sends this for every reason it has, and does not tell which.
@@ -183,6 +184,9 @@ def _end_by_signal(program: str, number: int) -> None:
         words = f"nothing could be saved: {error}"
     if words:
         _say_past_launcher(f"{program}: {words}")
+    elif _last_words is not None:
+        # Another rank may be saving, and the launcher kills it once this one has ended.
+        time.sleep(_SAVING_SEC)
     if fault_tolerance.is_on():
         # Of one rank's end alone the others hear only if a signal is the cause.
         os.kill(os.getpid(), signal.SIGKILL)
