@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,11 @@ class TrainConfig:
     def run_name(self) -> str:
         """The model's name as a folder name."""
         return Path(self.model.replace(":", "-")).name
+
+    def choose_folder(self) -> Path:
+        """Return the folder that is given, or else a new name: with the time, to the second."""
+        name = f"{self.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return Path(self.run_dir) if self.run_dir else Path("runs") / name
 
 
 def flag_name(field_name: str) -> str:

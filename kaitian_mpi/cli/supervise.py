@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -115,8 +114,7 @@ def make_job(words: Sequence[str]) -> Job:
     config = parse_config(TRAIN, command.arguments)
     hostfiles = {path: _read_hostfile(path) for path in command.values(HOSTFILES)}
     hosts = _hosts(command, hostfiles)
-    name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = config.run_dir or str(Path("runs") / name)
+    run_dir = config.run_dir or str(config.choose_folder())
     return Job(
         command=command,
         hosts=hosts,

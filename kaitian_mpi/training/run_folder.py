@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,8 +123,7 @@ def choose_run_folder(config: TrainConfig, world: World) -> Path:
     Raises:
         AgreedError: it holds another run, which nobody asked to go on with.
     """
-    name = f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = Path(config.run_dir) if config.run_dir else Path("runs") / name
+    path = config.choose_folder()
     with faults_agreed(world.comm):
         if world.rank == 0 and not config.resume and (path / "config.json").exists():
             raise UserError(
