@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,11 +27,7 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
         raise CollectiveError("a rank's values have not come")
     gathered = np.zeros(int(lengths.sum()), dtype=np.uint8)
     comm.Allgatherv((own, MPI.BYTE), (gathered, lengths.tolist(), MPI.BYTE))
-    ends = np.cumsum(lengths)
-    return [
-        json.loads(gathered[end - length : end].tobytes())
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+    return [json.loads(part) for part in _parts(gathered, lengths.tolist())]
 
 
 def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
@@ -56,7 +54,12 @@ def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
         return []
     gathered = np.empty(sum(lengths), dtype=np.uint8)
     comm.Gatherv((own, MPI.BYTE), (gathered, lengths, MPI.BYTE), root)
-    ends = np.cumsum(lengths)
+    return _parts(gathered, lengths)
+
+
+def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:
+    """Cut what has been gathered into the ranks' parts."""
+    ends = itertools.accumulate(lengths)
     return [
         gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)
     ]
