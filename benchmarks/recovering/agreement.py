@@ -22,7 +22,7 @@ from trainers import endless, make_config, make_trainer, timed
 import kaitian_mpi
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.fault_tolerance import agree
-from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.crew import Crew
 

@@ -13,7 +13,7 @@ from kaitian_mpi.data import load_data
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.loop import Trainer, count_steps

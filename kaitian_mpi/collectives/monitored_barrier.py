@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kaitian_mpi.errors import MissingRanksError
-from kaitian_mpi.mpi.runtime import abandon, wait_for
+from kaitian_mpi.mpi.waiting import abandon, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI

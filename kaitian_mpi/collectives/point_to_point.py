@@ -19,7 +19,7 @@ from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.collectives.worker import Queued
 from kaitian_mpi.mpi.guard import end_with_traceback
 from kaitian_mpi.mpi.messages import Transfer, start_receive, start_send
-from kaitian_mpi.mpi.runtime import nap
+from kaitian_mpi.mpi.waiting import nap
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.runtime import abandon, wait_for
+from kaitian_mpi.mpi.waiting import abandon, wait_for
 
 if TYPE_CHECKING:
     import torch

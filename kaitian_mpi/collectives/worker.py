@@ -18,7 +18,7 @@ from kaitian_mpi.collectives.staging import Streams, after_caller
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.guard import end_job, end_with_traceback, say_labelled
-from kaitian_mpi.mpi.runtime import nap
+from kaitian_mpi.mpi.waiting import nap
 
 Method = Callable[..., None]
 Calls = Sequence[tuple[Any, ...]]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
-import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,20 +12,12 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.launch import prepare_environment, read_launch, usable_cores
+from kaitian_mpi.mpi.waiting import shorten_naps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_AWAKE_SEC = 300e-6  # ranks that share cores take turns meanwhile
-_SHORTEST_NAP_SEC = 20e-6
-_LONGEST_NAP_SEC = 1e-3
-_PATIENT_NAP_SEC = 0.05
-
-_PR_SET_TIMERSLACK = 29
-_TIMER_SLACK_NS = 1_000
-
 _closers: list[Callable[[], None]] = []
-_abandoned: list[tuple[object, ...]] = []
 
 
 def start_mpi() -> MPI.Intracomm:
@@ -110,65 +99,3 @@ def leave_after_loss() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def shorten_naps() -> None:
-    """Let this thread and those it will start wake up in time: the kernel adds 50 us to a sleep."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
-
-
-def nap(waited_sec: float) -> None:
-    """Sleep for 2% of the time waited so far, from 20 microseconds to 1 ms."""
-    time.sleep(min(max(waited_sec / 50, _SHORTEST_NAP_SEC), _LONGEST_NAP_SEC))
-
-
-class Arrival:
-    """This rank has come to a point; tells when every rank has. Making one is collective."""
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._request = comm.Ibarrier()
-
-    def complete(self) -> bool:
-        """Return whether every rank has come; once it has, do not ask again."""
-        return bool(self._request.Test())
-
-
-def wait_for(request: MPI.Request, limit_sec: float = math.inf) -> bool:
-    """Wait for an MPI request, asleep rather than spinning; return whether it was done in time.
-
-    MPI's blocking calls burn a core while they wait for a slower rank; one that shares its cores
-    with other ranks, or with its own computing thread, must not. The naps grow with the time
-    waited, so that waking up late adds 2% to it at most.
-    """
-    if request.Test():
-        return True
-    began = time.perf_counter()
-    while not request.Test():
-        waited = time.perf_counter() - began
-        if waited < _AWAKE_SEC:
-            os.sched_yield()
-        elif waited > limit_sec:
-            return False
-        else:
-            nap(waited)
-    return True
-
-
-def abandon(*kept: object) -> None:
-    """Keep a request that will not be waited for, and its buffers, while this process lives.
-
-    MPI may still write to them.
-    """
-    _abandoned.append(kept)
-
-
-def wait_quietly(comm: MPI.Comm) -> None:
-    """Wait as `wait_for` until every rank of `comm` has come here. Collective."""
-    wait_for(comm.Ibarrier())
-
-
-def wait_patiently(comm: MPI.Comm) -> None:
-    """Wait as `wait_quietly`, for what may take hours; looks 20 times a second. Collective."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(_PATIENT_NAP_SEC)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kaitian_mpi.mpi.fault_tolerance import is_revoked, track
-from kaitian_mpi.mpi.runtime import abandon, close_at_exit, closed_early, wait_for
+from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
+from kaitian_mpi.mpi.waiting import abandon, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.mpi.fault_tolerance import is_revoked, track
-from kaitian_mpi.mpi.runtime import close_at_exit, closed_early, wait_quietly
+from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
 from kaitian_mpi.mpi.store_server import (
     LOST,
     REQUEST_TAG,
@@ -28,6 +28,7 @@ from kaitian_mpi.mpi.store_server import (
     pack,
     unpack,
 )
+from kaitian_mpi.mpi.waiting import wait_quietly
 
 _FIRST_REPLY_TAG = REQUEST_TAG + 1
 _REPLY_TAGS = 16_384  # MPI promises tags up to 32,767

@@ -11,7 +11,7 @@ from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, fit_al
 from kaitian_mpi.collectives.process_group import KaitianProcessGroup
 from kaitian_mpi.collectives.selection import choose_algorithm, time_allreduce
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.report import say
 

@@ -14,7 +14,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.runtime import Arrival, wait_quietly
+from kaitian_mpi.mpi.waiting import Arrival, wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark_cache import BenchmarkCache
 from kaitian_mpi.training.rank_timer import Measured, RankTimer

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kaitian_mpi.collectives.startup import close_process_group, go_on_with
-from kaitian_mpi.errors import CollectiveError, RankLostError, UserError
+from kaitian_mpi.errors import CollectiveError, UserError
 from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.runtime import Arrival, wait_patiently
 from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.waiting import Call, call
 from kaitian_mpi.mpi.world import World, survivors_of
 from kaitian_mpi.training.roles import Roles, plan_recovery, spare_roles
 
@@ -92,7 +92,7 @@ class Crew:
                 if self.world is None:
                     if self._stand_by():
                         return None
-                    raise RankLostError("a rank is lost")
+                    raise NotCommittedError("those that train have called")
                 result = work(self.world)
                 self.commit()
                 return result
@@ -167,15 +167,18 @@ class Crew:
 
     def dismiss(self) -> None:
         """Let those that stand by leave: the work is done. Collective over all ranks."""
-        self._has_finished = True
-        if not (self._roles.spares or self._roles.left_out):
+        if self._has_finished or self._roles == Roles():
             return
-        try:
-            wait_patiently(self.whole.comm)
-        except Exception as error:
-            if not self._may_be_loss(error, self.whole):
-                raise
-            self._regroup(error)
+        self._has_finished = True
+        if self.world is None:
+            return  # it has stood by until now
+        if self.survives:
+            # Called as for a loss: all or none hear it, whoever dies at this moment.
+            self._false_alarms = 0
+            self._regroup(NotCommittedError("the work is done"))
+        elif self.world.rank == 0:
+            trains = self._roles.working(self.whole.infos)
+            call(self.whole.comm, set(range(self.whole.size)).difference(trains))
 
     def _may_be_loss(self, error: Exception, world: World) -> bool:
         """Return whether an error may be due to the loss of a rank of this world."""
@@ -189,8 +192,8 @@ class Crew:
         """Wait until the others are done, or need this rank; return whether they are done."""
         comm = self.whole.comm
         try:
-            end = Arrival(comm)
-            while not end.complete():
+            end = Call(comm)
+            while not end.has_come():
                 time.sleep(_LOOKING_SEC)
             return True
         except Exception as error:

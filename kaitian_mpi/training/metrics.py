@@ -9,7 +9,7 @@ import torch
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.runtime import wait_quietly
+from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.clock import StepTimes, make_clock
 from kaitian_mpi.training.report import progress_line, say

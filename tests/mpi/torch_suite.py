@@ -32,7 +32,8 @@ from typing import Any
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.guard import die_with_launcher, say_labelled
-from kaitian_mpi.mpi.runtime import share_cores, start_mpi, wait_quietly
+from kaitian_mpi.mpi.runtime import share_cores, start_mpi
+from kaitian_mpi.mpi.waiting import wait_quietly
 
 _BODIES = "torch.testing._internal.distributed.distributed_test"
 # They compare the group's backend with the module's; elsewhere that only chooses what is tested.
