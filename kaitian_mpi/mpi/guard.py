@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi import fault_tolerance
+from kaitian_mpi.mpi import ending, fault_tolerance
 from kaitian_mpi.mpi.launch import read_launch
 
 _PR_SET_PDEATHSIG = 1
@@ -102,6 +102,8 @@ def end_job(code: int) -> None:
 
         # So that the launcher passes on the reason before what it has to say itself.
         time.sleep(_FORWARDING_SEC)
+        if ending.listens():
+            ending.end_all(code)
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 

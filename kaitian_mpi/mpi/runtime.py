@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi import fault_tolerance
+from kaitian_mpi.mpi import ending, fault_tolerance
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.launch import prepare_environment, read_launch, usable_cores
 from kaitian_mpi.mpi.waiting import shorten_naps
@@ -49,6 +49,8 @@ def start_mpi() -> MPI.Intracomm:
             f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}; "
             "mpirun and mpi4py belong to different MPIs: use the mpirun of this environment"
         )
+    if fault_tolerance.is_on() and not ending.listens():
+        close_at_exit(ending.listen(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 
 

@@ -10,6 +10,7 @@ import pytest
 from jobs import PYTHON, finish, start
 
 LIMIT_SEC = 5
+SURVIVE = ("--with-ft", "ulfm")
 TRAIN = ("kaitian-train", "--model", "cnn")
 
 
@@ -70,9 +71,10 @@ def assert_users_mistake(ended, message):
         ("leaving", 1, r"^\[2@[^\]]+\] sys\.exit\(0\) before the run was complete"),
     ],
 )
-def test_one_broken_rank_ends_the_job(mpirun, model, code, message):
+@pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+def test_one_broken_rank_ends_the_job(mpirun, options, model, code, message):
     flags = ("--balance", "off", "--epochs", "50")
-    ended = mpirun(4, "kaitian-train", "--model", f"planted:{model}", *flags)
+    ended = mpirun(4, *options, "kaitian-train", "--model", f"planted:{model}", *flags)
     assert ended.code == code, ended.text
     assert re.search(message, ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
@@ -130,7 +132,8 @@ def assert_gone(pids):
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-def test_a_users_own_script_is_guarded_too(mpirun, tmp_path):
+@pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+def test_a_users_own_script_is_guarded_too(mpirun, options, tmp_path):
     """A plain script that fails on one rank must not leave the others waiting."""
     (tmp_path / "script.py").write_text(
         "import time, torch, torch.distributed as dist, kaitian_mpi\n"
@@ -141,7 +144,7 @@ def test_a_users_own_script_is_guarded_too(mpirun, tmp_path):
         "    raise RuntimeError('planted')\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    ended = mpirun(2, PYTHON, "script.py")
+    ended = mpirun(3, *options, PYTHON, "script.py")
     assert ended.code != 0
     assert re.search(r"^\[1@[^\]]+\] RuntimeError: planted$", ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])

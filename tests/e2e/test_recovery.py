@@ -179,8 +179,8 @@ def test_a_whole_group_dies_at_once_and_another_rank_in_the_evaluation(tmp_path)
 
 def test_a_rank_dies_in_the_benchmark_and_a_spare_takes_the_place_of_another(tmp_path):
     command = "kaitian-train --model planted:telling --epochs 5 --run-dir run".split()
-    flags = "--spares 1 --benchmark-seconds 3 --log-interval 0".split()
-    with Job(4, *command, *flags, cwd=tmp_path) as job:
+    flags = "--spares 2 --benchmark-seconds 3 --log-interval 0".split()
+    with Job(5, *command, *flags, cwd=tmp_path) as job:  # the second spare is never needed
         job.wait_for("rank 1 computes")
         job.kill(1)
         job.wait_for(r"step 3/")
