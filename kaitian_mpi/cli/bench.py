@@ -11,7 +11,7 @@ from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
 from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.agreement import faults_agreed
-from kaitian_mpi.mpi.guard import abort_guard
+from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import start_mpi
 
@@ -33,7 +33,8 @@ def main() -> None:
             make_parser().print_help()
         return
     with abort_guard(PROGRAM):
-        chosen = make_parser().parse_args(arguments)
+        with told_once():
+            chosen = make_parser().parse_args(arguments)
         target = Path(chosen.json) if chosen.json else None
         config = config_of(chosen, FLAGS)
         comm = start_mpi()

@@ -7,7 +7,7 @@ import sys
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.preflight import check_before_loading
-from kaitian_mpi.mpi.guard import abort_guard
+from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import leave_after_loss, start_mpi
 from kaitian_mpi.mpi.watchdog import start_watching
@@ -24,7 +24,8 @@ def main() -> None:
             make_parser(PROGRAM).print_help()
         return
     with abort_guard(PROGRAM):
-        config = parse_config(PROGRAM, arguments)
+        with told_once():
+            config = parse_config(PROGRAM, arguments)
         watchdog = start_watching(config.step_timeout or _FIRST_LIMIT_SEC)
         check_before_loading(config, start_mpi())
         # Only now: these load torch, which takes seconds.

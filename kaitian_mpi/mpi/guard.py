@@ -22,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _FORWARDING_SEC = 0.1
 _RANK_0_SEC = 2.0
 _SAVING_SEC = 2.0
+_COMMANDS = "OMPI_NUM_APP_CTX"  # how many different ones mpirun was given
 _MEANINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
     # mpirun sends this for every reason it has, and does not tell which.
@@ -53,6 +54,20 @@ def abort_guard(program: str) -> Iterator[None]:
         end_job(code or 1)
     except BaseException:
         end_with_traceback()
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """Let rank 0 alone tell a `UserError` that every rank finds in its command line.
+
+    Needed before MPI has started, where the launcher does not end the other ranks when rank 0 ends.
+    """
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get(_COMMANDS) == "1" and fault_tolerance.is_on():
+            raise AgreedError(str(error)) from error
+        raise
 
 
 def guard_script() -> None:

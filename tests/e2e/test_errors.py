@@ -25,8 +25,9 @@ TRAIN = ("kaitian-train", "--model", "cnn")
         ("--dataset cifar10 --data-dir nowhere", "--data-dir: found no folder nowhere, needed"),
     ],
 )
-def test_a_mistake_seen_before_torch_is_loaded(mpirun, flags, message):
-    ended = mpirun(4, *TRAIN, *flags.split())
+@pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+def test_a_mistake_seen_before_torch_is_loaded(mpirun, options, flags, message):
+    ended = mpirun(4, *options, *TRAIN, *flags.split())
     assert_users_mistake(ended, message)
     assert ended.seconds < LIMIT_SEC
 
