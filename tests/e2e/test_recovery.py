@@ -251,6 +251,25 @@ def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):
         job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training goes on
 
 
+@pytest.mark.parametrize("survives", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_done_is_saved_when_the_job_is_told_to_end(tmp_path, number, survives):
+    command = "kaitian-train --model planted:slow --global-batch-size 24".split()
+    with Job(2, *command, *EVEN, cwd=tmp_path, survives=survives) as job:
+        job.wait_for(r"step 3/")
+        job.process.send_signal(number)
+        told_at = time.time()
+        ended = job.finish()
+    assert ended.code != 0
+    assert ended.ended_at - told_at < LIMIT_SEC
+    saved = int(newest_checkpoint(tmp_path).stem[5:])
+    # mpirun may have dropped the very last line; the file has it.
+    assert saved >= steps_shown(ended)[-1]
+    assert abs(saved - read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]) <= 1
+    assert f"step {saved} is saved: --resume auto goes on from there" in ended.text
+    assert "Traceback" not in ended.text
+
+
 # Ranks that hang
 
 
