@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from emulated_hosts import EmulatedHosts
 
 ENVIRONMENT = {
     **os.environ,
@@ -24,6 +25,7 @@ ENVIRONMENT = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
 }
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 PLANTED = Path(__file__).parent / "e2e"
 LONGEST_SEC = 120
 
@@ -86,8 +88,11 @@ class Job:
         self, ranks: int, *command: str, cwd: Path, survives: bool = True, **env: str
     ) -> None:
         words = ("mpirun", *(("--with-ft", "ulfm") if survives else ()), "-np", str(ranks))
+        self._start(*words, *command, cwd=cwd, env=env)
+
+    def _start(self, *command: str, cwd: Path, env: dict[str, str]) -> None:
         self.started_at = time.time()
-        self.process = start(*words, *command, cwd=cwd, env=env, stderr=subprocess.STDOUT)
+        self.process = start(*command, cwd=cwd, env=env, stderr=subprocess.STDOUT)
         self.lines: list[str] = []
         self._heard: queue.Queue[str | None] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -159,4 +164,21 @@ class Job:
         self._heard.put(None)
 
 
+class HostsJob(Job):
+    """The same on emulated hosts; the command has `mpirun` in it, and may begin with another."""
+
+    def __init__(self, hosts: EmulatedHosts, *command: str, cwd: Path) -> None:
+        self._hosts = hosts
+        options = f"--with-ft ulfm --hostfile {hosts.hostfile} --bind-to none".split()
+        for name in (*_AS_ROOT, "PYTHONPATH"):
+            options += ["-x", name]
+        at = command.index("mpirun") + 1
+        words = hosts.on_first(*command[:at], *options, *command[at:])
+        self._start(*words, cwd=cwd, env={})
+
+    def rank_pids(self) -> dict[int, int]:
+        return self._hosts.rank_pids()
+
+
 PYTHON = sys.executable
+SCRIPTS = Path(sysconfig.get_path("scripts"))

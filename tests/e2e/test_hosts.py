@@ -1,0 +1,70 @@
+"""Jobs over several hosts, of which one goes: emulated by network namespaces, with real ssh."""
+
+import json
+import re
+import time
+
+import pytest
+from emulated_hosts import EmulatedHosts, why_not
+from jobs import PYTHON, SCRIPTS, HostsJob
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"emulated hosts: {why_not()}")
+
+RECOVERY_LIMIT_SEC = 20
+RESTART_LIMIT_SEC = 60  # 20 s on a machine that has nothing else to do
+MOST_STEPS_REPEATED = 10
+
+TRAIN = f"{SCRIPTS}/kaitian-train --model planted:slow --global-batch-size 24".split()
+EVEN = "--balance off --run-dir run --log-interval 0".split()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    settings = tmp_path / "hosts"
+    settings.mkdir()
+    with EmulatedHosts(settings, [2, 1, 1]) as hosts:
+        yield hosts
+
+
+def summary_of(folder):
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_the_only_rank_of_a_host_is_lost(hosts, tmp_path):
+    with HostsJob(hosts, *"mpirun -np 4".split(), *TRAIN, *EVEN, "--max-steps=8", cwd=tmp_path) as job:
+        job.wait_for(r"step 3/")
+        job.kill(3)
+        killed_at = time.time()
+        job.wait_for(r"rank 3 .* lost")
+        job.wait_for(r"step \d+/")
+        recovery_sec = time.time() - killed_at
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    assert recovery_sec < RECOVERY_LIMIT_SEC
+    shown = [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
+    assert shown == list(range(1, shown[-1] + 1))
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [0, 1, 2]
+
+
+def test_a_host_is_lost_and_then_the_link_to_another(hosts, tmp_path):
+    supervised = "-m kaitian_mpi.cli.supervise mpirun -np 4".split()
+    often = "--snapshot-every 5 --max-steps 40".split()
+    lost = []
+    with HostsJob(hosts, PYTHON, *supervised, *TRAIN, *EVEN, *often, cwd=tmp_path) as job:
+        for number, lose in ((3, hosts.kill), (2, hosts.unplug)):
+            before = max(int(job.wait_for(r"\| step (\d+)/")[1]) for _ in range(7))
+            lose(number)
+            lost_at = time.time()
+            job.wait_for(r"goes on after step")
+            first = int(job.wait_for(r"\| step (\d+)/")[1])
+            lost.append((before - first + 1, time.time() - lost_at))
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    for repeated, seconds in lost:
+        assert repeated <= MOST_STEPS_REPEATED, ended.text
+        assert seconds < RESTART_LIMIT_SEC, ended.text
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [0, 1]

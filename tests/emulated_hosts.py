@@ -1,0 +1,223 @@
+"""Hosts of this machine's own making: network namespaces, joined by a bridge, an sshd in each.
+
+They share its cores, memory, files and process numbers; each has a name, an address and a link of
+its own, so that mpirun reaches them over real ssh and ranks talk over real sockets. Needs root::
+
+    python tests/emulated_hosts.py --slots 2,1,1 -- COMMAND HOSTFILE ...
+
+runs a command on the first of them; the word HOSTFILE becomes the path of mpirun's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_SSHD = "/usr/sbin/sshd"
+_STARTING_SEC = 10.0
+_RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
+_SSH = "PRTE_MCA_plm_ssh_agent"  # what mpirun calls for ssh
+_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
+
+
+def why_not() -> str:
+    """Return why hosts cannot be emulated here; nothing where they can."""
+    if os.geteuid() != 0:
+        return "needs root, for network namespaces"
+    missing = [name for name in ("ip", "unshare", "ssh", "ssh-keygen") if not shutil.which(name)]
+    missing += [] if os.path.exists(_SSHD) else [_SSHD]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    trial = f"kt{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False).returncode:
+        return "needs the right to make network namespaces"
+    _run("ip", "netns", "del", trial)
+    return ""
+
+
+def _run(*words: object) -> None:
+    subprocess.run([str(word) for word in words], check=True, capture_output=True)
+
+
+class EmulatedHosts:
+    """Some hosts, numbered from 1; they are gone when the context is left.
+
+    Args:
+        folder: an empty one, for keys and settings.
+        slots: how many ranks each host takes.
+    """
+
+    def __init__(self, folder: Path, slots: Sequence[int]) -> None:
+        self.hostfile = folder / "hosts.txt"
+        self._folder = folder
+        self._tag = f"kt{os.getpid()}"
+        self._subnet = f"10.77.{os.getpid() % 256}"
+        self._numbers = range(1, len(slots) + 1)
+        self._servers: dict[int, subprocess.Popen[bytes]] = {}
+        lines = [
+            f"{self.address(n)} slots={k}\n" for n, k in zip(self._numbers, slots, strict=True)
+        ]
+        self.hostfile.write_text("".join(lines))
+
+    def __enter__(self) -> Self:
+        os.makedirs("/run/sshd", exist_ok=True)  # where sshd drops its rights
+        for name in ("key", "hostkey"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / name)
+        (self._folder / "sshd_config").write_text(
+            f"HostKey {self._folder}/hostkey\nAuthorizedKeysFile {self._folder}/key.pub\n"
+            "StrictModes no\nPidFile none\nUsePAM no\n"
+        )
+        (self._folder / "ssh_config").write_text(
+            f"Host *\n  IdentityFile {self._folder}/key\n  StrictHostKeyChecking no\n"
+            "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+        )
+        try:
+            _run("ip", "link", "add", self._tag, "type", "bridge")
+            _run("ip", "link", "set", self._tag, "up")
+            for number in self._numbers:
+                self._start(number)
+            for number in self._numbers:
+                self._wait_for(number)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def address(self, number: int) -> str:
+        """Return a host's address."""
+        return f"{self._subnet}.{number}"
+
+    def on_first(self, *words: str) -> list[str]:
+        """Return the command line that runs a command on the first host, such as mpirun."""
+        return self._inside(1, *words)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Return the processes of the ranks that live on any host, by world rank."""
+        found: dict[int, int] = {}
+        for pid in sorted(pid for number in self._numbers for pid in self._processes(number)):
+            try:
+                rank = _RANK.search(Path(f"/proc/{pid}/environ").read_bytes())
+            except OSError:
+                continue
+            if rank:
+                found.setdefault(int(rank[1]), pid)  # a rank's own children are younger
+        return found
+
+    def kill(self, number: int) -> None:
+        """Let a host be as if its power were gone."""
+        self.unplug(number)
+        self._kill_processes(number)
+
+    def unplug(self, number: int) -> None:
+        """Take a host's link down; its processes live."""
+        _run("ip", "link", "set", self._link(number), "down")
+
+    def _inside(self, number: int, *words: str) -> list[str]:
+        enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
+        settings = f"unset {_POLICY}; export {_SSH}='ssh -F {self._folder}/ssh_config'"
+        return [*enter, f'hostname "$0"; {settings}; exec "$@"', self._name(number), *words]
+
+    def _name(self, number: int) -> str:
+        return f"host{number}"
+
+    def _namespace(self, number: int) -> str:
+        return f"{self._tag}n{number}"
+
+    def _link(self, number: int) -> str:
+        return f"{self._tag}v{number}"
+
+    def _start(self, number: int) -> None:
+        namespace, link = self._namespace(number), self._link(number)
+        inside = ("ip", "-n", namespace)
+        _run("ip", "netns", "add", namespace)
+        _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _run("ip", "link", "set", link, "master", self._tag, "up")
+        _run(*inside, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+        _run(*inside, "link", "set", "eth0", "up")
+        _run(*inside, "link", "set", "lo", "up")
+        self._servers[number] = subprocess.Popen(
+            self._inside(number, _SSHD, "-D", "-f", f"{self._folder}/sshd_config"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _wait_for(self, number: int) -> None:
+        login = ("ssh", "-F", f"{self._folder}/ssh_config", self.address(number), "true")
+        deadline = time.monotonic() + _STARTING_SEC
+        while True:
+            done = subprocess.run(self.on_first(*login), capture_output=True, check=False)
+            if not done.returncode:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no login on {self._name(number)}: {done.stderr.decode()}")
+            time.sleep(0.1)
+
+    def _processes(self, number: int) -> list[int]:
+        try:
+            inode = os.stat(f"/run/netns/{self._namespace(number)}").st_ino
+        except OSError:
+            return []
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.stat(folder / "ns" / "net").st_ino == inode:
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def _kill_processes(self, number: int) -> None:
+        for pid in self._processes(number):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _remove(self) -> None:
+        for number in self._numbers:
+            self._kill_processes(number)
+        for number, server in self._servers.items():
+            server.wait()
+            _run("ip", "netns", "del", self._namespace(number))  # its link goes with it
+        subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
+
+
+def main() -> int:
+    """Run a command on the first of some hosts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slots", default="2,1,1", help="the ranks each host takes")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    slots = [int(word) for word in options.slots.split(",")]
+    if reason := why_not():
+        parser.error(reason)
+    with (
+        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
+        EmulatedHosts(Path(folder), slots) as hosts,
+    ):
+        words = [str(hosts.hostfile) if word == "HOSTFILE" else word for word in options.command]
+        return subprocess.run(hosts.on_first(*words), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
