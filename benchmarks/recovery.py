@@ -2,11 +2,10 @@
 
     python benchmarks/recovery.py [kills agreement checkpoint writing soak] [--json FILE]
 
-Twelve minutes in all; nothing else may run meanwhile. The kills once more, on several hosts:
+Twelve minutes in all; nothing else may run meanwhile. On three hosts, which are emulated by network
+namespaces of this machine and share its cores, and so as root:
 
-    python benchmarks/recovery.py hosts --hostfile hosts.txt [--ssh-agent COMMAND]
-
-whose processes are to be seen from here: they are emulated, by network namespaces of this machine.
+    python benchmarks/recovery.py hosts host-losses
 """
 
 from __future__ import annotations
@@ -17,15 +16,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recovering import kills, soak
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from emulated_hosts import EmulatedHosts, why_not
+from recovering import host_losses, kills, soak
 from recovering.job import Launch
 
 HERE = Path(__file__).parent / "recovering"
 MPIRUN = ["mpirun", "--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE", "-np"]
+SLOTS = [1, 2, 1]  # hosts take turns at the cores: so, of two cores, each has two ranks
+ON_HOSTS = {"hosts", "host-losses"}
 Result = dict[str, Any]
 
 
@@ -53,11 +59,28 @@ def run_kills(options: argparse.Namespace) -> Result:
     return result
 
 
+@contextmanager
+def emulated_hosts() -> Iterator[EmulatedHosts]:
+    """Return three hosts, two of them with a single rank."""
+    with tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder:
+        yield EmulatedHosts(Path(folder), SLOTS)
+
+
 def run_hosts(options: argparse.Namespace) -> Result:
     """The same on several hosts."""
-    launch = Launch(options.ranks, options.hostfile, options.ssh_agent)
-    result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
+    with emulated_hosts() as hosts, hosts:
+        launch = Launch(hosts.slots, hosts)
+        result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
     kills.show(result)
+    return result
+
+
+def run_host_losses(options: argparse.Namespace) -> Result:
+    """A whole host killed, or its link taken down."""
+    with emulated_hosts() as hosts:
+        launch = Launch(hosts.slots, hosts)
+        result = host_losses.measure(launch, arguments_of(options), options.trials, options.seed)
+    host_losses.show(result)
     return result
 
 
@@ -120,28 +143,27 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "writing": run_writing,
     "soak": run_soak,
     "hosts": run_hosts,
+    "host-losses": run_host_losses,
 }
 
 
 def parse_arguments() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all but hosts")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all on one host")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", default="mobilenetv2")
     parser.add_argument("--batch", type=int, default=32, help="global batch")
     parser.add_argument("--trials", type=int, default=20, help="jobs with a kill each")
     parser.add_argument("--kills", type=int, default=100, help="kills while writing")
     parser.add_argument("--seed", type=int, default=0, help="of whom and when to kill")
-    parser.add_argument("--hostfile", type=Path, help="mpirun's, for hosts")
-    parser.add_argument("--ssh-agent", default="", help="what mpirun calls instead of ssh")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"found {', '.join(sorted(unknown))}, needed some of {', '.join(PARTS)}")
-    if "hosts" in options.parts and options.hostfile is None:
-        parser.error("hosts: needs --hostfile")
+    if ON_HOSTS & set(options.parts) and (reason := why_not()):
+        parser.error(f"emulated hosts: {reason}")
     return options
 
 
@@ -150,7 +172,7 @@ def main() -> None:
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs end with this
     found: Result = {"cores": len(os.sched_getaffinity(0))}
-    for name in options.parts or [part for part in PARTS if part != "hosts"]:
+    for name in options.parts or [part for part in PARTS if part not in ON_HOSTS]:
         print(f"== {name}: {PARTS[name].__doc__}", flush=True)
         found[name] = PARTS[name](options)
         if options.json:

@@ -1,7 +1,8 @@
 """Hosts of this machine's own making: network namespaces, joined by a bridge, an sshd in each.
 
-They share its cores, memory, files and process numbers; each has a name, an address and a link of
-its own, so that mpirun reaches them over real ssh and ranks talk over real sockets. Needs root::
+They share its memory, files and process numbers, and take turns at its cores; each has a name, an
+address and a link of its own, so that mpirun reaches them over real ssh and ranks talk over real
+sockets. Needs root::
 
     python tests/emulated_hosts.py --slots 2,1,1 -- COMMAND HOSTFILE ...
 
@@ -63,7 +64,9 @@ class EmulatedHosts:
         self._folder = folder
         self._tag = f"kt{os.getpid()}"
         self._subnet = f"10.77.{os.getpid() % 256}"
+        self.slots = sum(slots)
         self._numbers = range(1, len(slots) + 1)
+        self.others = self._numbers[1:]
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
         lines = [
             f"{self.address(n)} slots={k}\n" for n, k in zip(self._numbers, slots, strict=True)
@@ -73,7 +76,8 @@ class EmulatedHosts:
     def __enter__(self) -> Self:
         os.makedirs("/run/sshd", exist_ok=True)  # where sshd drops its rights
         for name in ("key", "hostkey"):
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / name)
+            if not (self._folder / name).exists():
+                _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / name)
         (self._folder / "sshd_config").write_text(
             f"HostKey {self._folder}/hostkey\nAuthorizedKeysFile {self._folder}/key.pub\n"
             "StrictModes no\nPidFile none\nUsePAM no\n"
@@ -132,9 +136,13 @@ class EmulatedHosts:
         _run("ip", "link", "set", self._link(number), "down")
 
     def _inside(self, number: int, *words: str) -> list[str]:
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[(number - 1) % len(cores) :: len(self._numbers)]
+        bind = ("taskset", "--cpu-list", ",".join(map(str, own)))
         enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
         settings = f"unset {_POLICY}; export {_SSH}='ssh -F {self._folder}/ssh_config'"
-        return [*enter, f'hostname "$0"; {settings}; exec "$@"', self._name(number), *words]
+        script = f'hostname "$0"; {settings}; exec "$@"'
+        return [*bind, *enter, script, self._name(number), *words]
 
     def _name(self, number: int) -> str:
         return f"host{number}"
@@ -196,7 +204,8 @@ class EmulatedHosts:
     def _remove(self) -> None:
         for number in self._numbers:
             self._kill_processes(number)
-        for number, server in self._servers.items():
+        while self._servers:
+            number, server = self._servers.popitem()
             server.wait()
             _run("ip", "netns", "del", self._namespace(number))  # its link goes with it
         subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)

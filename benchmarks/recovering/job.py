@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from emulated_hosts import EmulatedHosts
 
 _STEP = re.compile(r"epoch \d+/\d+ \| step (\d+)/\d+ \|")
 _LOSS = re.compile(r"step (\d+): ranks? .* lost; \d+")
 _RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
-_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
 _ENDING_SEC = 15.0
 
 
@@ -50,30 +52,26 @@ class Launch:
     """How mpirun is called."""
 
     ranks: int
-    hostfile: Path | None = None
+    hosts: EmulatedHosts | None = None
     """None: all ranks on this machine."""
-    ssh_agent: str = ""
-    """What mpirun calls in the place of ssh."""
+    restarts: int = 0
+    """How often a supervisor starts the job again; 0: there is none."""
 
     def command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a job that survives the loss of ranks."""
+        scripts = Path(sys.executable).parent
         start = ["mpirun", "--with-ft", "ulfm", "-np", str(self.ranks)]
-        if self.hostfile is None:
+        if self.restarts:
+            supervise = [str(scripts / "kaitian-supervise"), "--max-restarts", str(self.restarts)]
+            start = [*supervise, *start]
+        if self.hosts is None:
             start += ["--map-by", ":OVERSUBSCRIBE"]
         else:
-            start += ["--hostfile", str(self.hostfile), "--bind-to", "none"]
+            start += ["--hostfile", str(self.hosts.hostfile), "--bind-to", "none"]
             for name in sorted(os.environ):
                 start += ["-x", name] if name.startswith("OMPI_ALLOW_RUN_AS_ROOT") else []
-        return [*start, str(Path(sys.executable).with_name("kaitian-train")), *arguments]
-
-    def environment(self) -> dict[str, str]:
-        """Return mpirun's environment."""
-        environment = dict(os.environ)
-        if self.hostfile is not None:
-            environment.pop(_POLICY, None)
-        if self.ssh_agent:
-            environment["PRTE_MCA_plm_ssh_agent"] = self.ssh_agent
-        return environment
+        words = [*start, str(scripts / "kaitian-train"), *arguments]
+        return words if self.hosts is None else self.hosts.on_first(*words)
 
 
 class Job:
@@ -87,7 +85,6 @@ class Job:
         """When mpirun was called."""
         self._process = subprocess.Popen(
             launch.command([*arguments, "--log-interval=0", f"--run-dir={run_dir}"]),
-            env=launch.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

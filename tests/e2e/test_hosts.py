@@ -31,7 +31,9 @@ def summary_of(folder):
 
 
 def test_the_only_rank_of_a_host_is_lost(hosts, tmp_path):
-    with HostsJob(hosts, *"mpirun -np 4".split(), *TRAIN, *EVEN, "--max-steps=8", cwd=tmp_path) as job:
+    with HostsJob(
+        hosts, *"mpirun -np 4".split(), *TRAIN, *EVEN, "--max-steps=8", cwd=tmp_path
+    ) as job:
         job.wait_for(r"step 3/")
         job.kill(3)
         killed_at = time.time()

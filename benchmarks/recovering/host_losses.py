@@ -1,0 +1,126 @@
+"""How long a host that is lost, or whose link is, holds the others up; and what they do again."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recovering.job import Job, Launch, Line
+
+_STARTING_SEC, _ENDING_SEC = 90.0, 120.0
+_EARLIEST_STEP, _LATEST_STEP, _STEPS = 8, 20, 25
+_GOES_ON = re.compile(r"goes on after step (\d+)")
+TARGET_SEC, TARGET_STEPS = 20.0, 10
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One loss; times in seconds."""
+
+    host: int
+    how: str
+    to_step: float | None
+    """From the loss until a step is done that had not been done before it; None if none is."""
+    to_first_step: float | None
+    """From the loss until any step is done."""
+    repeated: int | None
+    """Steps that are done again."""
+    has_finished: bool
+
+
+def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dict[str, Any]:
+    """Kill a host, or take its link down, by turns, each time in a job of its own."""
+    choice, done = random.Random(seed), []
+    print(" host  how       to the next step  to a new step  steps repeated  finished")
+    for number in range(trials):
+        done.append(_try(launch, arguments, choice, ("killed", "unplugged")[number % 2]))
+        print(_row(done[-1]), flush=True)
+    return _result(done)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what the trials come to."""
+    for how, found in result["by_kind"].items():
+        print(
+            f"{how}: {found['finished']} of {found['trials']} finished; to the next step: median "
+            f"{found['to_first_step_sec'][0]:.1f} s, worst {found['to_first_step_sec'][1]:.1f} s "
+            f"(asked: {TARGET_SEC:.0f} s); at most {found['most_repeated']} steps done again "
+            f"(asked: {TARGET_STEPS})"
+        )
+
+
+def _try(launch: Launch, arguments: list[str], choice: random.Random, how: str) -> Trial:
+    assert launch.hosts is not None
+    host, step = choice.choice(launch.hosts.others), choice.randint(_EARLIEST_STEP, _LATEST_STEP)
+    launch = replace(launch, restarts=1)
+    lose = {"killed": launch.hosts.kill, "unplugged": launch.hosts.unplug}[how]
+    with (
+        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
+        launch.hosts,
+        Job(launch, Path(folder) / "run", [*arguments, f"--max-steps={_STEPS}"]) as job,
+    ):
+        job.wait_for(lambda line: line.step is not None and line.step >= step, _STARTING_SEC)
+        at = time.perf_counter()
+        lose(host)
+        code = job.wait(_ENDING_SEC)
+        return _judge(job, host, how, at, code)
+
+
+def _judge(job: Job, host: int, how: str, at: float, code: int | None) -> Trial:
+    goes_on = next((line for line in job.lines if line.at > at and _GOES_ON.match(line.text)), None)
+    after: list[Line] = []
+    if goes_on is not None:
+        after = [line for line in job.lines if line.step and line.at > goes_on.at]
+    last = max(line.step for line in job.lines if line.step and line not in after)
+    first = after[0] if after else None
+    new = next((line for line in after if line.step > last), None)
+    trial = Trial(
+        host,
+        how,
+        new.at - at if new else None,
+        first.at - at if first else None,
+        last - first.step + 1 if first else None,
+        code == 0 and job.summary().get("finished", False),
+    )
+    if not trial.has_finished:
+        print(f"{how} {at - job.began:.2f} s on, exit code {code}: see {job.keep_output()}")
+    return trial
+
+
+def _row(trial: Trial) -> str:
+    def seconds(value: float | None) -> str:
+        return "never" if value is None else f"{value:.1f} s"
+
+    return (
+        f"{trial.host:5}  {trial.how:9} {seconds(trial.to_first_step):>16} "
+        f"{seconds(trial.to_step):>14} {trial.repeated!s:>15}  {trial.has_finished}"
+    )
+
+
+def _result(trials: list[Trial]) -> dict[str, Any]:
+    return {
+        "by_kind": {
+            how: _figures([trial for trial in trials if trial.how == how])
+            for how in dict.fromkeys(trial.how for trial in trials)
+        },
+        "each": [asdict(trial) for trial in trials],
+    }
+
+
+def _figures(trials: list[Trial]) -> dict[str, Any]:
+    def known(values: list[float | None]) -> list[float]:
+        return [float("inf") if value is None else value for value in values]
+
+    first = known([trial.to_first_step for trial in trials])
+    return {
+        "trials": len(trials),
+        "finished": sum(trial.has_finished for trial in trials),
+        "to_first_step_sec": [round(statistics.median(first), 2), round(max(first), 2)],
+        "most_repeated": max(known([trial.repeated for trial in trials])),
+    }
