@@ -156,6 +156,20 @@ class Crew:
         if self.survives and not fault_tolerance.agree(self.whole.comm, well):
             self._regroup(noticed or NotCommittedError("a rank is lost"))
 
+    def begin_step(self, step: int) -> list[RankInfo]:
+        """Return who has been lost since the last step was begun; this one is the next."""
+        since = [loss for loss in self.losses if loss.step is None]
+        for loss in since:
+            loss.step = step
+        return [info for loss in since for info in loss.lost]
+
+    def newly_recovered(self) -> list[Loss]:
+        """Return, once, the losses after which the interrupted piece of work is done by now."""
+        recovered = [loss for loss in self.losses if loss.recovery_sec and not loss.is_told]
+        for loss in recovered:
+            loss.is_told = True
+        return recovered
+
     def share_history(self, world: World) -> None:
         """Let those who stood by know what the losses have cost. Collective over `world`."""
         own = [(loss.step, loss.recovery_sec) for loss in self.losses]

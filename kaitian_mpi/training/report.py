@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import RankBenchmark
 
@@ -100,6 +101,20 @@ def progress_line(
         f"epoch {epoch}/{epochs} | step {step}/{steps} | loss {loss:.4f} | "
         f"{rate:.1f} samples/s | {minutes}:{seconds:02d} left"
     )
+
+
+def result_line(epoch: int, step: int, loss: float, accuracy: float) -> str:
+    """Return the line that ends an epoch, with what the held-out samples gave."""
+    return (
+        f"epoch {epoch} done | step {step} | "
+        f"held-out loss {loss:.4f} | held-out accuracy {accuracy:.4f}"
+    )
+
+
+def lost_line(lost: Sequence[RankInfo]) -> str:
+    """Return a line that names the ranks that are lost."""
+    names = ", ".join(f"{i.world_rank} ({i.host}, {i.device}, {i.kind})" for i in lost)
+    return f"rank {names} is lost" if len(lost) == 1 else f"ranks {names} are lost"
 
 
 def _count(number: int, noun: str) -> str:

@@ -11,7 +11,6 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.guard import last_words, requests
-from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets
@@ -23,15 +22,10 @@ from kaitian_mpi.training.evaluation import Evaluation
 from kaitian_mpi.training.loop import Trainer, count_steps
 from kaitian_mpi.training.memory_of_run import Memory, place_of
 from kaitian_mpi.training.participation import ranks_to_leave_out, tell_left_out
-from kaitian_mpi.training.planning import (
-    BY_BENCHMARK,
-    Plan,
-    is_emulated,
-    tell_plan,
-)
+from kaitian_mpi.training.planning import BY_BENCHMARK, Plan, is_emulated, tell_plan
 from kaitian_mpi.training.preparation import Ingredients, prepare
 from kaitian_mpi.training.profiles import Profiles
-from kaitian_mpi.training.report import say, show_topology
+from kaitian_mpi.training.report import lost_line, result_line, say, show_topology
 from kaitian_mpi.training.resume import (
     Found,
     check_resumable,
@@ -161,8 +155,9 @@ class _Run:
         say(world, f"results in {self.path}")
 
     def _end_epoch(self, trainer: Trainer, result: Evaluation) -> None:
-        trainer.progress.epoch_done(self.config.epochs)
-        say(trainer.world, _result_line(result, trainer))
+        progress = trainer.progress
+        progress.epoch_done(self.config.epochs)
+        say(trainer.world, result_line(progress.epoch, progress.step, result.loss, result.accuracy))
         self.made.folder.save_model(trainer.state.weights())
         self.summary |= standing(trainer, result)
         self._write_summary()
@@ -271,11 +266,8 @@ class _Run:
     def _tell_start(self, world: World, trainer: Trainer, plan: Plan) -> None:
         """Show and write the plan, and that these ranks train."""
         step = trainer.progress.step
-        lost = [info for loss in self.crew.losses if loss.step is None for info in loss.lost]
-        for loss in self.crew.losses:
-            loss.step = step + 1 if loss.step is None else loss.step
-        if lost:
-            why = _lost_line(lost)
+        if lost := self.crew.begin_step(step + 1):
+            why = lost_line(lost)
             say(world, f"step {step}: {why}; {world.size} go on")
         elif step:
             why = "as resumed"
@@ -291,25 +283,12 @@ class _Run:
 
     def _tell_recovery(self, world: World, step: int) -> None:
         """Say once how long a loss has held the run up."""
-        told = [loss for loss in self.crew.losses if loss.recovery_sec and not loss.is_told]
-        for loss in told:
-            loss.is_told = True
+        recovered = self.crew.newly_recovered()
+        for loss in recovered:
             say(world, f"step {step} is done, {loss.recovery_sec:.2f} s after the loss was noticed")
-        if told:
+        if recovered:
             self._write_summary()
 
     def _write_summary(self) -> None:
         self.summary["failures"] = self._failures()
         self.made.folder.write("summary.json", self.summary)
-
-
-def _lost_line(lost: list[RankInfo]) -> str:
-    names = ", ".join(f"{i.world_rank} ({i.host}, {i.device}, {i.kind})" for i in lost)
-    return f"rank {names} is lost" if len(lost) == 1 else f"ranks {names} are lost"
-
-
-def _result_line(result: Evaluation, trainer: Trainer) -> str:
-    return (
-        f"epoch {trainer.progress.epoch} done | step {trainer.progress.step} | "
-        f"held-out loss {result.loss:.4f} | held-out accuracy {result.accuracy:.4f}"
-    )
