@@ -204,10 +204,12 @@ class EmulatedHosts:
     def _remove(self) -> None:
         for number in self._numbers:
             self._kill_processes(number)
+            link = ("ip", "link", "del", self._link(number))
+            subprocess.run(link, capture_output=True, check=False)
         while self._servers:
             number, server = self._servers.popitem()
             server.wait()
-            _run("ip", "netns", "del", self._namespace(number))  # its link goes with it
+            _run("ip", "netns", "del", self._namespace(number))
         subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
 
 
