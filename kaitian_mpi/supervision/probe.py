@@ -21,6 +21,8 @@ from kaitian_mpi.supervision.hosts import Host
 _PARAMETERS = ("plm_ssh_agent", "plm_rsh_agent")  # the second one is Open MPI 4's
 _PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
 _POLL_SEC = 0.02
+_LEAST_PATIENCE_SEC = 2.0
+_TIMES_SLOWEST = 4
 _ANY_PORT = 9  # nothing is sent
 
 
@@ -54,21 +56,34 @@ def lost_hosts(agent: Sequence[str], hosts: Sequence[Host], seconds: float) -> f
     Args:
         agent: as `find_agent`.
         hosts: whom to ask.
-        seconds: how long an answer may take.
+        seconds: how long an answer may take. Once others have answered, four times as long as the
+            slowest of them is enough, if that is more than 2 s.
 
     Returns:
         Nothing where there is no agent: then mpirun has other ways, and nobody can be asked.
     """
     if shutil.which(agent[0]) is None:
         return frozenset()
-    ends_at = time.monotonic() + seconds
+    began = time.monotonic()
     asked = {host.name: _ask(probe_command(agent, host, seconds)) for host in hosts}
-    while time.monotonic() < ends_at and any(p.poll() is None for p in asked.values()):
+    waited = slowest = 0.0
+    waiting = set(asked)
+    while waiting and waited < min(seconds, _patience(slowest)):
         time.sleep(_POLL_SEC)
+        waited = time.monotonic() - began
+        for name in [name for name in waiting if asked[name].poll() is not None]:
+            waiting.remove(name)
+            if asked[name].returncode == 0:
+                slowest = waited
     lost = frozenset(name for name, process in asked.items() if process.poll() != 0)
     for process in asked.values():
         _end(process)
     return lost
+
+
+def _patience(slowest_sec: float) -> float:
+    """Return how many seconds to wait for those that have not answered, by those that have."""
+    return max(_LEAST_PATIENCE_SEC, _TIMES_SLOWEST * slowest_sec) if slowest_sec else math.inf
 
 
 def is_local(name: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+import sklearn.datasets
 import torch
 
 from kaitian_mpi.config import TrainConfig
@@ -46,8 +48,15 @@ def test_synthetic_data_can_be_learned() -> None:
     assert float((guesses == wanted).float().mean()) > 0.95
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    read = digits._read()
+    assert (read[:, :-1] == images).all()
+    assert (read[:, -1] == labels).all()
+
+
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         digits.load(0.2)
     assert str(caught.value) == (
@@ -98,6 +107,7 @@ def test_unknown_name() -> None:
 
 
 FACTORIES = """
+import sklearn.datasets
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 

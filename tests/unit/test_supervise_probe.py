@@ -1,0 +1,37 @@
+"""How long hosts are waited for that do not answer."""
+
+import time
+
+import pytest
+
+from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.probe import lost_hosts
+
+AGENT = """#!/bin/sh
+case $1 in dead) exec sleep 60 ;; slow) sleep 0.7 ;; refusing) exit 255 ;; esac
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Something in ssh's place: its hosts are named by how they answer."""
+    path = tmp_path / "agent"
+    path.write_text(AGENT)
+    path.chmod(0o755)
+    return [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("names", "seconds", "lost", "least", "most"),
+    [
+        ("live live2 refusing", 20, {"refusing"}, 0, 2),
+        ("live dead", 20, {"dead"}, 2, 10),
+        ("live slow dead", 20, {"dead"}, 2.8, 12),
+        ("live slow dead", 0.3, {"slow", "dead"}, 0.3, 2),
+        ("dead refusing", 3, {"dead", "refusing"}, 3, 6),
+    ],
+)
+def test_as_long_as_the_others_answers_make_likely(agent, names, seconds, lost, least, most):
+    began = time.monotonic()
+    assert lost_hosts(agent, [Host(name=name) for name in names.split()], seconds) == lost
+    assert least <= time.monotonic() - began < most
