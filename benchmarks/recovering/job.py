@@ -160,7 +160,8 @@ class Job:
         assert self._process.stdout is not None
         for text in self._process.stdout:
             with self._news:
-                self.lines.append(Line(time.perf_counter(), text.rstrip()))
+                # Open MPI ends its own messages with a NUL.
+                self.lines.append(Line(time.perf_counter(), text.replace("\0", "").rstrip()))
                 self._news.notify_all()
         with self._news:
             self._news.notify_all()
