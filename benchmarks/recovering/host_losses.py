@@ -15,7 +15,7 @@ from recovering.job import Job, Launch, Line
 
 _STARTING_SEC, _ENDING_SEC = 90.0, 120.0
 _EARLIEST_STEP, _LATEST_STEP, _STEPS = 8, 20, 25
-_GOES_ON = re.compile(r"goes on after step (\d+)")
+_STARTS_AGAIN = re.compile(r"kaitian-supervise: start 2 of 2")
 TARGET_SEC, TARGET_STEPS = 20.0, 10
 
 
@@ -73,10 +73,10 @@ def _try(launch: Launch, arguments: list[str], choice: random.Random, how: str) 
 
 
 def _judge(job: Job, host: int, how: str, at: float, code: int | None) -> Trial:
-    goes_on = next((line for line in job.lines if line.at > at and _GOES_ON.match(line.text)), None)
+    again = next((line for line in job.lines if _STARTS_AGAIN.match(line.text)), None)
     after: list[Line] = []
-    if goes_on is not None:
-        after = [line for line in job.lines if line.step and line.at > goes_on.at]
+    if again is not None:
+        after = [line for line in job.lines if line.step and line.at > again.at]
     last = max(line.step for line in job.lines if line.step and line not in after)
     first = after[0] if after else None
     new = next((line for line in after if line.step > last), None)

@@ -115,10 +115,14 @@ class Checkpointing:
         return step if self._writer.last_written == step else None
 
     def snapshot(self, world: World, state: TrainingState, memory: Callable[[], Memory]) -> None:
-        """Keep the state in this host's memory, every few steps. Not collective."""
+        """Keep the state in this host's memory, every few steps. Not collective.
+
+        After the first one as well: a job that starts again then needs no benchmark.
+        """
         hosts = [info.host for info in world.infos]
         speaks_for_host = hosts.index(world.info.host) == world.rank
-        due = state.progress.step % self._config.snapshot_every == 0
+        step = state.progress.step
+        due = step == 1 or step % self._config.snapshot_every == 0
         if self._snapshots is not None and due and speaks_for_host:
             self._submit(self._snapshots, state, memory(), [], None)
 
