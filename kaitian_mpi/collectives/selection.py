@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.collectives.process_group import KaitianProcessGroup
 
 _REPEATS = 5
+_ENOUGH_SEC = 2.0
 
 
 def choose_algorithm(
@@ -41,7 +43,7 @@ def choose_algorithm(
     # All algorithms in each round, so that a busy moment of the machine meets them all.
     seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
     buckets = [torch.zeros(size, device=device) for size in sizes]
-    for round_number in range(_REPEATS + 1):
+    for _ in _rounds(group):
         for name in ALGORITHMS:
             group.algorithm = name
             dist.barrier(group)
@@ -50,9 +52,8 @@ def choose_algorithm(
                 dist.all_reduce(bucket, group=group)
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize()
-            if round_number > 0:  # the first warms up
-                seconds[name].append(time.perf_counter() - start)
-    own = [statistics.median(seconds[name]) for name in ALGORITHMS]
+            seconds[name].append(time.perf_counter() - start)
+    own = [_typical(seconds[name]) for name in ALGORITHMS]
     slowest = [max(times) for times in zip(*gather_values(group.comms.world, own), strict=True)]
     measured = dict(zip(ALGORITHMS, slowest, strict=True))
     group.algorithm = min(measured, key=lambda name: measured[name])
@@ -66,12 +67,26 @@ def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) 
     """
     seconds = []
     tensor = torch.zeros(size, device=device)
-    for round_number in range(_REPEATS + 1):
+    for _ in _rounds(group):
         dist.barrier(group)
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
-        if round_number > 0:  # the first warms up
-            seconds.append(time.perf_counter() - start)
-    return max(gather_values(group.comms.world, statistics.median(seconds)))
+        seconds.append(time.perf_counter() - start)
+    return max(gather_values(group.comms.world, _typical(seconds)))
+
+
+def _rounds(group: KaitianProcessGroup) -> Iterator[None]:
+    """Go through the rounds of a measurement, fewer where they take long. Collective."""
+    began = time.perf_counter()
+    for _ in range(1 + _REPEATS):
+        yield
+        # The same on every rank, or some would wait for others in a further round.
+        if max(gather_values(group.comms.world, time.perf_counter() - began)) > _ENOUGH_SEC:
+            return
+
+
+def _typical(seconds: list[float]) -> float:
+    """Return the median of the rounds; the first warms up, and counts if it is the only one."""
+    return statistics.median(seconds[1:] or seconds)

@@ -1,0 +1,33 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.collectives import selection
+from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.mpi.exchange import gather_values
+
+pytestmark = pytest.mark.ranks(2)  # a single kind has nothing to choose
+
+
+@pytest.fixture(autouse=True)
+def group(world):
+    yield dist.group.WORLD
+    dist.group.WORLD.algorithm = "flat"
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_all_ranks_choose_alike_and_measure_less_where_it_takes_long(
+    world, group, monkeypatch, is_slow
+):
+    rounds = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: rounds.append(1) or all_reduce(*a, **k))
+    if is_slow and world.rank == 1:  # as one rank finds it
+        clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(rounds))
+        monkeypatch.setattr(selection, "time", clock)
+    measured = selection.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
+    assert set(measured) == set(ALGORITHMS)
+    assert len(set(gather_values(world.comm, (group.algorithm, len(rounds))))) == 1
+    assert len(rounds) == len(ALGORITHMS) * (1 if is_slow else 6)
