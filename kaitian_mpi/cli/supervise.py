@@ -126,6 +126,7 @@ def make_job(words: Sequence[str]) -> Job:
         snapshots=secrets.token_hex(8),
         emulate_kinds=config.emulate_kinds,
         emulate_slowdown=config.emulate_slowdown,
+        spares=config.spares,
     )
 
 

@@ -39,6 +39,7 @@ class Job:
     """Under which name hosts keep snapshots in memory from one start to the next."""
     emulate_kinds: str = ""
     emulate_slowdown: str = ""
+    spares: int = 0
 
     @property
     def ranks(self) -> int | None:
@@ -77,13 +78,13 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
         new_hostfile: where the hostfile without those hosts will be.
     """
     command, hostfile, ranks = job.command, "", job.ranks
-    emulated: list[str] = []
+    fitting: list[str] = []
     if lost:
         left = job.left(lost)
         ranks = fewer_ranks(job.ranks, left)
         command, hostfile = _without(job, lost, new_hostfile, ranks)
-        emulated = _emulated_without(job, lost, ranks)
-    own = [*emulated, f"--run-dir={job.run_dir}"]
+        fitting = _fitting_flags(job, lost, ranks)
+    own = [*fitting, f"--run-dir={job.run_dir}"]
     # A user's own --resume says where a job begins, not where it goes on after a failure.
     if trained or not _is_given("--resume", command.arguments):
         own += ["--resume=auto"]
@@ -105,8 +106,11 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
     return command, hostfile
 
 
-def _emulated_without(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
-    """Return the flags that are lists by world rank, as they suit the smaller job."""
+def _fitting_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
+    """Return the flags that go by ranks, as they suit the smaller job.
+
+    Spares take the places of the ranks that are lost, as far as there are any.
+    """
     if job.ranks is None or ranks is None:
         return []
     placed = place_by_slot(job.hosts, job.ranks)
@@ -116,6 +120,8 @@ def _emulated_without(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
         flags.append(f"--emulate-kinds={kinds_of(job.emulate_kinds, kept, job.ranks)}")
     if job.emulate_slowdown:
         flags.append(f"--emulate-slowdown={slowdowns_of(job.emulate_slowdown, kept)}")
+    if job.spares:
+        flags.append(f"--spares={max(0, job.spares - (job.ranks - ranks))}")
     return flags
 
 

@@ -210,6 +210,21 @@ def test_emulated_devices_of_lost_hosts_go(options, lost, flags):
     assert start.words[start.words.index("kaitian-train") + 1 :] == [*flags, *OWN.split()]
 
 
+@pytest.mark.parametrize(
+    ("options", "lost", "spares"),
+    [
+        ("-np 4", "", []),
+        ("-np 4", "b", ["--spares=1"]),
+        ("-np 4", "bc", ["--spares=0"]),
+        ("-np 4", "ac", ["--spares=0"]),
+    ],
+)
+def test_spares_take_the_places_of_lost_ranks(options, lost, spares):
+    job = make_job(f"mpirun {options} --hostfile hf kaitian-train --spares 2", spares=2)
+    words = plan_start(job, frozenset(lost), False, "new").words
+    assert [word for word in words if word.startswith("--spares=")] == spares
+
+
 @pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
 def test_the_users_own_beginning_holds_until_something_is_trained(given):
     job = make_job(f"mpirun -np 2 kaitian-train {given}")
