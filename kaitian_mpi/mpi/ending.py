@@ -55,25 +55,22 @@ def end_all(code: int) -> None:
     Whoever does not hear of it within 2 s, since it is stopped or in the middle of something that
     keeps Python's lock, is ended by the launcher.
     """
+    from mpi4py import MPI
+
     assert _comm is not None
     code = code & 255 or 1
     others = [rank for rank in range(_comm.size) if rank != _comm.rank]
-    told = [_comm.Issend([bytes([code]), _byte()], rank, _TAG) for rank in others]
+    # Synchronous: it is over when the other has heard.
+    unheard = [_comm.Issend([bytes([code]), MPI.BYTE], rank, _TAG) for rank in others]
     deadline = time.monotonic() + _ENDING_SEC
-    while told and time.monotonic() < deadline:
-        told = [request for request in told if not _is_over(request)]
+    while unheard and time.monotonic() < deadline:
+        unheard = [request for request in unheard if not _is_over(request)]
         time.sleep(_LOOKING_SEC / 10)
     # The launcher may take the first exit for the end of the job, and kill who has not heard yet.
     time.sleep(2 * _LOOKING_SEC)
-    if told:
+    if unheard:
         os.kill(os.getppid(), signal.SIGTERM)
     os._exit(code)
-
-
-def _byte() -> MPI.Datatype:
-    from mpi4py import MPI
-
-    return MPI.BYTE
 
 
 def _is_over(request: MPI.Request) -> bool:
