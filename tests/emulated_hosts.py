@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,9 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from processes import rank_of
+
 _SSHD = "/usr/sbin/sshd"
 _STARTING_SEC = 10.0
-_RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
 _SSH = "PRTE_MCA_plm_ssh_agent"  # what mpirun calls for ssh
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
 
@@ -118,12 +118,9 @@ class EmulatedHosts:
         """Return the processes of the ranks that live on any host, by world rank."""
         found: dict[int, int] = {}
         for pid in sorted(pid for number in self._numbers for pid in self._processes(number)):
-            try:
-                rank = _RANK.search(Path(f"/proc/{pid}/environ").read_bytes())
-            except OSError:
-                continue
-            if rank:
-                found.setdefault(int(rank[1]), pid)  # a rank's own children are younger
+            rank = rank_of(pid)
+            if rank is not None:
+                found.setdefault(rank, pid)  # a rank's own children are younger
         return found
 
     def kill(self, number: int) -> None:

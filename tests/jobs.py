@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -13,10 +14,11 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from emulated_hosts import EmulatedHosts
+from processes import parent_of, rank_of
 
 ENVIRONMENT = {
     **os.environ,
@@ -28,6 +30,7 @@ ENVIRONMENT = {
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 PLANTED = Path(__file__).parent / "e2e"
 LONGEST_SEC = 120
+EVEN = "--balance off --run-dir run --log-interval 0".split()
 
 
 @dataclass
@@ -78,6 +81,16 @@ def run_ranks(ranks: int, *command: str, cwd: Path, **env: str) -> Ended:
     return finish(start(*full, cwd=cwd, env=env), started_at)
 
 
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return `summary.json` of the run in a folder of jobs."""
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def steps_shown(ended: Ended) -> list[int]:
+    """Return the steps whose progress was shown, in that order."""
+    return [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
+
+
 class Job:
     """A job under mpirun whose lines are heard as they come; its ranks can be sent signals.
 
@@ -125,18 +138,9 @@ class Job:
 
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of the ranks that live, by world rank."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent != self.process.pid:
-                    continue
-                rank = re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", (folder / "environ").read_bytes())
-            except OSError:
-                continue
-            if rank:
-                found[int(rank[1])] = int(folder.name)
-        return found
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        own = {rank_of(pid): pid for pid in pids if parent_of(pid) == self.process.pid}
+        return {rank: pid for rank, pid in own.items() if rank is not None}
 
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to ranks, at once."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from recovering.figures import in_seconds, middle_and_worst, or_infinite
 from recovering.job import Job, Launch, Line
 
 _STARTING_SEC, _ENDING_SEC = 90.0, 120.0
@@ -94,12 +94,10 @@ def _judge(job: Job, host: int, how: str, at: float, code: int | None) -> Trial:
 
 
 def _row(trial: Trial) -> str:
-    def seconds(value: float | None) -> str:
-        return "never" if value is None else f"{value:.1f} s"
-
+    first, new = in_seconds(trial.to_first_step, 1), in_seconds(trial.to_step, 1)
     return (
-        f"{trial.host:5}  {trial.how:9} {seconds(trial.to_first_step):>16} "
-        f"{seconds(trial.to_step):>14} {trial.repeated!s:>15}  {trial.has_finished}"
+        f"{trial.host:5}  {trial.how:9} {first:>16} {new:>14} "
+        f"{trial.repeated!s:>15}  {trial.has_finished}"
     )
 
 
@@ -114,13 +112,9 @@ def _result(trials: list[Trial]) -> dict[str, Any]:
 
 
 def _figures(trials: list[Trial]) -> dict[str, Any]:
-    def known(values: list[float | None]) -> list[float]:
-        return [float("inf") if value is None else value for value in values]
-
-    first = known([trial.to_first_step for trial in trials])
     return {
         "trials": len(trials),
         "finished": sum(trial.has_finished for trial in trials),
-        "to_first_step_sec": [round(statistics.median(first), 2), round(max(first), 2)],
-        "most_repeated": max(known([trial.repeated for trial in trials])),
+        "to_first_step_sec": middle_and_worst(trial.to_first_step for trial in trials),
+        "most_repeated": max(or_infinite(trial.repeated for trial in trials)),
     }

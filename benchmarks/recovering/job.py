@@ -17,12 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from processes import parent_of, rank_of
+
 if TYPE_CHECKING:
     from emulated_hosts import EmulatedHosts
 
 _STEP = re.compile(r"epoch \d+/\d+ \| step (\d+)/\d+ \|")
 _LOSS = re.compile(r"step (\d+): ranks? .* lost; \d+")
-_RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
 _ENDING_SEC = 15.0
 
 
@@ -209,10 +210,11 @@ def _processes_of(rank: int, word: bytes) -> dict[int, int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             command = (path / "cmdline").read_bytes()
-            found = _RANK.search((path / "environ").read_bytes())
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if word in command and b"watchdog" not in command and found and int(found[1]) == rank:
-            parents[int(path.name)] = parent
+        pid = int(path.name)
+        parent = parent_of(pid)
+        is_meant = word in command and b"watchdog" not in command and rank_of(pid) == rank
+        if is_meant and parent is not None:
+            parents[pid] = parent
     return parents

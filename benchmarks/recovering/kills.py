@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recovering.figures import in_seconds, middle_and_worst
 from recovering.job import Job, Launch, Line, is_whole, kill, recovery_after
 
 _STARTING_SEC, _TRAINING_SEC = 90.0, 40.0
@@ -108,21 +109,14 @@ def _judge(job: Job, rank: int, at: float, code: int | None) -> Trial:
 
 
 def _row(trial: Trial) -> str:
-    def seconds(value: float | None) -> str:
-        return "never" if value is None else f"{value:.2f} s"
-
     return (
-        f"{trial.rank:13} {trial.after_step:11} {seconds(trial.normal_step):>12} "
-        f"{seconds(trial.to_regroup):>11} {seconds(trial.to_step):>17} "
+        f"{trial.rank:13} {trial.after_step:11} {in_seconds(trial.normal_step):>12} "
+        f"{in_seconds(trial.to_regroup):>11} {in_seconds(trial.to_step):>17} "
         f"{'' if trial.over is None else f'{trial.over:.2f}':>5}  {trial.is_whole}"
     )
 
 
 def _result(trials: list[Trial]) -> dict[str, Any]:
-    def middle_and_worst(values: list[float | None]) -> list[float]:
-        known = [float("inf") if value is None else value for value in values]
-        return [round(statistics.median(known), 3), round(max(known), 3)]
-
     return {
         "trials": len(trials),
         "recovered": sum(trial.has_recovered for trial in trials),

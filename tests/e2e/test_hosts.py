@@ -1,12 +1,10 @@
 """Jobs over several hosts, of which one goes: emulated by network namespaces, with real ssh."""
 
-import json
-import re
 import time
 
 import pytest
 from emulated_hosts import EmulatedHosts, why_not
-from jobs import PYTHON, SCRIPTS, HostsJob
+from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, steps_shown, summary_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"emulated hosts: {why_not()}")
 
@@ -15,7 +13,6 @@ RESTART_LIMIT_SEC = 60  # 20 s on a machine that has nothing else to do
 MOST_STEPS_REPEATED = 10
 
 TRAIN = f"{SCRIPTS}/kaitian-train --model planted:slow --global-batch-size 24".split()
-EVEN = "--balance off --run-dir run --log-interval 0".split()
 
 
 @pytest.fixture
@@ -24,10 +21,6 @@ def hosts(tmp_path):
     settings.mkdir()
     with EmulatedHosts(settings, [2, 1, 1]) as hosts:
         yield hosts
-
-
-def summary_of(folder):
-    return json.loads((folder / "run" / "summary.json").read_text())
 
 
 def test_the_only_rank_of_a_host_is_lost(hosts, tmp_path):
@@ -43,7 +36,7 @@ def test_the_only_rank_of_a_host_is_lost(hosts, tmp_path):
         ended = job.finish()
     assert ended.code == 0, ended.text
     assert recovery_sec < RECOVERY_LIMIT_SEC
-    shown = [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
+    shown = steps_shown(ended)
     assert shown == list(range(1, shown[-1] + 1))
     summary = summary_of(tmp_path)
     assert summary["finished"] is True

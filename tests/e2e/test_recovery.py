@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from jobs import Job, finish, run_ranks, start
+from jobs import EVEN, Job, finish, run_ranks, start, steps_shown, summary_of
 
 from kaitian_mpi.data import LoadAdaptiveSampler
 
@@ -21,20 +21,11 @@ STEPS_PER_EPOCH = 6
 RECOVERY_LIMIT_SEC = 10
 LIMIT_SEC = 5
 
-EVEN = "--balance off --run-dir run --log-interval 0".split()
 EXACT = "kaitian-train --model planted:exact --dataset planted:noted_digits --epochs 5".split()
 
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def summary_of(folder):
-    return json.loads((folder / "run" / "summary.json").read_text())
-
-
-def steps_shown(ended):
-    return [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
 
 
 def weights_in(folder):

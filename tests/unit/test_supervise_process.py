@@ -183,6 +183,7 @@ def test_mpirun_does_not_outlive_its_supervisor(place):
     process.kill()
     process.communicate(timeout=LONGEST_SEC)
     wait_for(place / "ended")
+    assert (place / "ended").exists()
 
 
 @pytest.mark.parametrize("ending", ["", "trap : TERM"], ids=["ends when asked", "has to be killed"])

@@ -1,0 +1,26 @@
+"""What Linux tells about the processes of a job."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
+
+
+def rank_of(pid: int) -> int | None:
+    """Return the world rank that a process is, or belongs to; None where there is none."""
+    try:
+        found = _RANK.search(Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:  # it has ended
+        return None
+    return int(found[1]) if found else None
+
+
+def parent_of(pid: int) -> int | None:
+    """Return a process's parent; None where it has ended."""
+    try:
+        # The program's name, in brackets, may hold anything.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
