@@ -9,10 +9,13 @@ from __future__ import annotations
 import types
 
 import torch
+from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-TYPE = "privateuseone"
+# torch 2.8 cannot register a device guard from Python, which `copy_` needs on `privateuseone`.
+# Of the device types that have a guard in every build, `lazy` is one that nothing else here uses.
+HAS_PYTHON_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+TYPE = "privateuseone" if HAS_PYTHON_DEVICES else "lazy"
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 copied_elements: list[int] = []
@@ -85,7 +88,10 @@ def install() -> None:
         module = types.ModuleType(TYPE)
         module.is_available = lambda: False  # lest torch.distributed.checkpoint ask for its streams
         module.current_device = lambda: 0
-        _setup_privateuseone_for_python_backend(backend_module=module)
+        if HAS_PYTHON_DEVICES:
+            backend_registration._setup_privateuseone_for_python_backend(backend_module=module)
+        else:
+            torch._register_device_module(TYPE, module)
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
