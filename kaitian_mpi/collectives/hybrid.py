@@ -68,21 +68,25 @@ def allreduce(
     """Leave the reduction over all ranks in `tensor`, in place. Collective over `comms.world`.
 
     Args:
-        algorithm: one of `ALGORITHMS`, the same on every rank.
+        algorithm: `leader` or `striped`, the same on every rank.
         comms: the world split by kind.
         group: what joins this rank's group for tensors on this device.
         tensor: flat and contiguous, of a type that can be reduced so.
-        op: how to reduce; not by the average.
+        op: how to reduce.
     """
-    if algorithm == "flat":
-        relay_in_chunks(tensor, lambda t: host_collectives.allreduce(comms.world, t, op))
-        return
+    total = op.undivided
     shares = split_evenly(tensor.numel(), 1 if algorithm == "leader" else comms.lanes)
-    group.reduce_shares(tensor, shares, op)
+    group.reduce_shares(tensor, shares, total)
     if comms.lane is not None and group.rank < len(shares):
         lane = comms.lane
+
+        def exchange(chunk: torch.Tensor) -> None:
+            host_collectives.allreduce_chunk(lane, chunk, total)
+            # Here, on the host: a device may divide with another last bit than its peers.
+            op.divide_average(chunk, comms.world.size)
+
         own = tensor.split(shares)[group.rank]
-        relay_in_chunks(own, lambda t: host_collectives.allreduce(lane, t, op))
+        relay_in_chunks(host_collectives.allreduce_chunks(lane, own), exchange)
     group.spread_shares(tensor, shares)
 
 

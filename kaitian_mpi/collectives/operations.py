@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kaitian_mpi.collectives.roll_call import RollCall
-from kaitian_mpi.collectives.staging import from_host, to_host
+from kaitian_mpi.collectives.staging import contiguous, from_host, relay_in_chunks, to_host
 from kaitian_mpi.mpi import direct, host_collectives, nonblocking
 
 if TYPE_CHECKING:
@@ -40,14 +40,19 @@ class HostOperations:
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Leave the reduction in `tensor` on every rank."""
-        host = to_host(tensor)
-        if nonblocking.is_short_sum(host):
+        if nonblocking.is_short_sum(tensor):
+            host = to_host(tensor)
             self._complete(nonblocking.allreduce(self._comm, host, op), host)
             op.divide_average(host, self._comm.size)
-        else:
-            self._arrive()
-            host_collectives.allreduce(self._comm, host, op)
-        from_host(host, tensor)
+            from_host(host, tensor)
+            return
+        self._arrive()
+        lent = contiguous(tensor)
+        chunks = host_collectives.allreduce_chunks(self._comm, lent.view(-1))
+        relay_in_chunks(
+            chunks, lambda chunk: host_collectives.allreduce_chunk(self._comm, chunk, op)
+        )
+        from_host(lent, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""

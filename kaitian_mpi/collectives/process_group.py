@@ -26,7 +26,7 @@ from kaitian_mpi.collectives.dispatch import Dispatcher
 from kaitian_mpi.collectives.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.collectives.operations import HostOperations
 from kaitian_mpi.collectives.point_to_point import Mailbox
-from kaitian_mpi.collectives.staging import from_host, to_host
+from kaitian_mpi.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction, reduction
 from kaitian_mpi.mpi.fault_tolerance import is_revoked
@@ -301,14 +301,13 @@ class KaitianProcessGroup(dist.ProcessGroup):
 
     def _allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         algorithm = "flat" if self.single_kind else self.algorithm
-        vendor = None if tensor.is_cpu else self._dispatcher.vendor(tensor.device)
-        # Without a vendor's library a group works in host memory, on its ranks' copies.
-        if vendor is None and algorithm == "flat":
+        if algorithm == "flat":
             self._host.allreduce(tensor, op)
             return
         self._arrive()
-        lent = tensor.contiguous() if vendor is not None else to_host(tensor)
+        # Without a vendor's library a group works in host memory, on its ranks' copies.
+        vendor = None if tensor.is_cpu else self._dispatcher.vendor(tensor.device)
+        lent = contiguous(tensor) if vendor is not None else to_host(tensor)
         group = vendor or self._host_group
-        hybrid.allreduce(algorithm, self.comms, group, lent.view(-1), op.undivided)
-        op.divide_average(lent, self._size)
+        hybrid.allreduce(algorithm, self.comms, group, lent.view(-1), op)
         from_host(lent, tensor)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-# Long enough that a copy's fixed cost does not show, short enough that three of them overlap.
-_CHUNK_BYTES = 4 << 20
-_BUFFERS = 3
+_BUFFERS = 3  # of a relay: one is fetched, one exchanged, one copied back
 
 
 Streams = AbstractContextManager[None]
@@ -42,6 +40,11 @@ def _on_side_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
         yield
 
 
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` if it is contiguous, else a contiguous copy, where it is; detached."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
 def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
     """Return a contiguous copy of `tensor` in host memory; for a contiguous host tensor, itself.
 
@@ -49,7 +52,7 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
         tensor: on any device.
         read: whether the tensor's values are needed in the copy.
     """
-    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if _is_plain(tensor) and tensor.is_cpu:
         return tensor.detach() if tensor.requires_grad else tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
     if read:
@@ -58,38 +61,51 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
 
 
 def from_host(host: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bring the values of what `to_host` returned back to its tensor."""
-    if host is tensor or (tensor.is_cpu and host.data_ptr() == tensor.data_ptr()):
+    """Bring the values of what `to_host` or `contiguous` returned back to its tensor."""
+    if host.device == tensor.device and _is_plain(tensor):
         return
     tensor.detach().copy_(host)
 
 
-def relay_in_chunks(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], None]) -> None:
-    """Apply `exchange` in place to the host copy of a flat tensor, piece by piece.
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its values, one after the other."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
-    On an accelerator with streams, the copy to the host of the next pieces, the exchange of this
+
+def relay_in_chunks(
+    chunks: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], None]
+) -> None:
+    """Apply `exchange` in place to a host copy of each chunk, in order; to a host tensor itself.
+
+    On an accelerator with streams, the copy to the host of the next chunks, the exchange of this
     one and the copy back of the last ones go on at the same time.
+
+    Args:
+        chunks: flat contiguous tensors on one device, none longer than the first. Where `exchange`
+            is collective, every rank must cut its tensor alike, wherever that is.
+        exchange: takes a contiguous host tensor.
     """
-    if tensor.device.type == "cpu":
-        exchange(tensor)
+    device = chunks[0].device
+    if device.type == "cpu":
+        for chunk in chunks:
+            exchange(chunk)
         return
-    pieces = tensor.split(max(1, _CHUNK_BYTES // tensor.element_size()))
     buffers = [
-        torch.empty_like(pieces[0], device="cpu", pin_memory=_can_pin(tensor.device))
-        for _ in range(min(_BUFFERS, len(pieces)))
+        torch.empty_like(chunks[0], device="cpu", pin_memory=_can_pin(device))
+        for _ in range(min(_BUFFERS, len(chunks)))
     ]
     events: list[Callable[[], None]] = [_nothing] * len(buffers)
 
     def fetch(index: int) -> None:
         slot = index % len(buffers)
-        buffers[slot][: pieces[index].numel()].copy_(pieces[index], non_blocking=True)
-        events[slot] = _mark(tensor.device)
+        buffers[slot][: chunks[index].numel()].copy_(chunks[index], non_blocking=True)
+        events[slot] = _mark(device)
 
-    for index in range(min(len(buffers) - 1, len(pieces))):
+    for index in range(min(len(buffers) - 1, len(chunks))):
         fetch(index)
-    for index, piece in enumerate(pieces):
+    for index, chunk in enumerate(chunks):
         ahead = index + len(buffers) - 1
-        if len(buffers) > 1 and ahead < len(pieces):
+        if len(buffers) > 1 and ahead < len(chunks):
             fetch(ahead)  # into the buffer whose copy back the stream has in its order before this
         elif len(buffers) == 1:
             fetch(index)
@@ -97,10 +113,10 @@ def relay_in_chunks(tensor: torch.Tensor, exchange: Callable[[torch.Tensor], Non
         # The host must wait for the event itself: a stream that waits lets the host go on and
         # reduce stale data (pytorch/pytorch#170239).
         events[slot]()
-        host = buffers[slot][: piece.numel()]
+        host = buffers[slot][: chunk.numel()]
         exchange(host)
-        piece.copy_(host, non_blocking=True)
-    _mark(tensor.device)()
+        chunk.copy_(host, non_blocking=True)
+    _mark(device)()
 
 
 def _mark(device: torch.device) -> Callable[[], None]:

@@ -65,7 +65,7 @@ def reduce_scatter(
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
     """Leave the reduction over all ranks in flat `tensor` on every rank; bit-identical."""
-    step = _piece_elements(comm, tensor) * comm.size
+    step = round_elements(comm, tensor)
     for start in range(0, tensor.numel(), step):
         piece = tensor[start : start + step]
         share = -(-piece.numel() // comm.size)
@@ -73,6 +73,11 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
         own = parts[comm.rank]
         reduce_scatter(comm, own, parts, op)
         exchange(comm, [own] * comm.size, parts)
+
+
+def round_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
+    """Return how many elements of a tensor like this `allreduce` takes in one round."""
+    return _piece_elements(comm, tensor) * comm.size
 
 
 def _reduce_parts(

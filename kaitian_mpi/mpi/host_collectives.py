@@ -30,17 +30,32 @@ _DIRECT_BYTES = 512 << 10
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None:
     """Leave the reduction over all ranks in `tensor` on every rank."""
+    for chunk in allreduce_chunks(comm, tensor.view(-1)):
+        allreduce_chunk(comm, chunk, op)
+
+
+def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut a flat tensor, on any device, into the chunks that are reduced one after the other.
+
+    The cut follows from the tensor's length and type and the number of ranks alone, because other
+    ranks may have theirs on another device.
+    """
+    if tensor.dtype in SIXTEEN_BIT:
+        return tensor.split(direct.round_elements(comm, tensor))
+    if tensor.nbytes <= _LONG_BYTES:
+        return (tensor,)
+    return tensor.split(_PIECE_BYTES // tensor.element_size())
+
+
+def allreduce_chunk(comm: MPI.Comm, chunk: torch.Tensor, op: Reduction) -> None:
+    """Leave the reduction over all ranks in one of `allreduce_chunks`, which is on the host."""
     if comm.size == 1:
         return
-    if tensor.dtype in SIXTEEN_BIT:
-        direct.allreduce(comm, tensor.view(-1), op)
+    if chunk.dtype in SIXTEEN_BIT:
+        direct.allreduce(comm, chunk, op)
         return
-    if tensor.nbytes <= _LONG_BYTES:
-        comm.Allreduce(MPI.IN_PLACE, typed(tensor), op.mpi_op)
-    else:
-        for piece in tensor.view(-1).split(_PIECE_BYTES // tensor.element_size()):
-            comm.Allreduce(MPI.IN_PLACE, typed(piece), op.mpi_op)
-    op.divide_average(tensor, comm.size)
+    comm.Allreduce(MPI.IN_PLACE, typed(chunk), op.mpi_op)
+    op.divide_average(chunk, comm.size)
 
 
 def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:

@@ -4,7 +4,7 @@ import fake_accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from fake_accelerator import on_device, to_host
+from fake_accelerator import on_device, to_host, values
 
 from kaitian_mpi.collectives import staging
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
@@ -63,16 +63,17 @@ def test_broadcast_and_gather(world):
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 7])
-def test_the_relay_cuts_a_tensor_in_pieces_and_puts_every_one_back(monkeypatch, pieces):
-    monkeypatch.setattr(staging, "_CHUNK_BYTES", 400)
+@pytest.mark.parametrize("place", [on_device, torch.Tensor.clone], ids=["accelerator", "host"])
+def test_the_relay_exchanges_every_chunk_and_puts_it_back(pieces, place):
     length = 100 * pieces - 1
-    tensor = on_device(torch.arange(length, dtype=torch.float32))
+    tensor = place(torch.arange(length, dtype=torch.float32))
     sizes = []
 
     def exchange(host: torch.Tensor) -> None:
+        assert host.is_cpu
         sizes.append(host.numel())
         host.mul_(2)
 
-    staging.relay_in_chunks(tensor, exchange)
-    assert torch.equal(to_host(tensor), torch.arange(length, dtype=torch.float32) * 2)
+    staging.relay_in_chunks(tensor.split(100), exchange)
+    assert torch.equal(values(tensor), torch.arange(length, dtype=torch.float32) * 2)
     assert sizes == [100] * (pieces - 1) + [99]
