@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
@@ -53,6 +54,9 @@ def prepare(config: TrainConfig, world: World, run_folder: Path) -> Ingredients:
 def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
     """Load the data and build the model, the same on every rank. Collective.
 
+    The initial weights are those of rank 0, since not every model draws them from torch's seeded
+    generator.
+
     Raises:
         AgreedError: a rank cannot, or the ranks' data or models differ.
     """
@@ -69,9 +73,21 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
     length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
     check_same(world.comm, "the data set", length, "give every host the same files")
     check_same(world.comm, "the model", describe_model(model), "give every host the same code")
+    broadcast_model(model)
     # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
     return Ingredients(data, model, NoFolder(), slowdowns)
+
+
+@torch.no_grad()
+def broadcast_model(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, also those no checkpoint holds. Collective.
+
+    Args:
+        model: of the same layout on every rank, wherever it is.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor, src=0)
 
 
 def describe_model(model: nn.Module) -> str:

@@ -1,0 +1,60 @@
+"""What the ranks make by themselves, before training, is made the same on all of them."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from kaitian_mpi import data_parallel
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.training.preparation import prepare_without_folder
+
+
+class Unseeded(nn.Module):
+    """Initialised by numpy, whose seed is another on each rank."""
+
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layer = nn.Linear(4, num_classes)
+        self.norm = nn.BatchNorm1d(num_classes)
+        self.factor = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+        self.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("salt", torch.ones(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(64, dtype=torch.bool), persistent=False)
+        self.register_buffer("window", torch.ones(6, 2)[:, 0])  # strided
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.copy_(torch.from_numpy(np.asarray(np.random.randn(*tensor.shape) > 0)))
+            self.layer.weight.copy_(torch.from_numpy(np.random.randn(num_classes, 4)))
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+def values_of(model):
+    """Return all of a model's numbers as plain values."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [torch.view_as_real(t).tolist() if t.is_complex() else t.tolist() for t in tensors]
+
+
+def test_every_rank_begins_with_rank_0s_weights_and_buffers(world, monkeypatch):
+    made = []
+
+    def build(spec, num_classes):
+        np.random.seed(world.rank)
+        made.append(values_of(model := Unseeded(num_classes)))
+        return model
+
+    monkeypatch.setattr("kaitian_mpi.training.preparation.build_model", build)
+    config = TrainConfig(model="test:unseeded", dataset="synthetic")
+    found = values_of(prepare_without_folder(config, world).model)
+    first = gather_values(world.comm, made[0])[0]
+    assert (found == made[0]) == (world.rank == 0)
+    assert found == first
+
+
+def test_data_parallel_begins_with_rank_0s_too(world):
+    np.random.seed(world.rank)
+    model = Unseeded()
+    first = gather_values(world.comm, values_of(model))[0]
+    assert values_of(data_parallel(model).module) == first
