@@ -36,8 +36,8 @@ def data_parallel(
     accumulate gradients over micro-batches under `no_sync()`, cut a rank's samples in equal
     micro-batches and divide the loss of each by their number; ranks may differ in both.
 
-    Training begins with the parameters and buffers of the group's rank 0, whatever each rank has made by
-    itself; as in stock DDP, `broadcast_buffers=False` leaves the buffers to the ranks.
+    Training begins with the parameters and buffers of the group's rank 0, whatever each rank has
+    made by itself; as in stock DDP, `broadcast_buffers=False` leaves the buffers to the ranks.
 
     Collective, as DDP is; so are each forward that synchronises, and its backward.
 
