@@ -9,9 +9,24 @@ class UserError(Exception):
     The text says what was found, what was needed and what to do.
     """
 
+    exit_code = 2
+
 
 class AgreedError(UserError):
     """A `UserError` that every rank raises at the same point, so that rank 0 speaks for all."""
+
+    def __init__(self, text: str, exit_code: int = UserError.exit_code) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class StorageError(UserError):
+    """What a run needs to keep cannot be written, such as on a full disk; exit code 74.
+
+    `kaitian-supervise` knows by the code that starting again would not help.
+    """
+
+    exit_code = 74  # EX_IOERR of sysexits.h
 
 
 class UnsupportedError(RuntimeError):

@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 def faults_agreed(comm: MPI.Comm) -> Iterator[None]:
     """Turn any rank's `UserError` inside the block into the same `AgreedError` on every rank.
 
+    Its exit code is the highest of those of the ranks' errors.
+
     Collective: every rank must enter and leave. Inside the block nothing may be collective, since
     a rank with a fault leaves it early.
     """
-    fault = ""
+    fault, code = "", 0
     try:
         yield
     except UserError as error:
-        fault = str(error)
-    faults = gather_values(comm, fault)
+        fault, code = str(error), error.exit_code
+    told = gather_values(comm, (fault, code))
+    faults = [text for text, _ in told]
     if any(faults):
-        raise AgreedError(describe_faults(faults))
+        raise AgreedError(describe_faults(faults), max(code for _, code in told))
 
 
 def describe_faults(faults: list[str]) -> str:

@@ -37,9 +37,10 @@ _on_request: Callable[[], None] | None = None
 def abort_guard(program: str) -> Iterator[None]:
     """End the whole job, with a reason, when this rank cannot go on.
 
-    A `UserError` prints one line and ends with code 2; any other exception prints its traceback,
-    each line labelled `[rank@host]`, and ends with code 1; `sys.exit(n)` inside the block ends with
-    code n, and even `sys.exit(0)` ends the job, because the other ranks would wait for this one.
+    A `UserError` prints one line and ends with its exit code, 2 as a rule; any other exception
+    prints its traceback, each line labelled `[rank@host]`, and ends with code 1; `sys.exit(n)`
+    inside the block ends with code n, and even `sys.exit(0)` ends the job, because the other ranks
+    would wait for this one.
     """
     report_signals(program)
     die_with_launcher()
@@ -132,8 +133,8 @@ def _end_after_user_error(program: str, error: UserError) -> None:
     if rank == 0 or not isinstance(error, AgreedError):
         say(f"{program}: error: {error}")
     if started and not isinstance(error, AgreedError):
-        end_job(2)
-    sys.exit(2)
+        end_job(error.exit_code)
+    sys.exit(error.exit_code)
 
 
 def _mpi_is_running() -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import socket
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +11,49 @@ from typing import Any
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_bytes
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.checkpoint_files import CheckpointFiles
+from kaitian_mpi.snapshot_folder import (
+    is_private,
+    make_private,
+    remove_private,
+    snapshot_folder,
+    snapshots_name,
+)
+from kaitian_mpi.training.checkpoint_files import Checkpoint, CheckpointFiles
 from kaitian_mpi.training.checkpoint_writer import BackgroundWriter, copy_to_host
 from kaitian_mpi.training.memory_of_run import Memory
 from kaitian_mpi.training.report import say_here
 from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
 
-_SNAPSHOTS = Path("/dev/shm")  # noqa: S108  # the host's memory: the name holds a random word
+
+class SnapshotFiles(CheckpointFiles):
+    """The snapshots of one job on this host, in its memory; only this user can reach them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touch nothing."""
+        super().__init__(folder, keep=1)
+
+    def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
+        """Write a snapshot, as `CheckpointFiles.write`.
+
+        Raises:
+            UserError: the folder is not this user's alone.
+        """
+        make_private(self.folder)
+        return super().write(state, about)
+
+    def newest_good(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """Return the newest snapshot that is whole, as `CheckpointFiles.newest_good`.
+
+        Raises:
+            UserError: the folder is not this user's alone.
+        """
+        return super().newest_good(say) if is_private(self.folder) else None
 
 
-def snapshot_files(name: str) -> CheckpointFiles:
-    """Return this host's snapshots of a job, in its memory."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    return CheckpointFiles(_SNAPSHOTS / f"kaitian-{name}-{host}", keep=1)
+def snapshot_files(config: TrainConfig) -> SnapshotFiles | None:
+    """Return this host's snapshots of a job; None where it keeps none."""
+    name = snapshots_name(config.snapshots, os.environ)
+    return SnapshotFiles(snapshot_folder(name)) if name else None
 
 
 class Checkpointing:
@@ -45,11 +73,8 @@ class Checkpointing:
         self._config = config
         files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
         self._writer = BackgroundWriter(files, say_here)
-        self._snapshots = (
-            BackgroundWriter(snapshot_files(config.snapshots), say_here)
-            if config.snapshots
-            else None
-        )
+        self._snapshot_files = snapshots = snapshot_files(config)
+        self._snapshots = BackgroundWriter(snapshots, say_here) if snapshots is not None else None
         self._saved_step = -1
         self.begin()
 
@@ -129,9 +154,9 @@ class Checkpointing:
     def close(self) -> None:
         """Wait until what was saved is on disk. The run is done: its snapshots go."""
         self._writer.close()
-        if self._snapshots is not None:
+        if self._snapshots is not None and self._snapshot_files is not None:
             self._snapshots.close()
-            shutil.rmtree(snapshot_files(self._config.snapshots).folder, ignore_errors=True)
+            remove_private(self._snapshot_files.folder)
 
     @staticmethod
     def _submit(

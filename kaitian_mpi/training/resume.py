@@ -151,6 +151,7 @@ def _on_disk(config: TrainConfig, run_folder: Path) -> Checkpoint | None:
 def _in_memory(config: TrainConfig, world: World) -> Checkpoint | None:
     """Return this host's snapshot, on the host's first rank."""
     hosts = [info.host for info in world.infos]
-    if not config.snapshots or hosts.index(world.info.host) != world.rank:
+    snapshots = snapshot_files(config)
+    if snapshots is None or hosts.index(world.info.host) != world.rank:
         return None
-    return snapshot_files(config.snapshots).newest_good(say_here)
+    return snapshots.newest_good(say_here)

@@ -19,6 +19,7 @@ FLOORS = {
     "config": 0,
     "errors": -1,  # under everything
     "factory": 0,
+    "snapshot_folder": 0,
 }
 
 
@@ -55,7 +56,14 @@ def imported_packages(path: Path) -> set[str]:
 
 
 def test_the_lowest_floors_know_neither_torch_nor_mpi():
-    for place in ("balance", "supervision", "config.py", "errors.py", "factory.py"):
+    for place in (
+        "balance",
+        "supervision",
+        "config.py",
+        "errors.py",
+        "factory.py",
+        "snapshot_folder.py",
+    ):
         paths = [ROOT / place] if place.endswith(".py") else list((ROOT / place).rglob("*.py"))
         for path in paths:
             assert not imported_packages(path) & {"torch", "mpi4py"}, path

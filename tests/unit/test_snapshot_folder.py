@@ -1,0 +1,107 @@
+"""Snapshots in /dev/shm are this user's alone: what another may have put there is not read."""
+
+import os
+import stat
+
+import pytest
+import torch
+
+from kaitian_mpi import snapshot_folder
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.snapshot_folder import VARIABLE, is_private, make_private, remove_private
+from kaitian_mpi.training.checkpoint import snapshot_files
+from kaitian_mpi.training.checkpoint_files import CheckpointFiles
+
+STATE = {"weight": torch.full((2,), 666.0)}
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A place that is shared with others, as /dev/shm is."""
+    monkeypatch.setattr(snapshot_folder, "MEMORY", tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+def files_of(name="job"):
+    return snapshot_files(TrainConfig(snapshots=name))
+
+
+def planted(folder, mode):
+    """Put a good snapshot where the job will look, as anybody could."""
+    folder.mkdir()
+    CheckpointFiles(folder, keep=1).write(STATE, {"step": 60})
+    folder.chmod(mode)
+
+
+def test_snapshots_are_written_where_only_this_user_can_enter(memory):
+    before = os.umask(0)
+    try:
+        files_of().write(STATE, {"step": 1})
+    finally:
+        os.umask(before)
+    found = files_of().folder.lstat()
+    assert stat.S_IMODE(found.st_mode) == 0o700
+    assert found.st_uid == os.geteuid()
+    files_of().write(STATE, {"step": 2})
+    assert files_of().newest_good(print).step == 2
+    remove_private(files_of().folder)
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o755])
+def test_a_folder_that_others_can_enter_is_refused(memory, mode):
+    files = files_of()
+    planted(files.folder, mode)
+    with pytest.raises(UserError, match=f"found a folder of mode {mode:o}, needed one that only"):
+        files.newest_good(print)
+    with pytest.raises(UserError, match="nothing is read from it"):
+        files.write(STATE, {"step": 61})
+    remove_private(files.folder)
+    assert files.folder.exists()  # it is not ours to remove
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(memory):
+    files = files_of()
+    planted(files.folder, 0o700)
+    os.chown(files.folder, 65534, 65534)
+    with pytest.raises(UserError, match=r"found a folder of another user \(uid 65534\)"):
+        files.newest_good(print)
+
+
+def test_a_link_to_a_good_folder_is_refused(memory):
+    files = files_of()
+    planted(memory / "elsewhere", 0o700)
+    files.folder.symlink_to(memory / "elsewhere")
+    with pytest.raises(UserError, match="found something that is no folder"):
+        files.newest_good(print)
+    with pytest.raises(UserError, match="found something that is no folder"):
+        files.write(STATE, {"step": 61})
+    remove_private(files.folder)
+    assert len(list((memory / "elsewhere").iterdir())) == 2
+
+
+def test_somebody_who_is_quicker_is_noticed(memory, monkeypatch):
+    """The folder appears between the look and the making."""
+    folder = memory / "kaitian-job-host"
+    looks = iter([False])
+    monkeypatch.setattr(
+        snapshot_folder, "is_private", lambda path: next(looks, None) or is_private(path)
+    )
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(UserError, match="mode 777"):
+        make_private(folder)
+
+
+def test_the_name_comes_by_the_environment_too(memory, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "secret")
+    assert "kaitian-secret-" in str(files_of("").folder)
+    assert "kaitian-given-" in str(files_of("given").folder)
+    monkeypatch.setenv(VARIABLE, "../../etc")
+    with pytest.raises(UserError, match="needed a name of letters and digits"):
+        files_of("")
+    monkeypatch.delenv(VARIABLE)
+    assert files_of("") is None
