@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 
 from kaitian_mpi.errors import AgreedError, UserError
@@ -17,6 +18,7 @@ from kaitian_mpi.mpi.world import World, current_world
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from kaitian_mpi.collectives.dispatch import OwnDevice
     from kaitian_mpi.collectives.process_group import KaitianProcessGroup
 
 
@@ -32,9 +34,19 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     # The import would start MPI, and its settings must be made before.
     from kaitian_mpi.collectives.process_group import KaitianProcessGroup
 
-    kinds = [world.kinds[rank] for rank in positions(comm, world.comm)]
-    comms = split_by_kind(comm, kinds)
-    return KaitianProcessGroup(options.store, comms, str(options.group_id), options.timeout)
+    places = positions(comm, world.comm)
+    comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
+    own = _own_device(world, [places[rank] for rank in comms.own.ranks])
+    return KaitianProcessGroup(options.store, comms, own, str(options.group_id), options.timeout)
+
+
+def _own_device(world: World, group: list[int]) -> OwnDevice:
+    """Return this rank's device; `group` are the ranks of its kind, or of its emulated label."""
+    from kaitian_mpi.collectives.dispatch import OwnDevice
+
+    alike = len({torch.device(world.infos[rank].device).type for rank in group}) == 1
+    has_vendor = alike and world.device_kind.vendor_backend is not None
+    return OwnDevice(world.device, world.device_kind, has_vendor)
 
 
 def _default(options: Any) -> tuple[World, MPI.Intracomm]:

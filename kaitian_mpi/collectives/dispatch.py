@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,26 +15,47 @@ from kaitian_mpi.collectives import BACKEND
 from kaitian_mpi.collectives.agreement_check import AgreementCheck
 from kaitian_mpi.collectives.arguments import check_dense
 from kaitian_mpi.collectives.roll_call import RollCall
+from kaitian_mpi.collectives.staging import SideStreams
 from kaitian_mpi.collectives.vendor import VendorGroup
 from kaitian_mpi.collectives.worker import Calls, Method, Queued, Worker
-from kaitian_mpi.devices import KINDS, device_of_kind
+from kaitian_mpi.devices import Device
+from kaitian_mpi.mpi.datatypes import reduction
 from kaitian_mpi.mpi.topology import GroupComms
 
 Tensors = list[torch.Tensor]
 
 
-class Dispatcher:
-    """Carries out the operations of one process group, in the order they are given."""
+@dataclass(frozen=True)
+class OwnDevice:
+    """This rank's device."""
 
-    def __init__(self, comms: GroupComms, store: dist.Store, name: str, timeout: timedelta) -> None:
+    device: torch.device
+    kind: Device
+    """What there is to know about it."""
+    has_vendor: bool
+    """Whether the vendor's library can join the ranks of this rank's group."""
+
+
+class Dispatcher:
+    """Carries out the operations of one process group, in the order they are given.
+
+    Which way an operation takes follows from the group's ranks, the operation and the tensors'
+    type alone: other ranks may have their tensors on another device.
+    """
+
+    def __init__(
+        self, comms: GroupComms, own: OwnDevice, store: dist.Store, name: str, timeout: timedelta
+    ) -> None:
         """Prepare; the vendor's library and the thread start when they are first needed."""
         self.roll_call = RollCall(comms.world, store, timeout)
         self._comms = comms
+        self._own = own
         self._store = store
         self._timeout = timeout
         self._is_single_kind = len(comms.groups) == 1
-        self._vendors: dict[str, VendorGroup | None] = {"cpu": None}
-        self._worker = Worker(f"{BACKEND}-{name}")
+        self._vendor: VendorGroup | None = None
+        self._streams = SideStreams(own.device if own.has_vendor else None)
+        self._worker = Worker(f"{BACKEND}-{name}", self._streams)
         detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self._check = AgreementCheck(comms.world, self.roll_call.arrive) if detailed else None
 
@@ -56,63 +79,95 @@ class Dispatcher:
         result: Tensors,
         given: tuple[Any, ...],
         details: Any = None,
+        op: Any = None,
     ) -> Work:
         """Carry out an operation.
 
         Args:
             name: as gloo calls it in profiles, such as `all_reduce`.
             method: what does it through host memory.
-            calls: the arguments of each call of `method`.
-            result: the dense tensors it writes.
-            given: the name and the arguments of the vendor's method that does the same, where all
-                ranks are of the kind that `result` is on. The last are torch's options; with
-                `asyncOp` false the caller will wait for it anyway.
+            calls: the arguments of each call of `method`; where there is an `op`, of all but the
+                last, which is how to reduce the first.
+            result: the dense tensors it writes; empty for what no vendor's library does.
+            given: the name and the arguments of the vendor's method that does the same. The last
+                are torch's options; with `asyncOp` false the caller will wait for it anyway.
             details: what ranks may not differ in besides the tensors' types and shapes.
+            op: how to reduce, as torch has it; None where nothing is reduced.
 
         Raises:
-            UnsupportedError: a tensor is not dense.
+            UnsupportedError: a tensor is not dense, or cannot be reduced so.
             CollectiveError: it failed in the caller's thread.
         """
         for tensor in result:
             check_dense(tensor, name)
-        if self._is_single_kind and result and not result[0].is_cpu:
-            vendor = self.vendor(result[0].device)
-            if vendor is not None:
-                method, calls = vendor.call, (given,)
-        if self._check is not None:
-            method, calls = self._check.before(method, calls, name, result, details), ((),)
-        in_background = given[-1].asyncOp
-        if torch.autograd._profiler_enabled():
-            return self._run_profiled(name, method, calls, result, in_background)
-        return self._worker.run(name, method, calls, result, in_background)
+        vendor = None
+        if self._is_single_kind and result:
+            vendor = self.vendor_for([tensor.dtype for tensor in result], op)
+        if vendor is None and op is not None:
+            calls = [(*call, reduction(call[0].dtype, op)) for call in calls]
+        if not torch.autograd._profiler_enabled():
+            return self._run(name, vendor, method, calls, result, given, details)
+        record = torch.autograd.profiler.record_function(f"{BACKEND}:{name}")
+        with record:
+            work = self._run(name, vendor, method, calls, result, given, details)
+            if isinstance(work, Queued):
+                work.end_with(record)
+        return work
 
-    def vendor(self, device: torch.device) -> VendorGroup | None:
-        """Return the vendor's group for tensors on this device; None where MPI does it."""
-        if device.type not in self._vendors:
-            self._vendors[device.type] = self._join_vendor(device.type)
-        return self._vendors[device.type]
+    def vendor_for(self, dtypes: Iterable[torch.dtype], op: Any = None) -> VendorGroup | None:
+        """Return what joins the ranks of this rank's kind; None where that is MPI.
+
+        Args:
+            dtypes: the types of what is to be reduced, or moved.
+            op: how to reduce, as torch has it; None where nothing is reduced.
+        """
+        if not self._own.has_vendor:
+            return None
+        named = None if op is None else getattr(op, "op", op).name
+        if not all(self._own.kind.vendor_takes(dtype, named) for dtype in dtypes):
+            return None
+        if self._vendor is None:
+            group = self._comms.group
+            store = dist.PrefixStore(f"vendor/{self._comms.own.kind}", self._store)
+            self._vendor = VendorGroup(
+                self._own.kind, self._own.device, store, group.rank, group.size, self._timeout
+            )
+        return self._vendor
 
     def close(self) -> None:
         """Finish what is queued, end the thread and the vendor's library. Collective."""
         self._worker.close()
-        for vendor in self._vendors.values():
-            if vendor is not None:
-                vendor.close()
+        if self._vendor is not None:
+            self._vendor.close()
 
-    def _join_vendor(self, kind: str) -> VendorGroup | None:
-        backend = device_of_kind(kind).vendor_backend if kind in KINDS else None
-        if backend is None:
-            return None
-        group = self._comms.group
-        store = dist.PrefixStore(f"vendor/{self._comms.own.kind}", self._store)
-        return VendorGroup(backend, store, group.rank, group.size, self._timeout)
-
-    def _run_profiled(
-        self, name: str, method: Method, calls: Calls, result: Tensors, in_background: bool
+    def _run(
+        self,
+        name: str,
+        vendor: VendorGroup | None,
+        method: Method,
+        calls: Calls,
+        result: Tensors,
+        given: tuple[Any, ...],
+        details: Any,
     ) -> Work:
-        record = torch.autograd.profiler.record_function(f"{BACKEND}:{name}")
-        with record:
-            work = self._worker.run(name, method, calls, result, in_background)
-            if isinstance(work, Queued):
-                work.end_with(record)
-        return work
+        in_background = given[-1].asyncOp
+        if vendor is None:
+            if self._check is not None:
+                method, calls = self._check.before(method, calls, name, result, details), ((),)
+            return self._worker.run(name, method, calls, result, in_background)
+        check = _nothing
+        if self._check is not None:
+            check = self._check.before(_nothing, (), name, result, details)
+        # After what is queued, which goes through host memory and may be about the same tensors.
+        self._worker.run(name, check, ((),), [], in_background=False).wait()
+        # In the caller's thread, for a vendor's libraries must see the operations of all groups in
+        # the same order on every rank.
+        if vendor.has_in_place(given):
+            return vendor.start(*given, written=result).work
+        with self._streams.after_caller(given):
+            call = vendor.start(*given, written=result)
+        return self._worker.run(name, call.finish, ((),), result, in_background)
+
+
+def _nothing() -> None:
+    pass

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kaitian_mpi.collectives.staging import from_host, to_host
+from kaitian_mpi.collectives.staging import SideStreams, Streams, from_host, to_host
 from kaitian_mpi.collectives.worker import Queued
 from kaitian_mpi.mpi.guard import end_with_traceback
 from kaitian_mpi.mpi.messages import Transfer, start_receive, start_send
@@ -44,6 +45,8 @@ class _UnderWay:
     transfer: Transfer
     work: Message
     deliver: Callable[[], Any]
+    streams: Streams
+    """Where it is delivered: after what the caller had given to its stream before."""
 
 
 class Mailbox:
@@ -53,6 +56,7 @@ class Mailbox:
         """Prepare; `comm` is for messages alone."""
         self._comm = comm
         self._name = name
+        self._streams = SideStreams()
         self._under_way: list[_UnderWay] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -62,15 +66,15 @@ class Mailbox:
         """Start sending a tensor on any device; it may be changed once the work is done."""
         buffer = to_host(tensor)
         transfer = start_send(self._comm, buffer, target, tag)
-        return self._follow(_UnderWay(transfer, Message([tensor]), _nothing))
+        return self._follow(_UnderWay(transfer, Message([tensor]), _nothing, nullcontext()))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` takes any sender."""
         buffer = to_host(tensor, read=False)
         transfer = start_receive(self._comm, buffer, source, tag)
-        return self._follow(
-            _UnderWay(transfer, Message([tensor]), partial(from_host, buffer, tensor))
-        )
+        deliver = partial(from_host, buffer, tensor)
+        streams = self._streams.after_caller(tensor)
+        return self._follow(_UnderWay(transfer, Message([tensor]), deliver, streams))
 
     def close(self) -> None:
         """End the thread. What nobody will receive or send any more is given up."""
@@ -124,8 +128,9 @@ class Mailbox:
                 self._under_way = [item for item in self._under_way if item not in done]
         for item in done:
             item.work.source = item.transfer.source
-            item.deliver()
-            item.work.finish()
+            with item.streams:
+                item.deliver()
+                item.work.finish()
         return bool(done)
 
 

@@ -22,13 +22,13 @@ from torch._C._distributed_c10d import (
 
 from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, hybrid
 from kaitian_mpi.collectives.arguments import check_pieces, check_whole, element_counts
-from kaitian_mpi.collectives.dispatch import Dispatcher
+from kaitian_mpi.collectives.dispatch import Dispatcher, OwnDevice
 from kaitian_mpi.collectives.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.collectives.operations import HostOperations
 from kaitian_mpi.collectives.point_to_point import Mailbox
-from kaitian_mpi.collectives.staging import contiguous, from_host, to_host
+from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi.datatypes import Reduction, reduction
+from kaitian_mpi.mpi.datatypes import Reduction
 from kaitian_mpi.mpi.fault_tolerance import is_revoked
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
@@ -47,7 +47,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
     the allreduce between kinds is the hybrid one.
     """
 
-    def __init__(self, store: dist.Store, comms: GroupComms, name: str, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, comms: GroupComms, own: OwnDevice, name: str, timeout: timedelta
+    ) -> None:
         """Make the group from communicators of its own."""
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
@@ -57,7 +59,7 @@ class KaitianProcessGroup(dist.ProcessGroup):
         self._name = name
         self._size = comms.world.size
         self._timeout = timeout
-        self._dispatcher = Dispatcher(comms, store, name, timeout)
+        self._dispatcher = Dispatcher(comms, own, store, name, timeout)
         self._run = self._dispatcher.run
         self._arrive = self._dispatcher.roll_call.arrive
         self._host = HostOperations(comms.world, self._dispatcher.roll_call)
@@ -86,12 +88,11 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Reduce each tensor over all ranks, in place."""
         opts = opts or AllreduceOptions()
         op = opts.reduceOp
-        calls = [(tensor, reduction(tensor.dtype, op)) for tensor in tensors]
+        calls = [(tensor,) for tensor in tensors]
         given = ("allreduce", tensors, opts)
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
-            sparse = [(tensor,) for tensor in tensors]
-            return self._run("all_reduce", self._host.sum_sparse, sparse, [], given, op.op)
-        return self._run("all_reduce", self._allreduce, calls, tensors, given, op.op)
+            return self._run("all_reduce", self._host.sum_sparse, calls, [], given, op.op)
+        return self._run("all_reduce", self._allreduce, calls, tensors, given, op.op, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -104,9 +105,9 @@ class KaitianProcessGroup(dist.ProcessGroup):
         """Reduce each tensor to rank `opts.rootRank`."""
         opts = opts or ReduceOptions()
         op, root = opts.reduceOp, opts.rootRank
-        calls = [(tensor, root, reduction(tensor.dtype, op)) for tensor in tensors]
+        calls = [(tensor, root) for tensor in tensors]
         given = ("reduce", tensors, opts)
-        return self._run("reduce", self._host.reduce, calls, tensors, given, (op.op, root))
+        return self._run("reduce", self._host.reduce, calls, tensors, given, (op.op, root), op)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Copy each tensor from rank `opts.rootRank` to every rank."""
@@ -187,9 +188,10 @@ class KaitianProcessGroup(dist.ProcessGroup):
         calls = []
         for output, pieces in zip(outputs, inputs, strict=True):
             check_pieces(pieces, output, self._size, "reduce_scatter")
-            calls.append((output, pieces, reduction(output.dtype, op)))
+            calls.append((output, pieces))
         given = ("reduce_scatter", outputs, inputs, opts)
-        return self._run("reduce_scatter", self._host.reduce_scatter, calls, outputs, given, op.op)
+        host = self._host.reduce_scatter
+        return self._run("reduce_scatter", host, calls, outputs, given, op.op, op)
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -206,10 +208,10 @@ class KaitianProcessGroup(dist.ProcessGroup):
         calls = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_whole(tensor, output, self._size, "reduce_scatter_single")
-            calls.append((output, tensor, reduction(tensor.dtype, op)))
+            calls.append((output, tensor))
         host = self._host.reduce_scatter_single
         given = ("reduce_scatter_single_coalesced", outputs, inputs, opts)
-        return self._run("reduce_scatter", host, calls, outputs, given, op.op)
+        return self._run("reduce_scatter", host, calls, outputs, given, op.op, op)
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -306,8 +308,8 @@ class KaitianProcessGroup(dist.ProcessGroup):
             return
         self._arrive()
         # Without a vendor's library a group works in host memory, on its ranks' copies.
-        vendor = None if tensor.is_cpu else self._dispatcher.vendor(tensor.device)
-        lent = contiguous(tensor) if vendor is not None else to_host(tensor)
+        vendor = self._dispatcher.vendor_for([tensor.dtype], op.undivided.kind)
+        lent = to_host(tensor) if vendor is None else vendor.lend(tensor.detach())
         group = vendor or self._host_group
         hybrid.allreduce(algorithm, self.comms, group, lent.view(-1), op)
         from_host(lent, tensor)

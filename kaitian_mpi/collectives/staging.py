@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,33 +11,89 @@ import torch
 _BUFFERS = 3  # of a relay: one is fetched, one exchanged, one copied back
 
 
+_ORDERED_BY_FUTURES = ("cuda", "xpu")
+"""Device types for which `torch.futures.Future` makes a waiter's stream wait for the writer's."""
+
 Streams = AbstractContextManager[None]
 
-_side_streams: dict[torch.device, torch.Stream] = {}
 
+class SideStreams:
+    """Streams on which another thread than the caller's works on tensors of an accelerator.
 
-def after_caller(tensors: list[torch.Tensor]) -> Streams:
-    """Return a context in which another thread may work on `tensors`.
-
-    On an accelerator with streams, its work comes after what the calling thread has given to its
-    current stream so far, and goes on beside what that thread gives to it later.
+    Each user, such as the worker of one process group, has its own: of two that shared a stream,
+    one could wait for other ranks behind which the other would have to go on first.
     """
-    device = next((t.device for t in tensors if t.device.type in ("cuda", "xpu")), None)
-    if device is None:
-        return nullcontext()
-    module = torch.get_device_module(device)
-    reached = module.Event()
-    reached.record()
-    if device not in _side_streams:
-        _side_streams[device] = module.Stream(device)
-    return _on_side_stream(module, _side_streams[device], reached)
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Prepare.
+
+        Args:
+            device: where the other thread works, if the tensors are all on the host.
+        """
+        self._device = device
+        self._streams: dict[torch.device, Any] = {}
+
+    def after_caller(self, *tensors: Any) -> Streams:
+        """Return a context in which another thread may work on tensors.
+
+        On an accelerator with streams, its work comes after what the calling thread has given to
+        its current stream so far, and goes on beside what that thread gives to it later.
+
+        Args:
+            tensors: tensors, and lists and tuples of them; other values are passed over.
+        """
+        there = [tensor for tensor in tensors_in(tensors) if not tensor.is_cpu]
+        device = there[0].device if there else self._device
+        module = None if device is None else _module_with_streams(device)
+        if device is None or module is None:
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device)
+        stream = self._streams[device]
+        for tensor in there:
+            # Its memory must not be used again, if the caller drops it, before this stream is done.
+            tensor.record_stream(stream)
+        reached = module.Event()
+        reached.record(module.current_stream(device))
+        return _on_stream(module, stream, reached)
 
 
 @contextmanager
-def _on_side_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
+def _on_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
     with module.stream(stream):
         stream.wait_event(reached)
         yield
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists and tuples of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
+    """Return the tensors' devices that a future is to be told of, for it to order their streams."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type in _ORDERED_BY_FUTURES}
+    return [*sorted(devices, key=str)]
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until what this thread's streams do with tensors is done, where no future orders it."""
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        module = _module_with_streams(device)
+        if module is not None and device.type not in _ORDERED_BY_FUTURES:
+            module.current_stream(device).synchronize()
+
+
+def _module_with_streams(device: torch.device) -> Any:
+    """Return torch's module for an accelerator with streams, such as `torch.cuda`, else None."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "Stream") else None
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +108,7 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
         tensor: on any device.
         read: whether the tensor's values are needed in the copy.
     """
-    if _is_plain(tensor) and tensor.is_cpu:
+    if is_plain(tensor) and tensor.is_cpu:
         return tensor.detach() if tensor.requires_grad else tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
     if read:
@@ -62,12 +118,12 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
 
 def from_host(host: torch.Tensor, tensor: torch.Tensor) -> None:
     """Bring the values of what `to_host` or `contiguous` returned back to its tensor."""
-    if host.device == tensor.device and _is_plain(tensor):
+    if host.device == tensor.device and is_plain(tensor):
         return
     tensor.detach().copy_(host)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's memory holds its values, one after the other."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
@@ -121,11 +177,11 @@ def relay_in_chunks(
 
 def _mark(device: torch.device) -> Callable[[], None]:
     """Mark this point of the device's current stream; the result blocks the host until then."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "Event"):
+    module = _module_with_streams(device)
+    if module is None:
         return _nothing  # a device without streams copies before it returns
     event = module.Event()
-    event.record()
+    event.record(module.current_stream(device))
     return event.synchronize
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from kaitian_mpi.collectives.staging import contiguous, from_host, is_plain, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from kaitian_mpi.devices import Device
     from kaitian_mpi.mpi.datatypes import Reduction
 
 # What operations are called before torch 2.13.
@@ -22,28 +25,70 @@ _EARLIER_NAMES = {
 
 
 class VendorGroup:
-    """The ranks of one kind, joined by their vendor's library. Tensors stay on the device."""
+    """The ranks of one kind, joined by their vendor's library. Tensors stay on the device.
+
+    What is on the host, or not contiguous, is copied to this rank's device and back, so that no
+    rank depends on where another's tensors are. An operation is only given to the library here;
+    it runs on the device, after what the calling thread's current stream has been given so far.
+    """
 
     def __init__(
-        self, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self,
+        kind: Device,
+        device: torch.device,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
     ) -> None:
         """Join the group. Collective over its ranks.
 
         Args:
-            backend: the vendor's torch.distributed backend, such as `nccl`.
+            kind: the ranks' device kind; it names the vendor's torch.distributed backend.
+            device: this rank's device.
             store: a store of the group's own, for the library's bootstrap.
             rank: this rank in the group.
             size: how many ranks the group has.
             timeout: how long one collective may take.
         """
+        assert kind.vendor_backend is not None
         self.rank, self.size = rank, size
-        self._backend = _create(backend, store, rank, size, timeout)
+        self._device = device
+        self._backend = _create(kind.vendor_backend, store, rank, size, timeout)
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Carry out one of torch's operations on tensors of this device."""
-        if not hasattr(self._backend, name):
-            name = _EARLIER_NAMES[name]
-        getattr(self._backend, name)(*arguments).wait()
+    def has_in_place(self, tensors: Any) -> bool:
+        """Return whether the library can use all of these tensors as and where they are."""
+        return all(self._is_in_place(tensor) for tensor in tensors_in(tensors))
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy of it, as the library needs it: contiguous, on the device.
+
+        `staging.from_host` brings a copy's values back.
+        """
+        return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
+
+    def start(self, name: str, *arguments: Any, written: Sequence[torch.Tensor]) -> VendorCall:
+        """Give one of torch's operations to the library.
+
+        Args:
+            name: as torch calls the operation's method.
+            arguments: the method's; tensors may be anywhere.
+            written: those of the tensors that it writes.
+        """
+        loans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def lend(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [lend(item) for item in value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in loans:
+                loans[id(value)] = self.lend(value), value
+            return loans[id(value)][0]
+
+        works = self._call(name, *[lend(argument) for argument in arguments])
+        ids = {id(tensor) for tensor in written}
+        return VendorCall(works, [loan for key, loan in loans.items() if key in ids])
 
     def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
@@ -62,6 +107,74 @@ class VendorGroup:
     def close(self) -> None:
         """Release the library's resources. Collective over the group."""
         self._backend.shutdown()
+
+    def _is_in_place(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device.type and is_plain(tensor)
+
+    def _call(self, name: str, *arguments: Any) -> list[Work]:
+        if name == "allreduce":  # which takes one tensor at a time
+            tensors, options = arguments
+            return [self._backend.allreduce([tensor], options) for tensor in tensors]
+        if not hasattr(self._backend, name):
+            name = _EARLIER_NAMES[name]
+        return [getattr(self._backend, name)(*arguments)]
+
+
+class VendorCall(Work):
+    """An operation that has been given to a vendor's library."""
+
+    def __init__(self, works: list[Work], loans: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Keep what there is to wait for.
+
+        Args:
+            works: the library's own.
+            loans: what it writes, as it was given to the library and as the caller gave it.
+        """
+        super().__init__()
+        self._works = works
+        self._loans = loans
+
+    @property
+    def work(self) -> Work:
+        """The library's own work where there is but one, else this."""
+        return self._works[0] if len(self._works) == 1 else self
+
+    def finish(self) -> None:
+        """Bring the results to the caller's own tensors, by the current stream."""
+        self.wait()
+        for lent, tensor in self._loans:
+            from_host(lent, tensor)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait until it is done."""
+        for work in self._works:
+            work.wait(*([timeout] if timeout else []))
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the device has done it."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether the device has done it without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        """Return the first error, if there is one."""
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors it writes."""
+        return [tensor for _, tensor in self._loans]
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of the tensors."""
+        together = torch.futures.collect_all([work.get_future() for work in self._works])
+        return together.then(lambda _: self.result())
 
 
 def _create(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

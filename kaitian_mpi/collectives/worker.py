@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from kaitian_mpi.collectives.staging import Streams, after_caller
+from kaitian_mpi.collectives.staging import SideStreams, Streams, ordered_devices, settle
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi import fault_tolerance
 from kaitian_mpi.mpi.guard import end_job, end_with_traceback, say_labelled
@@ -79,6 +79,7 @@ class Queued(Work):
 
     def finish(self) -> None:
         """Mark it done; on an accelerator, once the streams of this thread are."""
+        settle(self._result)
         self._future.set_result(self._result)
 
     def fail(self, error: CollectiveError, *, is_recorded: bool) -> None:
@@ -144,8 +145,7 @@ class Queued(Work):
 
 def _future_for(tensors: list[torch.Tensor]) -> torch.futures.Future:
     # With its devices named, a future makes the waiter's stream wait for the writer's.
-    devices = {t.device for t in tensors if not t.is_cpu and t.device.type in ("cuda", "xpu")}
-    return torch.futures.Future(devices=sorted(devices, key=str))
+    return torch.futures.Future(devices=ordered_devices(tensors))
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,13 @@ class Worker:
     that went on alone would leave the others waiting.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, streams: SideStreams) -> None:
+        """Prepare; `streams` are where the thread works on tensors of an accelerator."""
         self.broken: CollectiveError | None = None
         """Why no more tasks can be carried out."""
         self.records_losses = False
         """Whether somebody asks for `broken` before using what a future delivers."""
+        self._streams = streams
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._waiting = 0
@@ -215,7 +217,7 @@ class Worker:
         work = Queued(result)
         if sum(tensor.numel() for tensor in result) <= 1:
             self._kept.append(work)
-        task = _Task(name, method, calls, work, after_caller(result))
+        task = _Task(name, method, calls, work, self._streams.after_caller(result, calls))
         with self._count_lock:
             self._waiting += 1
             if self._thread is None:

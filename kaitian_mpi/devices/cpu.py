@@ -23,6 +23,10 @@ class CpuDevice:
     kind = "cpu"
     vendor_backend = None
 
+    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return False: there is no such library."""
+        return False
+
     def count(self) -> int:
         """Return one place per core, at least one: any number of ranks may share a host."""
         return max(1, len(os.sched_getaffinity(0)))

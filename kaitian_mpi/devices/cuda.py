@@ -4,12 +4,39 @@ from __future__ import annotations
 
 import torch
 
+# As torch's ProcessGroupNCCL has them: types that it hands to NCCL, and what NCCL does with them.
+_TYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+_REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
+_SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_SUM
+
 
 class CudaDevice:
     """An NVIDIA GPU; its kind's collectives are NCCL's."""
 
     kind = "cuda"
     vendor_backend = "nccl"
+
+    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return whether NCCL moves or reduces this type; the rest goes through host memory."""
+        if reduction is None:
+            return dtype in _TYPES
+        if reduction == "PREMUL_SUM":
+            return dtype in _SCALED
+        if reduction == "AVG" and dtype is torch.bool:
+            return False
+        return dtype in _TYPES and reduction in _REDUCTIONS
 
     def count(self) -> int:
         """Return the number of visible GPUs; 0 where torch was built for another vendor."""

@@ -22,6 +22,17 @@ class Device(Protocol):
     """Name of the torch.distributed backend that joins devices of this kind, such as `nccl`;
     None where MPI itself reaches their memory."""
 
+    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return whether the vendor's library moves tensors of a type, or reduces them.
+
+        The ranks take the same way by it, so it is a fact about the library alone.
+
+        Args:
+            dtype: the tensors' type.
+            reduction: a name in `torch.distributed.ReduceOp`, such as `AVG`; None to move them.
+        """
+        ...
+
     def count(self) -> int:
         """Return how many devices of this kind the process can use; 0 if there are none."""
         ...
