@@ -21,7 +21,7 @@ import torch
 
 from kaitian_mpi.collectives.staging import relay_in_chunks
 from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.datatypes import Reduction
+from kaitian_mpi.mpi.datatypes import WIDER, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 
 ALGORITHMS = ("flat", "leader", "striped")
@@ -74,6 +74,12 @@ def allreduce(
         tensor: flat and contiguous, of a type that can be reduced so.
         op: how to reduce.
     """
+    if op.is_average and tensor.dtype in WIDER:
+        # The sum of a stage would be rounded, or overflow, before it is divided.
+        wide = tensor.to(WIDER[tensor.dtype])
+        allreduce(algorithm, comms, group, wide, op)
+        tensor.copy_(wide)
+        return
     total = op.undivided
     shares = split_evenly(tensor.numel(), 1 if algorithm == "leader" else comms.lanes)
     group.reduce_shares(tensor, shares, total)

@@ -42,8 +42,11 @@ class HostOperations:
         """Leave the reduction in `tensor` on every rank."""
         if nonblocking.is_short_sum(tensor):
             host = to_host(tensor)
-            self._complete(nonblocking.allreduce(self._comm, host, op), host)
-            op.divide_average(host, self._comm.size)
+            wide = op.widened(host)
+            self._complete(nonblocking.allreduce(self._comm, wide, op), wide)
+            op.divide_average(wide, self._comm.size)
+            if wide is not host:
+                host.copy_(wide)
             from_host(host, tensor)
             return
         self._arrive()
@@ -128,9 +131,13 @@ class HostOperations:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
         host, given = to_host(output, read=False), to_host(tensor)
         if nonblocking.is_short_sum(given):
-            request = nonblocking.reduce_scatter(self._comm, host, given, op)
-            self._complete(request, host, given)
-            op.divide_average(host, self._comm.size)
+            wide_given = op.widened(given)
+            wide = host if wide_given is given else host.to(wide_given.dtype)
+            request = nonblocking.reduce_scatter(self._comm, wide, wide_given, op)
+            self._complete(request, wide, wide_given)
+            op.divide_average(wide, self._comm.size)
+            if wide is not host:
+                host.copy_(wide)
         else:
             self._arrive()
             host_collectives.reduce_scatter(self._comm, host, given, op)

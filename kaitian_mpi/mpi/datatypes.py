@@ -16,8 +16,14 @@ from kaitian_mpi.errors import UnsupportedError
 LARGEST_COUNT = 1 << 30
 """Elements of one MPI call at most, for its counts are C ints."""
 
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-"""Types that MPI cannot reduce; see `direct`."""
+WIDER: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+}
+"""The type in which values of a narrow type are added up, to be rounded or to wrap once."""
 
 Buffer = tuple[MPI.buffer, MPI.Datatype]
 
@@ -55,6 +61,20 @@ class Reduction:
     combine: Callable[..., torch.Tensor]
     """torch's function of two tensors, with `out`."""
     is_average: bool = False
+
+    def is_by_mpi(self, dtype: torch.dtype) -> bool:
+        """Return whether MPI reduces this type rightly: see `direct` where it does not.
+
+        It has no 16-bit floats, and Open MPI's sums of 8 and 16-bit integers saturate in what its
+        vector instructions add, and wrap in the rest (open-mpi/ompi#8045).
+        """
+        if dtype not in WIDER:
+            return True
+        return dtype in _TYPES and self.mpi_op != MPI.SUM
+
+    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a host tensor in a type that MPI reduces rightly, or the tensor."""
+        return tensor if self.is_by_mpi(tensor.dtype) else tensor.to(WIDER[tensor.dtype])
 
     @property
     def undivided(self) -> Reduction:
@@ -110,7 +130,7 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
     impossible = (kind in _BITWISE and inexact) or (kind in _ORDERED and dtype.is_complex)
     if kind not in table or impossible:
         raise UnsupportedError(f"reduce operation {kind} on {dtype} is not supported by kaitian")
-    if dtype not in _TYPES and dtype not in SIXTEEN_BIT:
+    if dtype not in _TYPES and dtype not in WIDER:
         raise UnsupportedError(f"a reduction of {dtype} is not supported by kaitian")
     return table[kind]
 

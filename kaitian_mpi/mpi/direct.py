@@ -3,7 +3,7 @@
 They read and write the caller's own tensors, in lists or of uneven sizes, without collecting them
 in one buffer first. Reductions add up in the cache what comes in, piece by piece: about twice as
 fast as MPI's own reduce-scatter on one host. 16-bit floats travel as they are, are added up in
-float32 and rounded once.
+float32 and rounded once; sums of 8 and 16-bit integers wrap, and their averages are exact.
 
 Every function is collective over `comm`; tensors are contiguous, on the CPU, and listed by rank.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.datatypes import SIXTEEN_BIT, Reduction, moved
+from kaitian_mpi.mpi.datatypes import WIDER, Reduction, moved
 
 # A piece is long enough that a message's fixed cost does not show; the scratch of all pieces that
 # come in at once stays near the cache.
@@ -89,9 +89,10 @@ def _reduce_parts(
     if not length:
         return
     own, others = parts[comm.rank], [scratch[rank] for rank in _others(comm)]
-    # Of two 16-bit floats the sum is rounded once as it is.
-    once = result.dtype not in SIXTEEN_BIT or (len(others) == 1 and not op.is_average)
-    total = result if once else torch.empty(length, dtype=torch.float32)
+    # Of two 16-bit floats the sum is rounded once as it is; that of integers is not rounded.
+    is_exact = len(others) == 1 or not result.is_floating_point()
+    once = result.dtype not in WIDER or (is_exact and not op.is_average)
+    total = result if once else torch.empty(length, dtype=WIDER[result.dtype])
     if not once or not others:
         own = total.copy_(own)
     for other in others:

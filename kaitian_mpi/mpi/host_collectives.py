@@ -14,8 +14,8 @@ from mpi4py import MPI
 from kaitian_mpi.mpi import direct
 from kaitian_mpi.mpi.datatypes import (
     LARGEST_COUNT,
-    SIXTEEN_BIT,
     SUM,
+    WIDER,
     Reduction,
     moved,
     typed,
@@ -40,7 +40,7 @@ def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor
     The cut follows from the tensor's length and type and the number of ranks alone, because other
     ranks may have theirs on another device.
     """
-    if tensor.dtype in SIXTEEN_BIT:
+    if tensor.dtype in WIDER:
         return tensor.split(direct.round_elements(comm, tensor))
     if tensor.nbytes <= _LONG_BYTES:
         return (tensor,)
@@ -51,7 +51,7 @@ def allreduce_chunk(comm: MPI.Comm, chunk: torch.Tensor, op: Reduction) -> None:
     """Leave the reduction over all ranks in one of `allreduce_chunks`, which is on the host."""
     if comm.size == 1:
         return
-    if chunk.dtype in SIXTEEN_BIT:
+    if not op.is_by_mpi(chunk.dtype):
         direct.allreduce(comm, chunk, op)
         return
     comm.Allreduce(MPI.IN_PLACE, typed(chunk), op.mpi_op)
@@ -79,7 +79,8 @@ def reduce_shares(
     if comm.size == 1:
         return
     pieces = tensor.view(-1).split([*shares, *[0] * (comm.size - len(shares))])
-    if tensor.dtype in SIXTEEN_BIT or (len(shares) > 1 and max(shares) < tensor.numel()):
+    in_pieces = len(shares) > 1 and max(shares) < tensor.numel()
+    if in_pieces or not op.is_by_mpi(tensor.dtype):
         direct.reduce_scatter(comm, pieces[comm.rank], pieces, op)
         return
     for root, share in enumerate(pieces):
@@ -100,7 +101,7 @@ def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
 ) -> None:
     """Reduce equal part r of `tensor` into `result` on rank r."""
-    if tensor.nbytes > _DIRECT_BYTES or tensor.dtype in SIXTEEN_BIT:
+    if tensor.nbytes > _DIRECT_BYTES or not op.is_by_mpi(tensor.dtype):
         parts = tensor.view(-1).split(max(1, result.numel()))
         direct.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return

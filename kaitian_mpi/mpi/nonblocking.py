@@ -18,7 +18,6 @@ from mpi4py import MPI
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import (
     LARGEST_COUNT,
-    SIXTEEN_BIT,
     Reduction,
     as_units,
     moved,
@@ -30,7 +29,7 @@ _SHORT_BYTES = 64 << 10
 
 def is_short_sum(tensor: torch.Tensor) -> bool:
     """Return whether a tensor that is to be reduced is worth starting so."""
-    return tensor.nbytes <= _SHORT_BYTES and tensor.dtype not in SIXTEEN_BIT
+    return tensor.nbytes <= _SHORT_BYTES
 
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:

@@ -92,6 +92,34 @@ def test_sixteen_bit_floats_are_summed_in_float32_and_rounded_once_a_stage(
     assert ((tensor.double() - exact).abs() <= 0.5001 * spacing + 1e-6).all()
 
 
+@pytest.mark.parametrize("length", [70, 200_001])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
+def test_sums_of_narrow_integers_wrap_and_their_averages_are_exact(world, dtype, length):
+    largest = torch.iinfo(dtype).max
+    term = torch.full((length,), largest - 1, dtype=dtype)
+    wrapped = (term.long() * world.size).to(dtype)
+    for op, expected in ((dist.ReduceOp.SUM, wrapped), (dist.ReduceOp.AVG, term)):
+        tensor = term.clone()
+        dist.all_reduce(tensor, op)
+        assert torch.equal(tensor, expected)
+        tensor = term.clone()
+        dist.reduce(tensor, 0, op)
+        assert torch.equal(tensor, expected if world.rank == 0 else term)
+        part = torch.zeros(length, dtype=dtype)
+        dist.reduce_scatter_single(part, term.repeat(world.size), op)
+        assert torch.equal(part, expected)
+    product = term.clone()
+    dist.all_reduce(product, dist.ReduceOp.PRODUCT)
+    assert torch.equal(product, (term.long() ** world.size).to(dtype))
+
+
+@pytest.mark.parametrize("length", [1, 200_001])
+def test_averages_of_sixteen_bit_floats_do_not_overflow(world, length):
+    tensor = torch.full((length,), 60_000.0, dtype=torch.float16)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert torch.equal(tensor, torch.full((length,), 60_000.0, dtype=torch.float16))
+
+
 def test_unsupported_reductions_say_so_and_the_group_goes_on(world):
     with pytest.raises(UnsupportedError, match="BAND"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)

@@ -244,6 +244,7 @@ def test_monitored_barrier_of_another_backend_is_torchs(world):
         (torch.complex64, dist.ReduceOp.MAX),
         (torch.float32, dist._make_nccl_premul_sum(2.0)),
         (torch.uint16, dist.ReduceOp.SUM),
+        (torch.bool, dist.ReduceOp.AVG),
         (torch.float8_e4m3fn, dist.ReduceOp.SUM),
     ],
     ids=str,
