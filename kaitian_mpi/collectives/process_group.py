@@ -27,6 +27,7 @@ from kaitian_mpi.collectives.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.collectives.operations import HostOperations
 from kaitian_mpi.collectives.point_to_point import Mailbox
 from kaitian_mpi.collectives.staging import from_host, to_host
+from kaitian_mpi.collectives.torch_releases import BackendQueries, with_names_before_2_13
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction
 from kaitian_mpi.mpi.fault_tolerance import is_revoked
@@ -37,7 +38,8 @@ from kaitian_mpi.mpi.topology import GroupComms
 Tensors = list[torch.Tensor]
 
 
-class KaitianProcessGroup(dist.ProcessGroup):
+@with_names_before_2_13
+class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     """Collectives over the ranks of `comms.world`.
 
     Every operation but a message is collective, takes tensors on any device, and runs after those
@@ -166,6 +168,18 @@ class KaitianProcessGroup(dist.ProcessGroup):
         given = ("gather", outputs, inputs, opts)
         return self._run("gather", self._host.gather, calls, pieces or inputs, given, root)
 
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        """Gather each rank's tensor into one, along the first dimension, on rank `opts.rootRank`.
+
+        torch asks for it from 2.14 on.
+        """
+        opts = opts or GatherOptions()
+        if self.rank() != opts.rootRank:
+            return self.gather([], [tensor], opts)
+        check_whole(output, tensor, self._size, "gather_single")
+        pieces = output.view(self._size, *tensor.shape)
+        return self.gather([list(pieces)], [tensor], opts)
+
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
@@ -267,13 +281,6 @@ class KaitianProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
         """Start receiving one tensor from whichever rank sends first. Not collective."""
         return self._mailbox.receive(tensors[0], ANY_SOURCE, tag)
-
-    # Their names before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     @property
     def is_broken(self) -> bool:

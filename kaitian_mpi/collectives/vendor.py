@@ -11,17 +11,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.staging import contiguous, from_host, is_plain, tensors_in
+from kaitian_mpi.collectives.torch_releases import call_library
 
 if TYPE_CHECKING:
     from kaitian_mpi.devices import Device
     from kaitian_mpi.mpi.datatypes import Reduction
-
-# What operations are called before torch 2.13.
-_EARLIER_NAMES = {
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
 
 
 class VendorGroup:
@@ -115,9 +109,7 @@ class VendorGroup:
         if name == "allreduce":  # which takes one tensor at a time
             tensors, options = arguments
             return [self._backend.allreduce([tensor], options) for tensor in tensors]
-        if not hasattr(self._backend, name):
-            name = _EARLIER_NAMES[name]
-        return [getattr(self._backend, name)(*arguments)]
+        return call_library(self._backend, name, *arguments)
 
 
 class VendorCall(Work):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 import warnings
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.balance.shares import cut
 from kaitian_mpi.collectives.gradients import WeightedSum
+from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import LoadAdaptiveSampler, make_loader, steps_ahead
 from kaitian_mpi.devices.emulation import Slowdown
@@ -30,14 +30,6 @@ from kaitian_mpi.training.metrics import Metrics
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.state import Progress, TrainingState
-
-# Buffers are pooled before an evaluation instead of sent in every step; the name of the switch has
-# changed in torch 2.13.
-_NO_BUFFERS_IN_FORWARD: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else {"broadcast_buffers": False}
-)
 
 _STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
 
@@ -94,7 +86,7 @@ class Trainer:
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
         # The state is the same everywhere, except the buffers, which shall not be made so.
         self._ddp = DistributedDataParallel(
-            state.model, init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
+            state.model, init_sync=False, gradient_as_bucket_view=True, **NO_BUFFERS_IN_FORWARD
         )
         # By its type it cannot be told here: the import would start MPI, also in the processes
         # that load data, which import the module that their data set comes from.

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import data_parallel
+from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.errors import UnsupportedError
 
 # torch's own notes about a static graph and gradients' strides.
@@ -172,7 +173,7 @@ def test_evaluations_in_between_are_not_counted(world):
 def test_a_forward_does_not_wait_for_a_slower_rank(world):
     data, alone = Data(world), Network()
     loss_of(alone, data.whole(0)).backward()
-    model = data_parallel(Network(), forward_sync_buffers=False)
+    model = data_parallel(Network(), **NO_BUFFERS_IN_FORWARD)
     token = torch.zeros(1)
     if world.rank == 1:
         dist.recv(token, 0)  # which rank 0 sends after its forward

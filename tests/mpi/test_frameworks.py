@@ -192,6 +192,30 @@ def test_distributed_checkpoint(world, tmp_path):
     assert loaded["shared"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_torch_learns_what_the_group_cannot_do(world):
+    group = dist.group.WORLD
+    for device in map(torch.device, ("cpu", "cuda")):
+        backend = group._get_backend(device)
+        assert not backend.supports_coalescing
+        assert not backend.supports_shrinking
+        assert not backend.supports_splitting
+        assert not backend.supports_time_estimate
+        assert not backend.supports_tensor_alloc(device)
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_of_messages(world):
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    received = torch.zeros(3)
+    messages = [
+        dist.P2POp(dist.isend, torch.full((3,), float(world.rank)), after),
+        dist.P2POp(dist.irecv, received, before),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    assert received.tolist() == [float(before)] * 3
+
+
 @pytest.mark.ranks(2)
 def test_pipeline_stages(world):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -60,6 +60,21 @@ def test_gather_and_scatter(world, place, dtype):
         assert torch.equal(values(back), values(own))
 
 
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="came with torch 2.14")
+def test_gather_into_one_tensor(world, place):
+    own = place(torch.full((2, 3), float(world.rank)))
+    expected = torch.arange(float(world.size)).repeat_interleave(6)
+    for root in range(world.size):
+        for shape in ((world.size * 2, 3), (world.size * 6,)):
+            whole = place(torch.zeros(shape)) if world.rank == root else None
+            dist.gather_single(own, whole, dst=root)
+            if whole is not None:
+                assert torch.equal(values(whole), expected.reshape(shape))
+    if world.rank == world.size - 1:
+        with pytest.raises(UnsupportedError, match="found 7 elements"):
+            dist.gather_single(own, place(torch.zeros(7)), dst=world.rank)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reduce_scatter(world, place, dtype):
     whole = torch.arange(world.size * 4).reshape(world.size * 2, 2) % 7

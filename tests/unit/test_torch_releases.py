@@ -1,0 +1,61 @@
+"""What differs between torch's releases: the names of a vendor library's own methods."""
+
+import pytest
+from torch._C._distributed_c10d import AllgatherOptions
+
+from kaitian_mpi.collectives.torch_releases import call_library
+
+OPTIONS = AllgatherOptions()
+
+
+class Library:
+    """A vendor's process group that has some methods."""
+
+    def __init__(self, *names):
+        self.called = []
+        for name in names:
+            setattr(self, name, self.method(name))
+
+    def method(self, name):
+        def call(*arguments):
+            self.called.append((name, *arguments))
+            return len(self.called)
+
+        return call
+
+
+# Names as in ProcessGroupNCCL of torch 2.14, and of 2.8 to 2.13.
+@pytest.mark.parametrize(
+    ("has", "asked", "arguments", "called"),
+    [
+        (
+            ["all_gather_single_coalesced", "_allgather_base"],
+            "all_gather_single_coalesced",
+            (["a", "b"], ["x", "y"]),
+            [("all_gather_single_coalesced", ["a", "b"], ["x", "y"], OPTIONS)],
+        ),
+        (
+            ["_allgather_base"],
+            "all_gather_single_coalesced",
+            (["a", "b"], ["x", "y"]),
+            [("_allgather_base", "a", "x", OPTIONS), ("_allgather_base", "b", "y", OPTIONS)],
+        ),
+        (
+            ["_reduce_scatter_base"],
+            "reduce_scatter_single_coalesced",
+            (["a"], ["x"]),
+            [("_reduce_scatter_base", "a", "x", OPTIONS)],
+        ),
+        (
+            ["alltoall_base"],
+            "all_to_all_single",
+            ("a", "x", [1], [1]),
+            [("alltoall_base", "a", "x", [1], [1], OPTIONS)],
+        ),
+    ],
+)
+def test_an_operation_is_found_under_the_name_that_the_library_has(has, asked, arguments, called):
+    library = Library(*has)
+    works = call_library(library, asked, *arguments, OPTIONS)
+    assert library.called == called
+    assert works == [*range(1, len(called) + 1)]
