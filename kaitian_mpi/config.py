@@ -155,7 +155,7 @@ class TrainConfig:
     snapshots: str = _flag(
         "",
         "keep the state in each host's memory (/dev/shm) under this name, to start again from "
-        "when a host is lost; kaitian-supervise gives it",
+        "when a host is lost; kaitian-supervise does so without being told",
     )
     snapshot_every: int = _flag(10, "steps between such snapshots")
 

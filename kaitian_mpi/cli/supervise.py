@@ -35,7 +35,8 @@ def main() -> None:
         options = read_options(sys.argv[1:])
         job = make_job(options.command)
         agent = find_agent(job.command, os.environ)
-        with Machine(PROGRAM, agent, options.probe_seconds, options.hang_seconds) as machine:
+        limits = (options.probe_seconds, options.hang_seconds)
+        with Machine(PROGRAM, job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts)
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -123,7 +124,9 @@ def make_job(words: Sequence[str]) -> Job:
         run_dir=run_dir,
         # Where mpirun is told to start the ranks elsewhere, their folder is there, too.
         folder=Path(*command.values(FOLDERS)[-1:], run_dir),
-        snapshots=secrets.token_hex(8),
+        snapshots=config.snapshots or secrets.token_hex(16),
+        mark=secrets.token_hex(8),
+        keep_checkpoints=config.keep_checkpoints,
         emulate_kinds=config.emulate_kinds,
         emulate_slowdown=config.emulate_slowdown,
         spares=config.spares,

@@ -91,8 +91,8 @@ def _close_all() -> None:
         _closers.pop()()
 
 
-def leave_after_loss() -> None:
-    """End this process if its job has lost a rank; otherwise do nothing.
+def leave_after_loss(code: int = 0) -> None:
+    """End this process with this exit code if its job has lost a rank; otherwise do nothing.
 
     MPI's own end waits, across hosts, for ranks that are dead.
     """
@@ -100,4 +100,4 @@ def leave_after_loss() -> None:
         _close_all()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)

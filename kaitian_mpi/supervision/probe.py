@@ -23,6 +23,8 @@ _PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
 _POLL_SEC = 0.02
 _LEAST_PATIENCE_SEC = 2.0
 _TIMES_SLOWEST = 4
+NO_ANSWER = 255
+"""What ssh ends with when it cannot reach a host."""
 _ANY_PORT = 9  # nothing is sent
 
 
@@ -40,32 +42,43 @@ def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:
     return there[0] if there else ["ssh"]
 
 
-def probe_command(agent: Sequence[str], host: Host, seconds: float) -> list[str]:
-    """Return the words that run `true` on a host."""
+def probe_command(
+    agent: Sequence[str], host: Host, seconds: float, asked: Sequence[str] = ("true",)
+) -> list[str]:
+    """Return the words that run a command on a host, `true` by default."""
     words = list(agent)
     if PurePath(agent[0]).name == "ssh":
         # Never a question: nobody may be there to answer.
         words += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={math.ceil(seconds)}"]
         words += ["-p", str(host.port)] if host.port else []
-    return [*words, f"{host.user}@{host.name}" if host.user else host.name, "true"]
+    return [*words, f"{host.user}@{host.name}" if host.user else host.name, *asked]
 
 
 def lost_hosts(agent: Sequence[str], hosts: Sequence[Host], seconds: float) -> frozenset[str]:
-    """Return the names of the hosts that do not answer; all are asked at once.
+    """Return the names of the hosts that do not answer, as `run_on` finds out."""
+    return frozenset(name for name, code in run_on(agent, hosts, ["true"], seconds).items() if code)
+
+
+def run_on(
+    agent: Sequence[str], hosts: Sequence[Host], words: Sequence[str], seconds: float
+) -> dict[str, int]:
+    """Run a command on hosts, on all at once, and return its exit codes by the hosts' names.
 
     Args:
         agent: as `find_agent`.
-        hosts: whom to ask.
+        hosts: where.
+        words: the command, of words that a remote shell may read.
         seconds: how long an answer may take. Once others have answered, four times as long as the
             slowest of them is enough, if that is more than 2 s.
 
     Returns:
-        Nothing where there is no agent: then mpirun has other ways, and nobody can be asked.
+        `NO_ANSWER` for a host that cannot be reached. Nothing at all where there is no agent: then
+        mpirun has other ways, and nobody can be asked.
     """
     if shutil.which(agent[0]) is None:
-        return frozenset()
+        return {}
     began = time.monotonic()
-    asked = {host.name: _ask(probe_command(agent, host, seconds)) for host in hosts}
+    asked = {host.name: _ask(probe_command(agent, host, seconds, words)) for host in hosts}
     waited = slowest = 0.0
     waiting = set(asked)
     while waiting and waited < min(seconds, _patience(slowest)):
@@ -73,12 +86,12 @@ def lost_hosts(agent: Sequence[str], hosts: Sequence[Host], seconds: float) -> f
         waited = time.monotonic() - began
         for name in [name for name in waiting if asked[name].poll() is not None]:
             waiting.remove(name)
-            if asked[name].returncode == 0:
+            if asked[name].returncode != NO_ANSWER:
                 slowest = waited
-    lost = frozenset(name for name, process in asked.items() if process.poll() != 0)
+    codes = {name: process.poll() for name, process in asked.items()}
     for process in asked.values():
         _end(process)
-    return lost
+    return {name: NO_ANSWER if code is None else code for name, code in codes.items()}
 
 
 def _patience(slowest_sec: float) -> float:

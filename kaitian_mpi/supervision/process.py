@@ -14,9 +14,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.snapshot_folder import MEMORY
 from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.job_marks import environment, ranks_live_on, remove_snapshots
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.probe import lost_hosts
+from kaitian_mpi.supervision.starts import Job, list_names
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -31,6 +34,8 @@ _PASSED_ON = (*_STOPS, signal.SIGUSR1)
 _POLL_SEC = 0.1
 _LOOK_SEC = 0.5
 _GRACE_SEC = 2.0
+_MOST_PATIENCE_SEC = 60.0
+_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 
 class Machine:
@@ -41,23 +46,27 @@ class Machine:
     """
 
     def __init__(
-        self, program: str, agent: Sequence[str], probe_sec: float, hang_sec: float
+        self, program: str, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float
     ) -> None:
         """Do nothing yet.
 
         Args:
             program: what each line that is said begins with.
+            job: whose ranks are marked, and whose hosts are asked.
             agent: as `probe.find_agent`.
             probe_sec: how long a host's answer may take.
-            hang_sec: how long mpirun may go on after its ranks on this machine; 0 for ever.
+            hang_sec: how long mpirun may go on after its ranks on this machine, if there are none
+                on others; 0 for ever.
         """
         self.stopped = 0
         """The signal that asked to stop; 0 for none."""
         self._program = program
+        self._job = job
         self._agent = agent
         self._probe_sec = probe_sec
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
+        self._said_living = False
         self._missed = 0  # a signal to stop from while there was no child
         self._before: dict[int, Any] = {}
 
@@ -101,7 +110,7 @@ class Machine:
         try:
             self._child = subprocess.Popen(  # noqa: S603 (the user's own command)
                 words,
-                env={**_NOTICE_DEAD_HOSTS, **os.environ},
+                env={**_NOTICE_DEAD_HOSTS, **os.environ, **environment(self._job)},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
                 preexec_fn=die_with_parent,
@@ -121,21 +130,62 @@ class Machine:
 
         When the link to a host is down, mpirun waits for that host even after all its other ranks
         have ended, and after a SIGTERM as well. It can be seen only where ranks run beside mpirun.
+        A job that lives on without those is left alone.
         """
-        ranks_seen_at = None
+        patience, alive_at = self._hang_sec, None
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_LOOK_SEC)
-            now = time.monotonic()
             if has_local_ranks(child.pid):
-                ranks_seen_at = now
-            elif self._hang_sec and ranks_seen_at and now - ranks_seen_at > self._hang_sec:
-                self.say("mpirun waits, but its ranks on this machine have ended; it is ended, too")
-                child.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    return child.wait(_GRACE_SEC)
-                child.kill()
-                return child.wait()
+                alive_at = time.monotonic()
+            elif patience and alive_at and time.monotonic() - alive_at > patience:
+                if not self._lives_elsewhere():
+                    return self._end_hanging(child)
+                alive_at, patience = time.monotonic(), min(2 * patience, _MOST_PATIENCE_SEC)
+
+    def _lives_elsewhere(self) -> bool:
+        """Return whether ranks on other hosts go on without those of this machine."""
+        job = self._job
+        if not job.survives:
+            return False
+        if not job.hosts and any(name in os.environ for name in _BATCH_SYSTEMS):
+            return True  # whom to ask only the batch system knows
+        living = ranks_live_on(self._agent, job.remote, job, self._probe_sec)
+        if living and not self._said_living:
+            self._said_living = True
+            names = list_names(sorted(living))
+            self.say(f"no rank is left on this machine; the job goes on: {names}")
+        return bool(living)
+
+    def _end_hanging(self, child: subprocess.Popen[bytes]) -> int:
+        self.say("mpirun waits, but its ranks on this machine have ended; it is ended, too")
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(_GRACE_SEC)
+        child.kill()
+        return child.wait()
+
+    def save_snapshot(self) -> bool:
+        """Bring this machine's snapshot to disk, if it is newer than what is there.
+
+        Returns:
+            Whether nothing is in memory that the disk has not.
+        """
+        if not any(MEMORY.glob(f"kaitian-{self._job.snapshots}-*")):
+            return True
+        from kaitian_mpi.training.last_snapshot import save_snapshot  # loads torch, for seconds
+
+        try:
+            return save_snapshot(
+                self._job.snapshots, self._job.folder, self._job.keep_checkpoints, self.say
+            )
+        except (OSError, UserError) as error:
+            self.say(f"the snapshot in memory could not be brought to disk: {error}")
+            return False
+
+    def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
+        """Remove the job's snapshots; return the names of the hosts that do not answer."""
+        return remove_snapshots(self._agent, hosts, self._job, self._probe_sec)
 
     def pause(self, seconds: float) -> None:
         """Wait, but not for longer than until a signal asks to stop."""

@@ -37,6 +37,9 @@ class Job:
     """The run folder as it is seen from here."""
     snapshots: str
     """Under which name hosts keep snapshots in memory from one start to the next."""
+    mark: str = ""
+    """What tells the ranks of this job from others' by their environment."""
+    keep_checkpoints: int = 1
     emulate_kinds: str = ""
     emulate_slowdown: str = ""
     spares: int = 0
@@ -45,6 +48,16 @@ class Job:
     def ranks(self) -> int | None:
         """How many ranks the job has with all hosts; None where that cannot be known."""
         return self.command.ranks or (total_slots(self.hosts) if self.hosts else None)
+
+    @property
+    def survives(self) -> bool:
+        """Whether mpirun is told to let the job go on without a rank that is lost."""
+        return bool(self.command.values(("with-ft",)))
+
+    @property
+    def owns_snapshots(self) -> bool:
+        """Whether the snapshots have a name that nobody else has given them."""
+        return not _is_given("--snapshots", self.command.arguments)
 
     @property
     def remote(self) -> list[Host]:
@@ -88,8 +101,6 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     # A user's own --resume says where a job begins, not where it goes on after a failure.
     if trained or not _is_given("--resume", command.arguments):
         own += ["--resume=auto"]
-    if not _is_given("--snapshots", command.arguments):
-        own += [f"--snapshots={job.snapshots}"]
     return Start(words=command.words + own, hostfile=hostfile, shape=_shape(job, lost, ranks))
 
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import StorageError, UserError
+from kaitian_mpi.snapshot_folder import MEMORY
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.run_state import RunState, read_state
 from kaitian_mpi.supervision.starts import Job, Start, list_names, plan_start
 
-_USER_ERROR = 2
+_USER_ERROR = UserError.exit_code
+_DISK_FULL = StorageError.exit_code
 _QUICK_SEC = 5.0
 _MOST_QUICK = 2
 _PAUSE_SEC = 5.0
@@ -39,6 +41,14 @@ class Effects(Protocol):
         """Return the names of the hosts that do not answer."""
         ...
 
+    def save_snapshot(self) -> bool:
+        """Bring the newest state from memory to disk; return whether the disk has it now."""
+        ...
+
+    def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
+        """Remove the job's snapshots here and on hosts; return who does not answer."""
+        ...
+
     def say(self, text: str) -> None:
         """Tell the user."""
         ...
@@ -48,8 +58,9 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
     """Run a job to its end.
 
     mpirun's exit code proves nothing: it is 0 when a host was lost. What counts is `finished` in
-    the job's `summary.json`. A user's mistake is not repeated, nor is a start that failed at once,
-    twice.
+    the job's `summary.json`. A user's mistake is not repeated, nor a start that failed at once,
+    twice, nor one whose results cannot be written. What the hosts keep in memory goes at the end,
+    if the disk has it.
 
     Args:
         job: the job.
@@ -58,7 +69,7 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
 
     Returns:
         The exit code: 0 where the job has finished, 128 + n after signal n, 2 after a user's
-        mistake, else mpirun's last one, or 1 in the place of its 0.
+        mistake, 74 where the disk is full, else mpirun's last one, or 1 in the place of its 0.
 
     Raises:
         UserError: the command cannot be started.
@@ -66,7 +77,12 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
     if read_state(job.folder).finished:
         effects.say(f"nothing to do: {job.folder} is finished")
         return 0
-    return _Supervisor(job, effects, max_restarts + 1).run()
+    supervisor, code = _Supervisor(job, effects, max_restarts + 1), 1
+    try:
+        code = supervisor.run()
+    finally:
+        supervisor.clean_up(code)
+    return code
 
 
 class _Supervisor:
@@ -77,6 +93,7 @@ class _Supervisor:
         self._effects = effects
         self._most_starts = most_starts
         self._lost: frozenset[str] = frozenset()
+        self._ever_lost: frozenset[str] = frozenset()
         self._idle = 0  # starts in a row that brought no progress
         self._quick = 0  # starts in a row, on the same hosts, that failed at once without any
 
@@ -92,12 +109,36 @@ class _Supervisor:
                 return 0
             if code == _USER_ERROR and not state.trained:
                 return code
+            if code == _DISK_FULL:
+                self._effects.say(f"not started again: {self._job.folder} cannot be written")
+                return code
             if number == self._most_starts or self._quick == _MOST_QUICK:
                 return self._give_up(number, code)
             self._effects.say(f"mpirun ended with code {code}, and the job is not finished")
             if not self._prepare_restart():
                 return self._end_by_signal() if self._effects.stopped else 1
             number += 1
+
+    def clean_up(self, code: int) -> None:
+        """Leave nothing in the hosts' memory that is not needed any more.
+
+        A run that has finished removes its snapshots itself, where it can.
+        """
+        job, effects = self._job, self._effects
+        if not job.owns_snapshots:
+            return
+        if code and not effects.save_snapshot():
+            effects.say(
+                f"the newest state stays in memory ({MEMORY}): make room on the disk, and give the "
+                f"same command with --run-dir {job.run_dir} --resume auto "
+                f"--snapshots {job.snapshots}"
+            )
+            return
+        hosts = [host for host in job.remote if code or host.name in self._ever_lost]
+        if silent := effects.remove_snapshots(hosts):
+            effects.say(
+                f"{MEMORY}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(silent))}"
+            )
 
     def _start(self, number: int) -> int:
         """Start the job, wait for its end, and take note of whether it got on."""
@@ -125,6 +166,7 @@ class _Supervisor:
         if job.remote:
             # All of them, also those that were lost: one may have come back.
             self._lost = effects.lost(job.remote)
+            self._ever_lost |= self._lost
         if self._lost != before:
             self._quick = 0  # the next start is another one
         if self._lost and not job.left(self._lost):

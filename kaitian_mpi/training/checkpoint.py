@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,8 +72,9 @@ class Checkpointing:
             run_folder: the run's folder, on whichever host writes.
         """
         self._config = config
-        files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
-        self._writer = BackgroundWriter(files, say_here)
+        self._files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
+        self._writer = BackgroundWriter(self._files, say_here)
+        self._snapshots_name = snapshots_name(config.snapshots, os.environ)
         self._snapshot_files = snapshots = snapshot_files(config)
         self._snapshots = BackgroundWriter(snapshots, say_here) if snapshots is not None else None
         self._saved_step = -1
@@ -151,8 +153,35 @@ class Checkpointing:
         if self._snapshots is not None and due and speaks_for_host:
             self._submit(self._snapshots, state, memory(), [], None)
 
+    def wait(self) -> None:
+        """Wait until what was saved is on disk, or could not be written."""
+        self._writer.wait()
+
+    def is_on_disk(self, step: int) -> bool:
+        """Return whether there is a checkpoint of this step."""
+        if self._writer.last_written == step:
+            return True
+        try:
+            return step in self._files.steps()
+        except OSError:
+            return False
+
+    def keep_in_memory(self, state: TrainingState, memory: Memory) -> str:
+        """Keep the state in this host's memory, since the disk does not take it.
+
+        Returns:
+            The name to give to `--snapshots`; empty where there is no snapshot, not even of an
+            earlier step, because the memory is full as well.
+        """
+        name = self._snapshots_name or secrets.token_hex(8)
+        files = SnapshotFiles(snapshot_folder(name))
+        writer = self._snapshots or BackgroundWriter(files, say_here)
+        self._submit(writer, state, memory, [], None)
+        writer.wait()
+        return name if files.steps() else ""
+
     def close(self) -> None:
-        """Wait until what was saved is on disk. The run is done: its snapshots go."""
+        """Give memory back: the run is done and on disk, so that its snapshots go. On any rank."""
         self._writer.close()
         if self._snapshots is not None and self._snapshot_files is not None:
             self._snapshots.close()

@@ -8,9 +8,11 @@ from typing import Any
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.guard import last_words, requests
+from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets
@@ -26,6 +28,7 @@ from kaitian_mpi.training.planning import BY_BENCHMARK, Plan, is_emulated, tell_
 from kaitian_mpi.training.preparation import Ingredients, prepare
 from kaitian_mpi.training.profiles import Profiles
 from kaitian_mpi.training.report import lost_line, result_line, say, show_topology
+from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.resume import (
     Found,
     check_resumable,
@@ -45,7 +48,8 @@ def train(config: TrainConfig, world: World) -> dict[str, Any]:
         The summary; on a rank that has not trained, little of it.
 
     Raises:
-        AgreedError: a rank cannot make what the config asks for; nothing has been trained.
+        AgreedError: a rank cannot make what the config asks for, and nothing has been trained; or
+            the results could not be written, with the exit code of `StorageError`.
     """
     crew = Crew(world)
     show_topology(world, crew.survives)
@@ -59,6 +63,8 @@ def train(config: TrainConfig, world: World) -> dict[str, Any]:
     crew.set_aside(config.spares, run.left_out)
     crew.attempt(run.train)
     crew.dismiss()
+    if run.fault:  # only now, for those that stand by would wait for ever
+        raise AgreedError(run.fault, StorageError.exit_code)
     return run.summary
 
 
@@ -75,6 +81,7 @@ class _Run:
     def __init__(self, config: TrainConfig, crew: Crew) -> None:
         self.config, self.crew = config, crew
         self.summary: dict[str, Any] = {}
+        self.fault = ""  # why the results are not on disk
         self.profiles = Profiles(config)
         self.left_out: dict[int, str] = {}
         self.places_left_out: list[str] = []
@@ -149,10 +156,25 @@ class _Run:
                     trainer.train_epoch()
                     self._end_epoch(trainer, trainer.evaluate())
         enter_phase("writing the last checkpoint", limited=False)
-        self.checkpoints.close()
-        self.summary["finished"] = True
-        self._write_summary()
-        say(world, f"results in {self.path}")
+        self._finish(world)
+
+    def _finish(self, world: World) -> None:
+        """Bring the results to disk; without them the run is not finished. Collective."""
+        fault = ""
+        if world.rank == 0:
+            self.summary["failures"] = self._failures()
+            try:
+                write_results(
+                    self.made.folder, self.checkpoints, self.state, self._memory, self.summary
+                )
+            except StorageError as error:
+                fault = str(error)
+        wait_quietly(world.comm)
+        self.fault = gather_values(world.comm, fault)[0]
+        if not self.fault:
+            self.checkpoints.close()
+            self.summary["finished"] = True
+            say(world, f"results in {self.path}")
 
     def _end_epoch(self, trainer: Trainer, result: Evaluation) -> None:
         progress = trainer.progress

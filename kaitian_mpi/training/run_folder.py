@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -37,6 +38,14 @@ class RunFolder(Protocol):
         """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Return whether the last content that this object was given for a file is written."""
+        ...
+
+    def require(self, name: str) -> None:
+        """Raise `StorageError` if a file's last content is not on disk."""
+        ...
+
 
 class NoFolder:
     """Writes nothing: only one rank owns the files."""
@@ -52,6 +61,13 @@ class NoFolder:
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Do nothing."""
 
+    def has(self, name: str) -> bool:
+        """Return that nothing is missing."""
+        return True
+
+    def require(self, name: str) -> None:
+        """Do nothing."""
+
 
 class DiskFolder:
     """A folder on disk."""
@@ -63,6 +79,7 @@ class DiskFolder:
             UserError: it cannot be made or written.
         """
         self.path = path
+        self._faults: dict[Path, str] = {}
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
@@ -80,8 +97,15 @@ class DiskFolder:
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Add a line to a JSON lines file."""
-        with _warned(self.path / name), (self.path / name).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        target = self.path / name
+        with _warned(target):
+            before = target.stat().st_size if target.exists() else 0
+            try:
+                with target.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError:
+                _cut(target, before)  # half a line would spoil the next one, too
+                raise
 
     def mend(self) -> None:
         """Cut off the line that a rank was writing when it died."""
@@ -96,16 +120,35 @@ class DiskFolder:
         torch.save(state, buffer)
         self._replace(self.path / "checkpoints" / "model.pt", buffer.getbuffer())
 
-    @staticmethod
-    def _replace(target: Path, content: bytes | memoryview) -> None:
+    def has(self, name: str) -> bool:
+        """Return whether the last content that this object was given for a file is written."""
+        return self._faults.get(self.path / name) == ""
+
+    def require(self, name: str) -> None:
+        """Raise `StorageError` if a file's last content is not on disk."""
+        path = self.path / name
+        reason = self._faults.get(path, "")
+        if not reason:
+            try:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())  # some file systems find out only now
+            except OSError as error:
+                reason = error.strerror or str(error)
+        if reason:
+            raise StorageError(f"{path} could not be written: {reason}")
+
+    def _replace(self, target: Path, content: bytes | memoryview) -> None:
         partial = target.with_name(target.name + ".partial")
         with _warned(target):
             try:
                 partial.write_bytes(content)
                 os.replace(partial, target)
-            except OSError:
-                partial.unlink(missing_ok=True)
+            except OSError as error:
+                self._faults[target] = _describe(error, target.parent, len(content))
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
                 raise
+            self._faults[target] = ""
 
 
 @contextlib.contextmanager
@@ -115,6 +158,25 @@ def _warned(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         print(f"{path} could not be written: {error.strerror or error}; training goes on")
+
+
+def _cut(path: Path, size: int) -> None:
+    with contextlib.suppress(OSError):
+        os.truncate(path, size)
+
+
+def _describe(error: OSError, folder: Path, needed: int) -> str:
+    """Return why so many bytes could not be written to a folder."""
+    reason = error.strerror or str(error)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return reason
+    return f"{reason} ({_size(needed)} needed, {_size(free)} free)"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
 def choose_run_folder(config: TrainConfig, world: World) -> Path:
@@ -143,5 +205,8 @@ def open_run_folder(config: TrainConfig, path: Path, rank: int) -> RunFolder:
         return NoFolder()
     folder = DiskFolder(path)
     folder.mend()
+    is_new = not (path / "config.json").exists()
     folder.write("config.json", dataclasses.asdict(config))
+    if is_new:
+        folder.require("config.json")  # a disk that is full now would lose the whole training
     return folder

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -324,12 +325,12 @@ def test_a_run_without_a_finite_gradient_ends_in_a_line(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A folder that holds the model once and lines of text, but no checkpoint."""
+def small_disk(tmp_path, request):
+    """A folder that holds the model twice and lines of text; or of another size."""
     folder = tmp_path / "run"
     folder.mkdir()
     mount = shutil.which("mount")
-    size = ("-t", "tmpfs", "-o", "size=4500k", "tmpfs", str(folder))
+    size = ("-t", "tmpfs", "-o", f"size={getattr(request, 'param', '5500k')}", "tmpfs", str(folder))
     if mount is None or subprocess.run([mount, *size], check=False, capture_output=True).returncode:
         pytest.skip("only root may mount a small file system")
     try:
@@ -339,6 +340,9 @@ def small_disk(tmp_path):
 
 
 def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
+    # Room for the model beside the one of the epoch before, but for no checkpoint.
+    (small_disk / "checkpoints").mkdir()
+    (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
     command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
     ended = finish(start(*command, *EVEN, cwd=tmp_path), time.time())
     assert ended.code == 0, ended.text
@@ -353,3 +357,29 @@ def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
     assert len(metrics) > 2 * STEPS_PER_EPOCH
     assert metrics == sorted(set(metrics))
     assert not list((small_disk / "checkpoints").glob("step-*"))
+    assert weights_in(tmp_path)  # those of the last epoch, in the place of the zeros
+
+
+@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
+def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
+    train = "kaitian-train --model cnn --dataset synthetic --max-steps 3".split()
+    ended = finish(start("kaitian-supervise", *train, *EVEN, cwd=tmp_path), time.time())
+    assert ended.code == 74, ended.text
+    (error,) = re.findall("^kaitian-train: error: (.*)", ended.err, re.MULTILINE)
+    assert "training is done, but run/checkpoints/model.pt could not be written: No space" in error
+    assert ended.err.count("start 1 of 4") == 1
+    assert "start 2 of 4" not in ended.err
+    assert summary_of(tmp_path)["finished"] is False
+    name = re.search(r"--snapshots (\w+)$", error)[1]
+    (snapshots,) = Path("/dev/shm").glob(f"kaitian-{name}-*")
+    assert snapshots.stat().st_mode & 0o777 == 0o700
+
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    again = ("--resume", "auto", "--snapshots", name)
+    ended = finish(start(*train, *EVEN, *again, cwd=tmp_path), time.time())
+    assert ended.code == 0, ended.text
+    assert not re.search(r"step [0-9]+/", ended.text)  # nothing is trained again
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert (small_disk / "checkpoints" / "model.pt").exists()
+    assert not snapshots.exists()

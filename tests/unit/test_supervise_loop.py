@@ -30,6 +30,8 @@ class World:
         self.stopped = 0
         self.clock = 0.0
         self.commands, self.asked, self.pauses, self.said = [], [], [], []
+        self.saves, self.removed = [], []
+        self.disk_is_full = False
 
     def run(self, words):
         self.commands.append(words)
@@ -54,6 +56,14 @@ class World:
         self.asked.append([host.name for host in hosts])
         return frozenset(self.last.lost)
 
+    def save_snapshot(self):
+        self.saves.append(not self.disk_is_full)
+        return not self.disk_is_full
+
+    def remove_snapshots(self, hosts):
+        self.removed.append([host.name for host in hosts])
+        return frozenset(self.last.lost) & {host.name for host in hosts}
+
     def say(self, text):
         self.said.append(text)
 
@@ -63,10 +73,10 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def make_job(folder, hosts="a:2,b,c"):
+def make_job(folder, hosts="a:2,b,c", flags=""):
     options = f"--host {hosts} -np 4" if hosts else "-np 4"
     return Job(
-        command=parse_command(f"mpirun {options} kaitian-train".split()),
+        command=parse_command(f"mpirun {options} kaitian-train {flags}".split()),
         hosts=parse_host_list(hosts) if hosts else (),
         local=frozenset("a"),
         hostfiles={},
@@ -133,16 +143,16 @@ def test_a_lost_host_is_left_out_and_taken_again_when_it_is_back(folder):
     ]
 
 
-def test_every_start_names_the_same_folder_and_snapshots(folder):
+def test_every_start_names_the_same_folder(folder):
     _, world = outcome(folder, Run(step=5), Run(step=6), Run(finished=True))
     ends = [words[words.index("kaitian-train") + 1 :] for words in world.commands]
-    assert ends == [[f"--run-dir={folder}", "--resume=auto", "--snapshots=beef"]] * 3
+    assert ends == [[f"--run-dir={folder}", "--resume=auto"]] * 3
 
 
 def test_no_host_left(folder):
     code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
     assert code == 1
-    assert world.said[-1] == "hosts b, c do not answer; no host is left"
+    assert world.said[-2] == "hosts b, c do not answer; no host is left"
 
 
 @pytest.mark.parametrize(("last", "code"), [(7, 7), (0, 1), (137, 137), (2, 2)])
@@ -151,6 +161,62 @@ def test_giving_up(folder, last, code):
     found, world = outcome(folder, *runs, max_restarts=2)
     assert found == code
     assert world.said[-1] == f"gave up after 3 starts; the last exit code of mpirun was {last}"
+
+
+def test_a_full_disk_is_no_reason_to_train_again(folder):
+    world = World(folder, Run(74, step=5), Run(74, step=9))
+    world.disk_is_full = True
+    assert supervise(make_job(folder), world, 3) == 74
+    assert len(world.commands) == 1
+    assert world.said[1:] == [
+        f"not started again: {folder} cannot be written",
+        "the newest state stays in memory (/dev/shm): make room on the disk, and give the same "
+        f"command with --run-dir {folder} --resume auto --snapshots beef",
+    ]
+    assert world.removed == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "removed"),
+    [
+        ([Run(0, step=9, finished=True)], []),
+        ([Run(1, step=3, lost="c"), Run(0, step=9, finished=True)], ["c"]),
+        ([Run(1, step=3, signal=signal.SIGTERM)], ["b", "c"]),
+        ([Run(1, step=3, signal=signal.SIGINT)], ["b", "c"]),
+        ([Run(1, step=n) for n in range(4)], ["b", "c"]),
+        ([Run(2, seconds=1)], ["b", "c"]),
+        ([Run(74, step=3)], ["b", "c"]),
+    ],
+    ids=["finished", "lost", "SIGTERM", "SIGINT", "given up", "mistake", "saved after all"],
+)
+def test_no_snapshot_is_left_in_memory(folder, runs, removed):
+    finished = runs[-1].finished
+    _, world = outcome(folder, *runs)
+    assert world.saves == ([] if finished else [True])
+    assert world.removed == [removed]
+
+
+def test_snapshots_go_as_well_where_the_command_cannot_be_started(folder):
+    world = World(folder)
+
+    def cannot(words):
+        raise UserError("no such program")
+
+    world.run, world.last = cannot, Run()
+    with pytest.raises(UserError, match="no such program"):
+        supervise(make_job(folder), world, 3)
+    assert world.removed == [["b", "c"]]
+
+
+def test_who_does_not_answer_may_keep_a_snapshot(folder):
+    _, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
+    assert world.said[-1] == "/dev/shm/kaitian-beef-* may be left on b, c"
+
+
+def test_snapshots_that_the_user_names_are_the_users(folder):
+    world = World(folder, Run(1, step=3, signal=signal.SIGTERM))
+    assert supervise(make_job(folder, flags="--snapshots beef"), world, 3) == 128 + signal.SIGTERM
+    assert (world.saves, world.removed) == ([], [])
 
 
 def test_without_restarts_there_is_one_start(folder):

@@ -2,12 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+
+from kaitian_mpi.supervision.command import parse_command
+from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.job_marks import environment, ranks_live_on
+from kaitian_mpi.supervision.starts import Job
 
 LONGEST_SEC = 30
 # Keeps count of its calls and of its words, then does what the test wants of it.
@@ -15,6 +24,7 @@ MPIRUN = """#!/bin/sh
 call=$(($(cat calls 2>/dev/null || echo 0) + 1))
 echo $call > calls
 echo "$@" >> words
+echo "$OMPI_KAITIAN_SNAPSHOTS" "$OMPI_KAITIAN_JOB" >> names
 for word in "$@"; do
     case $word in --run-dir=*) folder=${word#--run-dir=} ;; esac
 done
@@ -23,7 +33,8 @@ summary() { echo "{\\"steps\\": $1, \\"finished\\": $2}" > "$folder/summary.json
 """
 AGENT = """#!/bin/sh
 echo "$@" >> asked
-case $1 in *198.51.100.3) exec sleep 60 ;; *198.51.100.4) exit 255 ;; esac
+case $1 in *198.51.100.3) exec sleep 60 ;; *198.51.100.4) exit 255 ;; *198.51.100.5) exit 0 ;; esac
+[ "$2" != grep ]
 """
 
 
@@ -77,10 +88,12 @@ def test_code_0_without_the_marker_is_started_again(place):
     assert "kaitian-supervise: start 3 of 4: 2 ranks\n" in err
     assert err.endswith("kaitian-supervise: finished after 3 starts\n")
     lines = (place / "words").read_text().splitlines()
-    assert len(set(lines)) == 1  # the snapshots' name, too
-    assert lines[0].startswith(
-        "-np 2 kaitian-train --run-dir here --run-dir=here --resume=auto --snapshots="
-    )
+    assert len(set(lines)) == 1
+    assert lines[0] == "-np 2 kaitian-train --run-dir here --run-dir=here --resume=auto"
+    names = (place / "names").read_text().splitlines()
+    assert len(names) == 3
+    assert re.fullmatch("[0-9a-f]{32} [0-9a-f]{16}", names[0])  # by the environment
+    assert len(set(names)) == 1
     assert json.loads((place / "here" / "summary.json").read_text())["steps"] == 9
 
     code, _, err = run(place, script, "-np", "2", "kaitian-train", "--run-dir=here")
@@ -123,9 +136,11 @@ def test_a_lost_host_is_left_out(place):
         "start 2 of 4: host 198.51.100.3 does not answer; 3 ranks on localhost, 198.51.100.2" in err
     )
     assert out == "localhost slots=2\n198.51.100.2 slots=1\n"
+    name = (place / "names").read_text().split()[0]
     assert sorted((place / "asked").read_text().split("\n")) == [
         "",
         "198.51.100.2 true",
+        f"198.51.100.3 rm -rf /dev/shm/kaitian-{name}-*",  # it was lost: it may have kept one
         "198.51.100.3 true",
     ]
     second = (place / "words").read_text().splitlines()[1]
@@ -137,7 +152,11 @@ def test_a_host_that_refuses_is_lost_as_well(place):
     words = ["--host", "198.51.100.4", "-np", "1", "kaitian-train"]
     code, _, err = run(place, "summary 5 false", *words)
     assert (code, calls(place)) == (1, 1)
-    assert err.endswith("kaitian-supervise: host 198.51.100.4 does not answer; no host is left\n")
+    told = err.splitlines()[-2:]
+    assert told[0] == "kaitian-supervise: host 198.51.100.4 does not answer; no host is left"
+    assert re.fullmatch(
+        r"kaitian-supervise: /dev/shm/kaitian-\w{32}-\* may be left on 198.51.100.4", told[1]
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -202,6 +221,66 @@ def test_an_mpirun_that_waits_for_nobody_is_ended(place, ending):
     assert "mpirun waits, but its ranks on this machine have ended; it is ended, too" in err
     how = "137" if ending else "143"
     assert f"mpirun ended with code {how}, and the job is not finished" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "is_ended"),
+    [
+        ("--with-ft ulfm", "localhost,198.51.100.5", False),
+        ("--with-ft ulfm", "localhost,198.51.100.2", True),
+        ("--with-ft ulfm", "localhost,198.51.100.4", True),
+        ("--with-ft ulfm", "localhost", True),
+        ("", "localhost,198.51.100.5", True),
+    ],
+    ids=["lives there", "does not", "no answer", "no other host", "cannot live on"],
+)
+def test_a_job_that_lives_on_elsewhere_is_not_ended(place, options, hosts, is_ended):
+    """198.51.100.5 has a rank of every job that it is asked for, the others have none."""
+    script = """[ $call = 2 ] && { summary 9 true; exit 0; }
+    OMPI_COMM_WORLD_RANK=0 sleep 0.7
+    exec > nowhere 2>&1
+    sleep 2.5; summary 9 true"""
+    words = [*options.split(), "--host", hosts, "-np", "2", "kaitian-train"]
+    code, _, err = run(place, script, *words, options=["--hang-seconds", "0.3"])
+    assert code == 0, err
+    assert calls(place) == (2 if is_ended else 1)
+    assert ("mpirun waits" in err) == is_ended
+    said = "no rank is left on this machine; the job goes on: 198.51.100.5"
+    assert err.count(said) == (0 if is_ended else 1)
+    asked = (place / "asked").read_text() if (place / "asked").exists() else ""
+    mark = (place / "names").read_text().split()[1]
+    question = f"198.51.100.5 grep -qs OMPI_KAITIAN_JOB={mark} /proc/[0-9]*/environ\n"
+    assert (question in asked) == (not is_ended)
+
+
+def test_a_rank_is_found_by_its_mark(tmp_path):
+    """By the command that is run on a host: here, by a shell as over there."""
+    (tmp_path / "agent").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    (tmp_path / "agent").chmod(0o755)
+    words = parse_command(["kaitian-train"])
+    job = Job(command=words, hosts=(), hostfiles={}, run_dir="", folder=tmp_path, snapshots="a")
+    job = replace(job, mark=os.urandom(8).hex())
+    ask = partial(ranks_live_on, [str(tmp_path / "agent")], [Host(name="here")], job, 20.0)
+    assert ask() == frozenset()
+    rank = subprocess.Popen(["sleep", "60"], env={**os.environ, **environment(job)})
+    assert ask() == {"here"}
+    rank.kill()
+    rank.wait()
+    assert ask() == frozenset()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_in_memory_after_a_signal(place, number):
+    script = """folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname); mkdir -m 700 $folder
+    echo kept > $folder/file; trap 'kill $!; exit 7' INT TERM; sleep 60 & echo > ready; wait"""
+    process = start(place, script, "-np", "2", "kaitian-train")
+    wait_for(place / "ready")
+    name = (place / "names").read_text().split()[0]
+    assert list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
+    process.send_signal(number)
+    process.communicate(timeout=LONGEST_SEC)
+    assert process.returncode == 128 + number
+    assert not list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 from kaitian_mpi.supervision.command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.supervision.hosts import Host, choose, parse_host_list, parse_hostfile
+from kaitian_mpi.supervision.job_marks import environment
 from kaitian_mpi.supervision.ranks import (
     fewer_ranks,
     kept_ranks,
@@ -113,7 +114,7 @@ def make_job(line, hostfile=HOSTFILE, **more):
     )
 
 
-OWN = " --run-dir=runs/x --resume=auto --snapshots=beef"
+OWN = " --run-dir=runs/x --resume=auto"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,15 @@ def test_the_users_own_snapshots_stay():
     job = make_job("mpirun -np 2 kaitian-train --snapshots=mine")
     words = plan_start(job, frozenset(), False, "new").words
     assert [word for word in words if "snapshots" in word] == ["--snapshots=mine"]
+    assert not job.owns_snapshots
+
+
+def test_no_command_line_tells_the_snapshots_name():
+    """Other users of a host can read its processes' command lines."""
+    job = make_job("mpirun -np 2 kaitian-train")
+    assert job.owns_snapshots
+    assert not any("beef" in word for word in plan_start(job, frozenset(), False, "new").words)
+    assert environment(job)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"
 
 
 def test_many_names_are_cut_short():

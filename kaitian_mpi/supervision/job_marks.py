@@ -1,0 +1,45 @@
+"""What marks the ranks of a supervised job, on whatever host, and the snapshots that they keep.
+
+Both go by the environment, which only the user can read, and not by a command line. Open MPI hands
+variables that begin with OMPI_ to the ranks of all hosts; other launchers hand on all there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kaitian_mpi.snapshot_folder import MEMORY, VARIABLE, remove_private
+from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.supervision.probe import NO_ANSWER, run_on
+from kaitian_mpi.supervision.starts import Job
+
+_JOB = "OMPI_KAITIAN_JOB"
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Return the variables that the ranks of a job get."""
+    return {VARIABLE: job.snapshots, _JOB: job.mark}
+
+
+def ranks_live_on(
+    agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
+) -> frozenset[str]:
+    """Return the names of the hosts that have a rank of the job, of those that answer."""
+    words = ["grep", "-qs", f"{_JOB}={job.mark}", "/proc/[0-9]*/environ"]
+    codes = run_on(agent, hosts, words, seconds)
+    return frozenset(name for name, code in codes.items() if code == 0)
+
+
+def remove_snapshots(
+    agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
+) -> frozenset[str]:
+    """Remove a job's snapshots from this machine and from hosts.
+
+    Returns:
+        The names of the hosts that do not answer.
+    """
+    for folder in MEMORY.glob(f"kaitian-{job.snapshots}-*"):
+        remove_private(folder)
+    words = ["rm", "-rf", f"{MEMORY}/kaitian-{job.snapshots}-*"]
+    codes = run_on(agent, hosts, words, seconds)
+    return frozenset(name for name, code in codes.items() if code == NO_ANSWER)

@@ -1,0 +1,158 @@
+"""What a run folder does with a disk that is full, and with folders that cannot be made."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kaitian_mpi import snapshot_folder
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import StorageError
+from kaitian_mpi.training.checkpoint import Checkpointing
+from kaitian_mpi.training.results import write_results
+from kaitian_mpi.training.run_folder import DiskFolder, open_run_folder
+from kaitian_mpi.training.state import Progress
+
+WEIGHTS = {"weight": torch.arange(3.0)}
+MODEL = "checkpoints/model.pt"
+
+
+class State:
+    """A state of step 26, as far as it is written."""
+
+    progress = Progress(total_steps=26, step=26, epoch=2, is_done=True)
+
+    def weights(self):
+        return WEIGHTS
+
+    def shared(self):
+        return {"model": WEIGHTS, "progress": vars(self.progress)}
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """The host's memory, which has room."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(snapshot_folder, "MEMORY", folder)
+    monkeypatch.delenv(snapshot_folder.VARIABLE, raising=False)
+    return folder
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Return what makes a disk full, for files of some names."""
+
+    def fill(*names):
+        write_bytes, write_text = Path.write_bytes, Path.write_text
+
+        def refuse(path):
+            if path.name.removesuffix(".partial") in names:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(
+            Path, "write_bytes", lambda path, data: refuse(path) or write_bytes(path, data)
+        )
+        monkeypatch.setattr(
+            Path, "write_text", lambda path, text: refuse(path) or write_text(path, text)
+        )
+
+    return fill
+
+
+def run_in(folder, **flags):
+    config = TrainConfig(run_dir=str(folder), **flags)
+    return open_run_folder(config, folder, 0), Checkpointing(config, folder)
+
+
+def finish(folder, checkpoints):
+    to_json = SimpleNamespace(to_json=lambda: {"config": {}})
+    write_results(folder, checkpoints, State(), lambda: to_json, {"steps": 26, "finished": False})
+
+
+def summary_in(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_results_that_are_on_disk_are_finished(tmp_path, memory):
+    folder, checkpoints = run_in(tmp_path / "run")
+    finish(folder, checkpoints)
+    assert summary_in(tmp_path / "run") == {"steps": 26, "finished": True}
+    assert torch.equal(torch.load(tmp_path / "run" / MODEL)["weight"], WEIGHTS["weight"])
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["", "mine"])
+def test_a_model_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, full, given, capsys):
+    folder, checkpoints = run_in(tmp_path / "run", snapshots=given)
+    folder.save_model({"weight": torch.zeros(3)})  # of an earlier epoch
+    folder.write("summary.json", {"steps": 13, "finished": False})
+    full("model.pt")
+    folder.save_model(WEIGHTS)
+    with pytest.raises(StorageError) as caught:
+        finish(folder, checkpoints)
+    text = str(caught.value)
+    assert f"training is done, but {tmp_path}/run/{MODEL} could not be written: No space" in text
+    assert "bytes needed, " in text
+    assert " free); step 26 is kept in this host's memory: make room, and give the same" in text
+    assert caught.value.exit_code == 74
+    # What was good before is still there, and so is what is new.
+    assert summary_in(tmp_path / "run")["finished"] is False
+    assert torch.load(tmp_path / "run" / MODEL)["weight"].sum() == 0
+    (snapshots,) = memory.iterdir()
+    name = text.rpartition("--snapshots ")[2]
+    assert name == (given or name)
+    assert snapshots.name.startswith(f"kaitian-{name}-")
+    kept = Checkpointing(TrainConfig(snapshots=name), tmp_path)._snapshot_files.newest_good(print)
+    assert kept.step == 26
+    assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
+
+
+def test_a_summary_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, full):
+    folder, checkpoints = run_in(tmp_path / "run")
+    folder.write("summary.json", {"finished": False})
+    full("summary.json")
+    with pytest.raises(StorageError, match=r"summary.json could not be written: No space left on"):
+        finish(folder, checkpoints)
+    assert summary_in(tmp_path / "run") == {"finished": False}
+
+
+def test_a_disk_that_was_full_for_a_while_is_tried_again(tmp_path, memory, full, monkeypatch):
+    folder, checkpoints = run_in(tmp_path / "run")
+    with monkeypatch.context():
+        full("model.pt")
+        folder.save_model(WEIGHTS)
+        monkeypatch.undo()
+    monkeypatch.setattr(snapshot_folder, "MEMORY", memory)
+    finish(folder, checkpoints)
+    assert summary_in(tmp_path / "run")["finished"] is True
+    assert (tmp_path / "run" / MODEL).exists()
+
+
+def test_a_disk_that_is_full_at_the_start_is_no_place_for_a_run(tmp_path, full):
+    full("config.json")
+    with pytest.raises(StorageError, match=r"config.json could not be written: No space left on"):
+        run_in(tmp_path / "run")
+
+
+def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, capsys):
+    folder = DiskFolder(tmp_path)
+    folder.append("metrics.jsonl", {"step": 1})
+    dumps = json.dumps
+
+    def half(line):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(dumps(line)[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as context:
+        context.setattr(json, "dumps", half)
+        folder.append("metrics.jsonl", {"step": 2})
+    assert "metrics.jsonl could not be written: No space left on device" in capsys.readouterr().out
+    folder.append("metrics.jsonl", {"step": 3})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
