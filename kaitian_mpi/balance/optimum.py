@@ -35,42 +35,59 @@ class RankCost:
         return model.alpha_sec * self.micro_batches(samples) + model.beta_sec * samples
 
 
-def fastest_split(costs: Sequence[RankCost], global_batch_size: int) -> list[int]:
+def fastest_split(
+    costs: Sequence[RankCost], global_batch_size: int, min_batch: int = 1
+) -> list[int]:
     """Return the shares that end the slowest rank's step first.
 
-    Minimises max_i (alpha_i * k_i + beta_i * b_i) over whole b_i >= 0 that sum to the global batch,
-    with k_i = ceil(b_i / limit_i). A rank that would slow the step down by a single sample gets
-    none. The same input gives the same shares on every machine.
+    Minimises max_i (alpha_i * k_i + beta_i * b_i) over whole b_i that sum to the global batch, each
+    0 or at least `min_batch`, with k_i = ceil(b_i / limit_i). A rank that would slow the step down
+    by its smallest share gets none. The same input gives the same shares on every machine.
 
     The step's time is found by bisection: within it each rank can do so many samples, and the
-    least time in which all do enough is the optimum. Of what they could do beyond the global batch,
-    the last to end is taken away first.
+    least time in which all do enough is the optimum. No more ranks than there are smallest shares
+    in the global batch can have one, so those that can do most count. Of what they could do beyond
+    the global batch, the last to end is taken away first.
 
     Args:
         costs: of each rank; every sample takes some time.
-        global_batch_size: samples of a step, at least 0.
+        global_batch_size: samples of a step, 0 or at least `min_batch`.
+        min_batch: the fewest samples that a rank can train on, at least 1.
 
     Returns:
         Samples per step of each rank.
 
     Raises:
-        ValueError: a rank is said to do samples in no time, so that no share is right for it.
+        ValueError: a rank is said to do samples in no time, so that no share is right for it, or
+            the whole global batch is smaller than the smallest share.
     """
     for cost in costs:
         if cost.model.beta_sec <= 0:
             raise ValueError(f"beta_sec: found {cost.model.beta_sec}, needed more than 0")
+    if 0 < global_batch_size < min_batch:
+        raise ValueError(f"found {global_batch_size} samples, needed 0 or at least {min_batch}")
     alpha = np.array([cost.model.alpha_sec for cost in costs])
     beta = np.array([cost.model.beta_sec for cost in costs])
     whole = max(global_batch_size, 1)
     limits = (cost.largest_micro_batch for cost in costs)
     limit = np.array([whole if most is None else min(most, whole) for most in limits])
+    most_ranks = min(len(costs), global_batch_size // min_batch)
+
+    def able(seconds: float) -> np.ndarray:
+        samples = samples_within(seconds, alpha, beta, limit, global_batch_size)
+        return samples if min_batch == 1 else np.where(samples >= min_batch, samples, 0)
 
     def capacity(seconds: float) -> np.ndarray:
-        return samples_within(seconds, alpha, beta, limit, global_batch_size)
+        samples = able(seconds)
+        if min_batch == 1 or most_ranks == len(costs):
+            return samples
+        return np.partition(samples, -most_ranks)[-most_ranks:] if most_ranks else samples
 
     alone = min(cost.seconds(global_batch_size) for cost in costs)
-    shares = capacity(least_time(capacity, global_batch_size, alone))
-    return _without_surplus(shares.tolist(), costs, global_batch_size)
+    shares = able(least_time(capacity, global_batch_size, alone))
+    if min_batch > 1:
+        shares[np.argsort(-shares, kind="stable")[most_ranks:]] = 0
+    return without_surplus(shares.tolist(), costs, global_batch_size, min_batch)
 
 
 def samples_within(
@@ -96,7 +113,23 @@ def least_time(capacity: Callable[[float], np.ndarray], enough: int, longest: fl
     return high
 
 
-def _without_surplus(shares: list[int], costs: Sequence[RankCost], total: int) -> list[int]:
+def without_surplus(
+    shares: list[int],
+    costs: Sequence[RankCost],
+    total: int,
+    min_batch: int = 1,
+    may_idle: bool = True,
+) -> list[int]:
+    """Take away what shares sum to beyond a total, always from the rank that ends last.
+
+    Args:
+        shares: of each rank, 0 or at least `min_batch`; changed in place. So many ranks have one
+            that even with the smallest shares they do not exceed the total.
+        costs: of each rank.
+        total: the sum to come to.
+        min_batch: the smallest share.
+        may_idle: whether a share may become 0.
+    """
     surplus = sum(shares) - total
     if surplus == 0:
         return shares
@@ -107,7 +140,11 @@ def _without_surplus(shares: list[int], costs: Sequence[RankCost], total: int) -
     heapq.heapify(last_to_end)
     while surplus:
         rank = -last_to_end[0][1]
-        shares[rank] -= 1
-        surplus -= 1
+        fewer = 1 if shares[rank] > min_batch else shares[rank]
+        if fewer == 0 or fewer > surplus or (shares[rank] <= min_batch and not may_idle):
+            heapq.heappop(last_to_end)
+            continue
+        shares[rank] -= fewer
+        surplus -= fewer
         heapq.heapreplace(last_to_end, (-costs[rank].seconds(shares[rank]), -rank))
     return shares

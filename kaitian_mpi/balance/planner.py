@@ -6,46 +6,54 @@ import dataclasses
 from collections.abc import Sequence
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost, fastest_split
+from kaitian_mpi.balance.optimum import RankCost, fastest_split, without_surplus
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 
 
-def plan_fastest(costs: Sequence[RankCost], global_batch_size: int) -> list[int]:
-    """Share the global batch so that the slowest rank ends first; each gets at least one sample.
+def plan_fastest(
+    costs: Sequence[RankCost], global_batch_size: int, min_batch: int = 1
+) -> list[int]:
+    """Share the global batch so that the slowest rank ends first; each gets a share.
 
     Args:
         costs: of each rank.
         global_batch_size: samples per step of the whole job.
+        min_batch: the fewest samples that the model can train on.
 
     Returns:
-        Samples per step of each rank; they sum to `global_batch_size`.
+        Samples per step of each rank, at least `min_batch`; they sum to `global_batch_size`.
 
     Raises:
-        UserError: there are fewer samples than ranks.
+        UserError: there are too few samples for the ranks.
     """
-    _check_enough(global_batch_size, len(costs))
-    return _at_least_one_each(
-        fastest_split(with_slopes(costs, global_batch_size), global_batch_size)
-    )
+    _check_enough(global_batch_size, len(costs), min_batch)
+    costs = with_slopes(costs, global_batch_size)
+    shares = fastest_split(costs, global_batch_size, min_batch)
+    if min(shares) > 0:
+        return shares
+    shares = [share or min_batch for share in shares]
+    return without_surplus(shares, costs, global_batch_size, min_batch, may_idle=False)
 
 
-def plan_equal(ranks: int, global_batch_size: int) -> list[int]:
+def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[int]:
     """Share the global batch equally, to within one sample.
 
     Raises:
         UserError: as `plan_fastest`.
     """
-    _check_enough(global_batch_size, ranks)
+    _check_enough(global_batch_size, ranks, min_batch)
     return apportion(global_batch_size, [1] * ranks)
 
 
-def plan_batches_as_paper(scores: Sequence[float], batch_size: int) -> list[int]:
-    """Return batch_i = round(batch_size x score_i), at least 1 (KAITIAN, arXiv 2505.10183).
+def plan_batches_as_paper(
+    scores: Sequence[float], batch_size: int, min_batch: int = 1
+) -> list[int]:
+    """Return batch_i = round(batch_size x score_i), at least `min_batch` (arXiv 2505.10183).
 
     The global batch, their sum, grows with the devices.
     """
-    return [max(1, round(batch_size * score)) for score in scores]
+    return [max(min_batch, round(batch_size * score)) for score in scores]
 
 
 def with_slopes(costs: Sequence[RankCost], global_batch_size: int) -> list[RankCost]:
@@ -57,12 +65,15 @@ def with_slopes(costs: Sequence[RankCost], global_batch_size: int) -> list[RankC
     return [_with_slope(cost, equal_share) for cost in costs]
 
 
-def _check_enough(global_batch_size: int, ranks: int) -> None:
-    if global_batch_size < ranks:
-        raise UserError(
-            f"--global-batch-size: found {global_batch_size} for {ranks} ranks, needed at "
-            f"least one sample a rank; give {ranks} or more, or start fewer ranks"
-        )
+def _check_enough(global_batch_size: int, ranks: int, min_batch: int) -> None:
+    if global_batch_size >= min_batch * ranks:
+        return
+    each = "one sample" if min_batch == 1 else f"{min_batch} samples"
+    why = "" if min_batch == 1 else f", as the model cannot train on fewer than {min_batch} at once"
+    raise UserError(
+        f"--global-batch-size: found {global_batch_size} for {ranks} ranks, needed at least "
+        f"{each} a rank{why}; give {min_batch * ranks} or more, or start fewer ranks"
+    )
 
 
 def _with_slope(cost: RankCost, samples: float) -> RankCost:
@@ -70,11 +81,3 @@ def _with_slope(cost: RankCost, samples: float) -> RankCost:
         return cost
     slope = max(cost.model.alpha_sec, 1e-12) / samples
     return dataclasses.replace(cost, model=CostModel(0.0, slope))
-
-
-def _at_least_one_each(batches: list[int]) -> list[int]:
-    for rank, batch in enumerate(batches):
-        if batch == 0:
-            batches[batches.index(max(batches))] -= 1
-            batches[rank] = 1
-    return batches

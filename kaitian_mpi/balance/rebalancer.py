@@ -63,15 +63,19 @@ class Rebalancer:
     steps on, for a gain of 2%.
     """
 
-    def __init__(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, costs: Sequence[RankCost], batch_sizes: Sequence[int], min_batch: int = 1
+    ) -> None:
         """Start from a plan.
 
         Args:
             costs: of each rank, as the benchmark found them.
             batch_sizes: the plan in force.
+            min_batch: the smallest batch that a plan may give.
         """
         self.batch_sizes = list(batch_sizes)
         self._global_batch_size = sum(batch_sizes)
+        self._min_batch = min_batch
         self._costs = with_slopes(costs, self._global_batch_size)
         self._monitors = [SpeedMonitor() for _ in costs]
         self._planned_logs = [0.0 for _ in costs]
@@ -112,7 +116,8 @@ class Rebalancer:
 
     def _better_plan(self) -> NewPlan | None:
         logs = [monitor.log_factor for monitor in self._monitors]
-        batch_sizes = plan_fastest(self._scaled(logs), self._global_batch_size)
+        costs = self._scaled(logs)
+        batch_sizes = plan_fastest(costs, self._global_batch_size, self._min_batch)
         if batch_sizes == self.batch_sizes:
             return None
         if self._gain(batch_sizes, self._cautious_logs()) < self._least_gain():

@@ -43,12 +43,42 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def cut(samples: int, most: int | None) -> list[int]:
+def merge_small(shares: Sequence[int], planned: Sequence[int], min_batch: int) -> list[int]:
+    """Change shares as little as it takes for each to be 0 or at least `min_batch`.
+
+    Where all together are smaller, they stay as they are.
+
+    What is in shares that are too small goes to some of these ranks, the first with the largest
+    planned share, as a smallest share each; what is still left over goes to the rank with the most
+    room below its planned share.
+
+    Args:
+        shares: of each rank.
+        planned: each rank's usual share, 0 or at least `min_batch`.
+        min_batch: the smallest share, at least 1.
+    """
+    if sum(shares) < min_batch:
+        return list(shares)
+    merged = list(shares)
+    small = [rank for rank, share in enumerate(shares) if 0 < share < min_batch]
+    left = sum(shares[rank] for rank in small)
+    for rank in sorted(small, key=lambda rank: -planned[rank]):
+        merged[rank] = min_batch if left >= min_batch else 0
+        left -= merged[rank]
+    if left:
+        able = [rank for rank, share in enumerate(merged) if share]
+        merged[max(able, key=lambda rank: planned[rank] - merged[rank])] += left
+    return merged
+
+
+def cut(samples: int, most: int | None, min_batch: int = 1) -> list[int]:
     """Cut a share into micro-batches of at most `most` samples, equal to within one.
 
     Args:
         samples: the share; 0 gives one empty micro-batch.
         most: at least 1; None for no limit.
+        min_batch: the smallest micro-batch, if the share has so many samples: rather than to go
+            below it, a micro-batch takes more than `most`.
     """
-    count = 1 if most is None else max(1, math.ceil(samples / most))
-    return apportion(samples, [1] * count)
+    count = 1 if most is None else math.ceil(samples / most)
+    return apportion(samples, [1] * max(1, min(count, samples // min_batch)))

@@ -8,25 +8,46 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.balance.shares import apportion, merge_small
 from kaitian_mpi.data.counter_random import random_words
 from kaitian_mpi.errors import UserError
 
 
-def shares_of_step(remaining: int, batch_sizes: Sequence[int]) -> list[int]:
+def samples_of_step(remaining: int, global_batch_size: int, min_batch: int = 1) -> int:
+    """Return how many samples the next step takes, of all ranks.
+
+    Args:
+        remaining: samples left in the epoch.
+        global_batch_size: samples of a full step.
+        min_batch: the fewest samples that a rank can train on. A rest that is smaller joins the
+            step before it.
+    """
+    return remaining if remaining < global_batch_size + min_batch else global_batch_size
+
+
+def count_steps_of_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
+    """Return how many steps these samples take."""
+    steps, rest = divmod(samples, global_batch_size)
+    return steps + (rest >= min_batch) if steps else min(samples, 1)
+
+
+def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 1) -> list[int]:
     """Return how many samples each rank takes in the next step; every rank gets the same answer.
 
     Args:
         remaining: samples left in the epoch.
         batch_sizes: the plan, per rank.
+        min_batch: the smallest share besides none.
 
     Returns:
         The plan itself, or in an epoch's last, partial step its proportions of what is left. No
-        share exceeds the rank's planned batch.
+        share exceeds the rank's planned batch, or, where no smaller share than `min_batch` is
+        possible, only by less than that.
     """
-    if remaining >= sum(batch_sizes):
+    samples = samples_of_step(remaining, sum(batch_sizes), min_batch)
+    if samples == sum(batch_sizes):
         return list(batch_sizes)
-    return apportion(remaining, batch_sizes)
+    return merge_small(apportion(samples, batch_sizes), batch_sizes, min_batch)
 
 
 class LoadAdaptiveSampler(Sampler[list[int]]):
@@ -50,6 +71,9 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         rank: this rank.
         shuffle: whether to permute, by (seed, epoch); otherwise the data set's own order.
         seed: any whole number, the same on all ranks.
+        min_batch: the fewest samples that the model can train on: 2 where batch norm has a single
+            value per sample and channel. A rank takes none or at least so many. A rest of an epoch
+            that is smaller joins the step before it, which then has more than the global batch.
 
     Attributes:
         num_replicas: how many ranks.
@@ -71,14 +95,18 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         *,
         shuffle: bool = True,
         seed: int = 0,
+        min_batch: int = 1,
     ) -> None:
         if not 0 <= rank < len(batch_sizes):
             raise ValueError(f"rank: found {rank}, needed 0 to {len(batch_sizes) - 1}")
         self.dataset = dataset
+        if len(dataset) < min_batch:
+            raise ValueError(f"dataset: found {len(dataset)} samples, needed {min_batch} or more")
         self.num_replicas = len(batch_sizes)
         self.rank = rank
         self.shuffle = shuffle
         self.seed = seed
+        self.min_batch = min_batch
         self.epoch = 0
         self.position = 0
         self._ran_to_end = False
@@ -98,7 +126,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         """Change the batch sizes from the next step on; allowed in the middle of an epoch.
 
         Raises:
-            ValueError: not one size per rank, a negative one, or none above 0.
+            ValueError: not one size per rank, a negative one, one below `min_batch` other than 0,
+                or none above 0.
         """
         if len(batch_sizes) != self.num_replicas:
             raise ValueError(
@@ -109,6 +138,11 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             raise ValueError(
                 f"batch_sizes: found {list(batch_sizes)}, needed numbers of at least 0, "
                 "not all of them 0"
+            )
+        if any(0 < size < self.min_batch for size in batch_sizes):
+            raise ValueError(
+                f"batch_sizes: found {list(batch_sizes)}, needed each to be 0 or at least "
+                f"{self.min_batch}"
             )
         self._batch_sizes = list(batch_sizes)
 
@@ -121,7 +155,13 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the steps left in this epoch under the current plan."""
-        return -(-(len(self.dataset) - self.position) // self.global_batch_size)
+        left = len(self.dataset) - self.position
+        return count_steps_of_epoch(left, self.global_batch_size, self.min_batch)
+
+    def samples_of_step(self, position: int) -> int:
+        """Return how many samples the step from a position on takes, of all ranks."""
+        left = len(self.dataset) - position
+        return samples_of_step(left, self.global_batch_size, self.min_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each step, from the position to the epoch's end."""
@@ -130,7 +170,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             self._ran_to_end = False
         order = self._permutation()
         while self.position < len(order):
-            shares = shares_of_step(len(order) - self.position, self._batch_sizes)
+            left = len(order) - self.position
+            shares = shares_of_step(left, self._batch_sizes, self.min_batch)
             start = self.position + sum(shares[: self.rank])
             self.position += sum(shares)
             yield order[start : start + shares[self.rank]].tolist()

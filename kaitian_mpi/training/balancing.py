@@ -29,6 +29,7 @@ class Balancing:
         costs: list[RankCost] | None,
         adaptive: bool,
         steps_ahead: int = 0,
+        min_batch: int = 1,
     ) -> None:
         """Begin with a plan. Collective, as every method is.
 
@@ -40,6 +41,7 @@ class Balancing:
             adaptive: whether to propose other plans; needs `costs`.
             steps_ahead: how many steps' batches are fetched before they are needed, which a new
                 plan does not change any more.
+            min_batch: the smallest batch that a plan may give.
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
         self._exchange = StepExchange(world.comm, 6)
@@ -47,7 +49,7 @@ class Balancing:
         """Whether this rank asks for something that all have to do between the same two steps."""
         self.was_asked = False
         """Whether any rank did, as all ranks know after the same step."""
-        self._rebalancer = Rebalancer(costs, batch_sizes) if adaptive and costs else None
+        self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
         self._watch = SlownessWatch(world.size, costs or ())
         self.plans = 1
 

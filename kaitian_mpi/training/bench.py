@@ -18,6 +18,7 @@ from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets, measure_allreduce
 from kaitian_mpi.training.benchmark import RankBenchmark, benchmark_ranks, scores_of
+from kaitian_mpi.training.min_batch import find_min_batch
 from kaitian_mpi.training.planning import equal_share, is_emulated
 from kaitian_mpi.training.preparation import Ingredients, prepare_without_folder
 from kaitian_mpi.training.report import make_table, say, show_benchmark, show_table, show_topology
@@ -37,7 +38,8 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
     show_topology(world)
     made = prepare_without_folder(config, world)
     slowdown = Slowdown(made.slowdowns[world.rank])
-    results = benchmark_ranks(config, world, made.model, made.data.train, slowdown)
+    min_batch = find_min_batch(config, world, made.model, made.data.train)
+    results = benchmark_ranks(config, world, made.model, made.data.train, slowdown, min_batch)
     buckets = gradient_buckets(made.model)
     choose_allreduce(config.allreduce, world, buckets)
     found = Bench(

@@ -34,7 +34,12 @@ class RankBenchmark:
 
 
 def benchmark_ranks(
-    config: TrainConfig, world: World, model: nn.Module, data: Dataset, slowdown: Slowdown
+    config: TrainConfig,
+    world: World,
+    model: nn.Module,
+    data: Dataset,
+    slowdown: Slowdown,
+    min_batch: int = 1,
 ) -> list[RankBenchmark]:
     """Time forward, backward and optimizer on every rank at once, as in training. Collective.
 
@@ -47,12 +52,14 @@ def benchmark_ranks(
         model: the user's model, anywhere.
         data: the training data; real samples are timed.
         slowdown: this rank's emulated slowdown.
+        min_batch: the fewest samples that the model can train on at once.
 
     Returns:
         Every rank's result, by rank.
 
     Raises:
-        AgreedError: not even one sample fits a rank's memory, or the cache cannot be written.
+        AgreedError: not even the smallest batch fits a rank's memory, or the cache cannot be
+            written.
     """
     cache = BenchmarkCache(config, world, model, data, slowdown)
     own = cache.read()
@@ -60,12 +67,13 @@ def benchmark_ranks(
     cached = all(gather_values(world.comm, own is not None))
     if not cached:
         with torch.random.fork_rng(devices=[]):
-            own = _measure(world, RankTimer(config, world, model, data, slowdown))
+            timer = RankTimer(config, world, model, data, slowdown, min_batch)
+            own = _measure(world, timer)
         with faults_agreed(world.comm):
             cache.write(own)
     assert own is not None
     results = gather_values(world.comm, asdict(own))
-    return [_evaluate(config, Measured(**result), cached) for result in results]
+    return [_evaluate(config, Measured(**result), cached, min_batch) for result in results]
 
 
 def seconds_per_share(results: list[RankBenchmark], share: int) -> list[float]:
@@ -92,9 +100,11 @@ def _measure(world: World, timer: RankTimer) -> Measured:
     return measured
 
 
-def _evaluate(config: TrainConfig, measured: Measured, cached: bool) -> RankBenchmark:
+def _evaluate(
+    config: TrainConfig, measured: Measured, cached: bool, min_batch: int
+) -> RankBenchmark:
     model = fit(measured.batches, measured.seconds)
     limits = (measured.largest_micro_batch, config.micro_batch_size)
-    limit = min((limit for limit in limits if limit), default=None)
+    limit = min((max(limit, min_batch) for limit in limits if limit), default=None)
     error = fit_error(model, measured.batches, measured.seconds)
     return RankBenchmark(measured, RankCost(model, limit), error, cached)

@@ -15,7 +15,7 @@ from kaitian_mpi.data import evaluation_indices
 from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.training.computation import Computation
 
-_BATCH = 64
+_LARGEST_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,12 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: Dataset, computation: Computation, rank: int, shares: Sequence[float]
+    model: nn.Module,
+    data: Dataset,
+    computation: Computation,
+    rank: int,
+    shares: Sequence[float],
+    micro_batch_size: int | None = None,
 ) -> Evaluation:
     """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
 
@@ -40,13 +45,15 @@ def evaluate(
         computation: how this rank computes.
         rank: this rank.
         shares: in what proportion the ranks share the work.
+        micro_batch_size: samples that fit this rank's memory at once; None: any number.
     """
     was_training = model.training
     model.eval()
     # In float64, on the host: sums of any size, the same whatever device a rank has.
     totals = torch.zeros(3, dtype=torch.float64)
     length = len(data)  # type: ignore[arg-type]
-    for indices in evaluation_indices(length, rank, shares, _BATCH):
+    batch = min(_LARGEST_BATCH, micro_batch_size or _LARGEST_BATCH)
+    for indices in evaluation_indices(length, rank, shares, batch):
         enter_phase("evaluation")
         inputs, labels = computation.place(*data[indices])
         logits = computation.logits(model, inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from kaitian_mpi.collectives.gradients import WeightedSum
 from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import LoadAdaptiveSampler, make_loader, steps_ahead
+from kaitian_mpi.data.sampler import count_steps_of_epoch
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.watchdog import StepLimit, enter_phase, set_phase_limit
 from kaitian_mpi.mpi.world import World
@@ -34,9 +34,11 @@ from kaitian_mpi.training.state import Progress, TrainingState
 _STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
 
 
-def count_steps(config: TrainConfig, samples: int, global_batch_size: int) -> int:
+def count_steps(
+    config: TrainConfig, samples: int, global_batch_size: int, min_batch: int = 1
+) -> int:
     """Return the steps of a whole run over so many training samples."""
-    steps = config.epochs * math.ceil(samples / global_batch_size)
+    steps = config.epochs * count_steps_of_epoch(samples, global_batch_size, min_batch)
     return min(steps, config.max_steps or steps)
 
 
@@ -81,8 +83,9 @@ class Trainer:
             plan.batch_sizes,
             world.rank,
             seed=config.seed,
+            min_batch=plan.min_batch,
         )
-        self._micro_batch = plan.micro_batch_size
+        self._micro_batch, self._min_batch = plan.micro_batch_size, plan.min_batch
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
         # The state is the same everywhere, except the buffers, which shall not be made so.
         self._ddp = DistributedDataParallel(
@@ -106,6 +109,7 @@ class Trainer:
             plan.costs,
             adaptive=config.balance == "adaptive",
             steps_ahead=steps_ahead(config.workers),
+            min_batch=plan.min_batch,
         )
         self._clock = self.metrics.clock
         self._limit = StepLimit(config.step_timeout)
@@ -167,7 +171,12 @@ class Trainer:
         self.state.begin_piece()
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = evaluate(
-            self.state.model, self._data.validation, self._computation, self.world.rank, shares
+            self.state.model,
+            self._data.validation,
+            self._computation,
+            self.world.rank,
+            shares,
+            self._micro_batch,
         )
         self._commit_piece()
         return result
@@ -180,8 +189,7 @@ class Trainer:
             labels: on the host.
             data_sec: seconds that getting them took.
         """
-        left = len(self._data.train) - self.progress.position  # type: ignore[arg-type]
-        samples = min(self.sampler.global_batch_size, left)
+        samples = self.sampler.samples_of_step(self.progress.position)
         self._set_rate()
         self.state.statistics.before_step(self.progress.step_in_epoch)
         if self._commit is not None:
@@ -226,7 +234,7 @@ class Trainer:
         A share that is larger than what fits the memory is taken in equal micro-batches, whose
         gradients add up to exactly that of the share. Only the last sums over the ranks.
         """
-        sizes = cut(len(labels), self._micro_batch)
+        sizes = cut(len(labels), self._micro_batch, self._min_batch)
         parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
         losses = []
         for part_inputs, part_labels in parts[:-1]:

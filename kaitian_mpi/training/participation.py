@@ -18,7 +18,11 @@ _LEAST_GAIN = 0.05  # a device is not given up for less
 
 
 def ranks_to_leave_out(
-    config: TrainConfig, world: World, costs: Sequence[RankCost], buckets: Sequence[int]
+    config: TrainConfig,
+    world: World,
+    costs: Sequence[RankCost],
+    buckets: Sequence[int],
+    min_batch: int = 1,
 ) -> dict[int, str]:
     """Return the ranks without which the job is faster, and why. Collective.
 
@@ -31,9 +35,10 @@ def ranks_to_leave_out(
         world: the ranks of the default process group.
         costs: of each rank.
         buckets: bytes that a step reduces.
+        min_batch: the smallest share besides none.
     """
     batch = config.global_batch_size
-    left_out = _without_share(with_slopes(costs, batch), batch)
+    left_out = _without_share(with_slopes(costs, batch), batch, min_batch)
     kept = [rank for rank in range(world.size) if rank not in left_out]
     if len(kept) == 1:
         return left_out
@@ -76,11 +81,14 @@ def tell_left_out(world: World, left_out: dict[int, str]) -> None:
         )
 
 
-def _without_share(costs: Sequence[RankCost], batch: int) -> dict[int, str]:
-    shares = fastest_split(costs, batch)
+def _without_share(costs: Sequence[RankCost], batch: int, min_batch: int) -> dict[int, str]:
+    if batch < min_batch * len(costs):
+        return {}  # too small a batch, which the plan will say
+    shares = fastest_split(costs, batch, min_batch)
     step = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+    smallest = "a single sample takes" if min_batch == 1 else f"{min_batch} samples take"
     return {
-        rank: f"a single sample takes it {costs[rank].seconds(1):.3g} s, and the whole step takes "
+        rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, and the whole step takes "
         f"the others {step:.3g} s"
         for rank, share in enumerate(shares)
         if share == 0

@@ -31,6 +31,8 @@ class Plan:
     precision: str
     micro_batch_size: int | None
     """Samples that this rank computes at once, at most; None: any number."""
+    min_batch: int = 1
+    """The fewest samples that a rank computes at once, in training."""
 
 
 def equal_share(config: TrainConfig, ranks: int) -> int:
@@ -65,24 +67,33 @@ def profile_of(result: RankBenchmark) -> Profile:
     return Profile(result.cost, result.measured.memory_format, result.measured.precision)
 
 
-def plan_by_benchmark(config: TrainConfig, world: World, results: list[RankBenchmark]) -> Plan:
-    """Return the shares that the ranks' costs, or by the paper's rule their scores, deserve.
+def plan_by_benchmark(
+    config: TrainConfig, world: World, results: list[RankBenchmark], min_batch: int = 1
+) -> Plan:
+    """Return the shares that the ranks' costs, or by the paper's rule their scores, call for.
 
     Args:
         config: the global batch and the rule.
         world: the ranks that train.
         results: of these ranks.
+        min_batch: the fewest samples that the model can train on at once.
     """
-    return make_plan(config, world, [profile_of(result) for result in results])
+    return make_plan(config, world, [profile_of(result) for result in results], min_batch)
 
 
-def make_plan(config: TrainConfig, world: World, profiles: Sequence[Profile]) -> Plan:
+def make_plan(
+    config: TrainConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
+) -> Plan:
     """Return the shares of the ranks; equal ones where any was not measured.
 
     Args:
         config: the global batch and the rule.
         world: the ranks that train.
         profiles: of these ranks.
+        min_batch: the fewest samples that the model can train on at once.
+
+    Raises:
+        UserError: the global batch is too small for so many ranks.
     """
     costs = [profile.cost for profile in profiles if profile.cost is not None]
     measured = len(costs) == len(profiles)
@@ -90,11 +101,11 @@ def make_plan(config: TrainConfig, world: World, profiles: Sequence[Profile]) ->
     times = [cost.model.seconds(share) for cost in costs]
     by_rank = scores(times) if measured else [1.0] * world.size
     if config.batch_policy == "paper":
-        shares = plan_batches_as_paper(by_rank, config.batch_size)
+        shares = plan_batches_as_paper(by_rank, config.batch_size, min_batch)
     elif measured:
-        shares = plan_fastest(costs, config.global_batch_size)
+        shares = plan_fastest(costs, config.global_batch_size, min_batch)
     else:
-        shares = plan_equal(world.size, config.global_batch_size)
+        shares = plan_equal(world.size, config.global_batch_size, min_batch)
     own = profiles[world.rank]
     return Plan(
         shares,
@@ -103,6 +114,7 @@ def make_plan(config: TrainConfig, world: World, profiles: Sequence[Profile]) ->
         own.memory_format,
         own.precision,
         own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None,
+        min_batch,
     )
 
 

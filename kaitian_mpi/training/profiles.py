@@ -14,6 +14,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import RankBenchmark, benchmark_ranks
 from kaitian_mpi.training.memory_of_run import Memory, cost_from_json, place_of, to_json
+from kaitian_mpi.training.min_batch import find_min_batch
 from kaitian_mpi.training.planning import (
     Plan,
     Profile,
@@ -32,6 +33,7 @@ class Profiles:
     Attributes:
         by_place: the profiles.
         are_remembered: whether they come from an earlier job.
+        min_batch: the fewest samples that the model can train on at once.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -39,6 +41,7 @@ class Profiles:
         self._results: dict[str, RankBenchmark] = {}
         self.by_place: dict[str, Profile] = {}
         self.are_remembered = False
+        self.min_batch = 1
 
     @property
     def are_measured(self) -> bool:
@@ -56,6 +59,7 @@ class Profiles:
             slowdown: this rank's emulated slowdown.
             memory: what an earlier job has found out.
         """
+        self.min_batch = find_min_batch(self._config, world, made.model, made.data.train)
         places = [place_of(info) for info in world.infos]
         self.are_remembered = memory is not None and set(places) <= set(memory.profiles)
         if memory is not None and self.are_remembered:
@@ -63,7 +67,8 @@ class Profiles:
         elif self._config.balance == "off":
             self.by_place = {place: profile_unmeasured(self._config) for place in places}
         else:
-            results = benchmark_ranks(self._config, world, made.model, made.data.train, slowdown)
+            data, least = made.data.train, self.min_batch
+            results = benchmark_ranks(self._config, world, made.model, data, slowdown, least)
             self._results = dict(zip(places, results, strict=True))
             self.by_place = {place: profile_of(result) for place, result in self._results.items()}
             write_benchmark(world, made, results)
@@ -92,7 +97,8 @@ class Profiles:
 
     def plan(self, world: World) -> Plan:
         """Share the global batch by what is known of these ranks."""
-        return make_plan(self._config, world, [self.by_place[place_of(i)] for i in world.infos])
+        profiles = [self.by_place[place_of(info)] for info in world.infos]
+        return make_plan(self._config, world, profiles, self.min_batch)
 
     def show(self, world: World, made: Ingredients, plan: Plan) -> None:
         """Show what the benchmark has found out about these ranks, and their shares."""

@@ -47,21 +47,28 @@ class RankTimer:
     """Times training steps of one model on this rank. The model itself is left as it was."""
 
     def __init__(
-        self, config: TrainConfig, world: World, model: nn.Module, data: Dataset, slowdown: Slowdown
+        self,
+        config: TrainConfig,
+        world: World,
+        model: nn.Module,
+        data: Dataset,
+        slowdown: Slowdown,
+        min_batch: int = 1,
     ) -> None:
         self._config, self._world, self._data, self._slowdown = config, world, data, slowdown
         self._model = model
         self._most = largest_share(config)
-        self._largest = min(self._most, config.micro_batch_size or self._most)
+        self._largest = max(min_batch, min(self._most, config.micro_batch_size or self._most))
+        self._min_batch = min_batch
         self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._smallest = 1
+        self._smallest = min_batch
         self._began = time.perf_counter()
 
     def measure(self) -> Measured:
         """Time this rank within about `--benchmark-seconds`; nothing here is collective.
 
         Raises:
-            UserError: not even one sample fits the memory.
+            UserError: not even the smallest batch fits the memory.
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world)
@@ -109,7 +116,7 @@ class RankTimer:
             if not out_of_memory(error):
                 raise
         # Not inside the handler, which would keep what did not fit.
-        return self._fastest(batch // 2) if batch > 1 else contestants[0]
+        return self._fastest(self._half(batch)) if batch > self._min_batch else contestants[0]
 
     def _winner(self, contestants: list[Computation], batch: int) -> Computation:
         # On a core shared with other ranks the layouts differ by less than the wait for the core,
@@ -146,7 +153,9 @@ class RankTimer:
                 break
             batch = min(2 * batch, self._largest)
         # Two sizes at least, or alpha cannot be told from beta.
-        return fitting if len(fitting) > 1 else sorted({max(1, fitting[0] // 4), *fitting})
+        if len(fitting) > 1:
+            return fitting
+        return sorted({max(self._min_batch, fitting[0] // 4), *fitting})
 
     def _try_step(self, batch: int, memory: MemoryGauge) -> float | None:
         """Return the seconds of a step, None where it does not fit the memory."""
@@ -163,12 +172,13 @@ class RankTimer:
         return seconds
 
     def _half(self, batch: int) -> int:
-        if batch == 1:
+        if batch == self._min_batch:
+            samples = "a single sample" if batch == 1 else f"{batch} samples"
             raise UserError(
-                f"found too little memory on {self._world.info.device} for a step of a single "
-                "sample, needed a smaller model or a larger device"
+                f"found too little memory on {self._world.info.device} for a step of {samples}, "
+                "needed a smaller model or a larger device"
             )
-        return batch // 2
+        return max(self._min_batch, batch // 2)
 
     def _mean_step(self, batch: int) -> float:
         """Return the mean seconds of as many steps as fill a while, at least one.

@@ -219,7 +219,7 @@ class _Run:
         asked = not (self.config.keep_all or self.config.spares)
         if costs is None or not asked or self.config.batch_policy == "paper" or world.size == 1:
             return {}
-        return ranks_to_leave_out(self.config, world, costs, buckets)
+        return ranks_to_leave_out(self.config, world, costs, buckets, self.profiles.min_batch)
 
     def _plan(self, world: World) -> Plan:
         """Share the global batch, by what has been seen of these ranks last."""
@@ -229,14 +229,17 @@ class _Run:
         self.profiles.learn(world, infos, costs)
         plan, memory = self.profiles.plan(world), self.found.memory
         places = [place_of(info) for info in world.infos]
-        if not self.crew.losses and memory is not None and memory.crew == places:
+        is_same_crew = memory is not None and memory.crew == places and not self.crew.losses
+        if memory is not None and is_same_crew and min(memory.batch_sizes) >= plan.min_batch:
             return dataclasses.replace(plan, batch_sizes=memory.batch_sizes)
         return plan
 
     def _state_on(self, world: World, plan: Plan) -> TrainingState:
         """Give every rank the state that the run has come to."""
         state, samples = self.state, len(self.made.data.train)  # type: ignore[arg-type]
-        state.progress.total_steps = count_steps(self.config, samples, sum(plan.batch_sizes))
+        state.progress.total_steps = count_steps(
+            self.config, samples, sum(plan.batch_sizes), plan.min_batch
+        )
         if any(gather_values(world.comm, state.is_begun)):
             state.even_out(world)
         else:

@@ -26,13 +26,18 @@ LENGTH, BATCH = 150, 24
 class Points(Dataset):
     """Sample i is made from i; its label tells a class."""
 
+    def __init__(self, length=LENGTH):
+        self.length = length
+
     def __len__(self):
-        return LENGTH
+        return self.length
 
     def __getitem__(self, indices):
         index = torch.tensor(indices, dtype=torch.float64).reshape(-1, 1)
         inputs = torch.cat([index, torch.sin(index), torch.cos(3 * index)], 1)
-        return inputs / torch.tensor([LENGTH, 1, 1]), torch.tensor(indices, dtype=torch.int64) % 4
+        return inputs / torch.tensor([self.length, 1, 1]), torch.tensor(
+            indices, dtype=torch.int64
+        ) % 4
 
 
 def make_trainer(world, shares, micro_batch_size=None, workers=0):
@@ -126,3 +131,46 @@ def test_a_rank_without_samples_takes_part(world):
     _, weights = train(make_trainer(world, uneven(world)))
     _, other = train(make_trainer(world, shares, micro_batch_size=5))
     assert (other - weights).abs().max() < 1e-12
+
+
+class Batches(nn.Module):
+    """Notes the sizes of its batches, and cannot train on a batch of one."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(8)
+        self.layers = nn.Sequential(nn.Linear(3, 8), norm, nn.Tanh(), nn.Linear(8, 4)).double()
+        self.trained, self.evaluated = [], []
+
+    def forward(self, x):
+        (self.trained if self.training else self.evaluated).append(len(x))
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2, 3])
+@pytest.mark.parametrize("rest", [0, 1, 2, 3])
+def test_no_batch_is_too_small_for_batch_norm(world, rest, micro_batch_size):
+    shares = [5] + [2] * (world.size - 1)
+    length = 2 * sum(shares) + rest
+    data, model = Points(length), Batches()
+    config = TrainConfig(global_batch_size=sum(shares), epochs=2, log_interval=60)
+    made = Ingredients(DataSource("points", data, data, 4), model, NoFolder(), ())
+    plan = Plan(
+        shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size, min_batch=2
+    )
+    steps = count_steps(config, length, sum(shares), 2)
+    assert steps == 2 * (2 if rest < 2 else 3)
+    state = TrainingState(
+        config, model, Computation(world.device, "fp32", "contiguous", 0.0), steps
+    )
+    with Trainer(config, world, made, state, plan, Slowdown()) as trainer:
+        trainer.train_epoch()
+        result = trainer.evaluate()
+        assert (trainer.progress.position, trainer.progress.step) == (length, steps // 2)
+    assert math.isfinite(result.loss)
+    assert 2 <= min(model.trained)
+    assert max(model.trained) <= max(micro_batch_size or 99, 3)
+    trained = gather_values(world.comm, sum(model.trained))
+    assert sum(trained) == length
+    # What fits the memory in training is the most in an evaluation, too.
+    assert max(model.evaluated, default=0) <= (micro_batch_size or 64)

@@ -17,6 +17,7 @@ from kaitian_mpi.errors import UserError
         ([0], [1], 7, [7]),
         ([0, 0], [1, 1000], 10, [9, 1]),  # at least one each
         ([0, 10], [1, 1], 50, [30, 20]),  # both end at 30
+        ([0, 0, 0], [1, 1, 1000], 21, [10, 10, 1]),  # and what it costs is taken from the last
         ([4, 8], [0, 0], 12, [8, 4]),  # constants: by noise, so in proportion
     ],
 )
@@ -52,8 +53,19 @@ def test_fewer_samples_than_ranks_is_the_users_mistake():
             plan()
 
 
+def test_too_few_samples_for_the_smallest_batches_is_the_users_mistake_too():
+    for plan in (
+        lambda: plan_equal(4, 7, 2),
+        lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 7, 2),
+    ):
+        with pytest.raises(UserError, match=r"found 7 for 4 ranks, needed at least 2 samples .* 8"):
+            plan()
+    assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
+
+
 def test_the_papers_rule():
     assert plan_batches_as_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
+    assert plan_batches_as_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
 
 
 def test_scores():

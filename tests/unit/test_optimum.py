@@ -8,6 +8,7 @@ import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost, fastest_split
+from kaitian_mpi.balance.planner import plan_fastest
 
 
 def cost(alpha, beta, limit=None):
@@ -35,16 +36,43 @@ def random_costs(chance, ranks):
     ]
 
 
+@pytest.mark.parametrize("min_batch", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_split_is_faster(seed):
+def test_no_split_is_faster(seed, min_batch):
     chance = random.Random(seed)
     costs = random_costs(chance, chance.randint(1, 4))
-    total = chance.randint(0, 14)
-    shares = fastest_split(costs, total)
+    total = chance.choice([0, chance.randint(min_batch, 14)])
+    shares = fastest_split(costs, total, min_batch)
     assert sum(shares) == total
-    assert min(shares) >= 0
-    best = min(slowest(costs, split) for split in every_split(len(costs), total))
+    assert all(share == 0 or share >= min_batch for share in shares)
+    allowed = [
+        split
+        for split in every_split(len(costs), total)
+        if all(share == 0 or share >= min_batch for share in split)
+    ]
+    best = min(slowest(costs, split) for split in allowed)
     assert slowest(costs, shares) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("min_batch", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_split_in_which_every_rank_takes_part_is_faster_than_the_plan(seed, min_batch):
+    chance = random.Random(seed)
+    costs = random_costs(chance, chance.randint(1, 4))
+    total = chance.randint(min_batch * len(costs), 14)
+    plan = plan_fastest(costs, total, min_batch)
+    assert sum(plan) == total
+    assert min(plan) >= min_batch
+    splits = every_split(len(costs), total)
+    best = min(slowest(costs, split) for split in splits if min(split) >= min_batch)
+    assert slowest(costs, plan) == pytest.approx(best, rel=1e-9)
+
+
+def test_no_more_ranks_take_part_than_there_are_smallest_shares():
+    assert fastest_split([cost(0, 1)] * 4, 5, 2) == [3, 2, 0, 0]
+    assert fastest_split([cost(0, 1), cost(0, 1.1), cost(0, 1)], 3, 2) in ([3, 0, 0], [0, 0, 3])
+    with pytest.raises(ValueError, match="found 1 samples, needed 0 or at least 2"):
+        fastest_split([cost(0, 1)] * 2, 1, 2)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,10 +125,11 @@ def test_equal_ranks_share_equally():
     assert sorted(fastest_split([cost(1, 1)] * 3, 10)) == [3, 3, 4]
 
 
-def test_a_hundred_thousand_ranks_take_less_than_a_second():
+@pytest.mark.parametrize("min_batch", [1, 2])
+def test_a_hundred_thousand_ranks_take_less_than_a_second(min_batch):
     chance = random.Random(1)
     costs = [cost(chance.random(), 0.1 + chance.random(), 64) for _ in range(100_000)]
     began = time.process_time()
-    shares = fastest_split(costs, 6_400_000)
+    shares = fastest_split(costs, 6_400_000, min_batch)
     assert time.process_time() - began < 1
     assert sum(shares) == 6_400_000

@@ -60,30 +60,32 @@ class Data(Dataset):
 
 
 class Hungry(nn.Module):
-    """Takes no more than so many samples at once."""
+    """Takes no more than so many samples at once, and no fewer."""
 
-    def __init__(self, most, device=None):
+    def __init__(self, most, device=None, least=1):
         super().__init__()
+        self.least = least
         self.layer, self.most, self.device = nn.Linear(4, 2), most, device
         self.seen = []
 
     def forward(self, x):
         if self.device is not None:
             self.device.batch = len(x)
+        assert len(x) >= self.least
         if len(x) > self.most:
             raise torch.OutOfMemoryError("tried to allocate")
         self.seen.append(len(x))
         return self.layer(x)
 
 
-def measure(device, most, **settings):
+def measure(device, most, min_batch=1, **settings):
     config = TrainConfig(
         **{"global_batch_size": 256, "benchmark_seconds": 0.5, "memory_format": "contiguous"}
         | settings
     )
     world = make_world(device)
-    model = Hungry(most, device)
-    return RankTimer(config, world, model, Data(), Slowdown()).measure()
+    model = Hungry(most, device, min_batch)
+    return RankTimer(config, world, model, Data(), Slowdown(), min_batch).measure()
 
 
 def test_where_all_fits_the_largest_share_is_timed():
@@ -112,6 +114,16 @@ def test_a_device_that_takes_only_three_samples_still_takes_part(memory_format):
     assert max(measured.batches) <= 3
     assert len(measured.batches) >= 2
     assert measured.largest_micro_batch in (2, 3)
+
+
+@pytest.mark.parametrize("most", [2, 3, 7])
+@pytest.mark.parametrize("global_batch_size", [2, 3, 7, 256])
+def test_no_batch_is_smaller_than_the_model_can_train_on(most, global_batch_size):
+    device = Device(limit=1 << 40)
+    measured = measure(device, most, 2, memory_format="auto", global_batch_size=global_batch_size)
+    assert 2 <= min(measured.batches) <= max(measured.batches) <= min(most, global_batch_size)
+    with pytest.raises(UserError, match=r"too little memory on cpu for a step of 2 samples"):
+        measure(device, most=1, min_batch=2)
 
 
 def test_a_device_that_takes_none_is_said():

@@ -121,6 +121,16 @@ def test_a_wrong_benchmark_is_put_right():
     assert plan.gain == pytest.approx(1.0)
 
 
+def test_no_new_plan_gives_a_rank_less_than_the_smallest_batch():
+    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32], min_batch=2)
+    found = [
+        rebalancer.observe([RankStep(1, 32, 0.32, 32.0), RankStep(1, 32, 32.0, 0.0)])
+        for _ in range(20)
+    ]
+    (plan,) = [plan for plan in found if plan is not None]
+    assert plan.batch_sizes == [62, 2]
+
+
 def test_where_communication_takes_the_time_a_better_split_is_no_reason():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):

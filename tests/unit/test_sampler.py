@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from kaitian_mpi.data.sampler import LoadAdaptiveSampler, shares_of_step
+from kaitian_mpi.data.sampler import (
+    LoadAdaptiveSampler,
+    count_steps_of_epoch,
+    samples_of_step,
+    shares_of_step,
+)
 from kaitian_mpi.errors import UserError
 
 
@@ -69,6 +74,50 @@ def test_every_epoch_takes_each_sample_once() -> None:
         assert sorted(flat(taken)) == list(range(length))
         assert all([len(part) for part in step] == plan for step in taken[:-1])
         assert {sampler.position for sampler in samplers} == {length}
+
+
+@pytest.mark.parametrize("min_batch", [2, 3])
+def test_no_rank_takes_a_batch_that_is_too_small(min_batch: int) -> None:
+    draw = random.Random(min_batch)
+    for _ in range(300):
+        ranks = draw.randrange(1, 6)
+        plan = [draw.choice([0, draw.randrange(min_batch, 9)]) for _ in range(ranks)]
+        plan[draw.randrange(ranks)] += min_batch
+        length = draw.randrange(min_batch, 4 * sum(plan) + 2)
+        samplers = [
+            LoadAdaptiveSampler(range(length), plan, rank, min_batch=min_batch)
+            for rank in range(ranks)
+        ]
+        steps = count_steps_of_epoch(length, sum(plan), min_batch)
+        assert {len(sampler) for sampler in samplers} == {steps}
+        taken = take(samplers)
+        assert len(taken) == steps
+        assert sorted(flat(taken)) == list(range(length))
+        position = 0
+        for step in taken:
+            sizes = [len(part) for part in step]
+            assert all(size == 0 or size >= min_batch for size in sizes)
+            assert all(size < most + min_batch for size, most in zip(sizes, plan, strict=True))
+            assert sum(sizes) == samplers[0].samples_of_step(position)
+            position += sum(sizes)
+
+
+def test_a_rest_that_is_too_small_joins_the_step_before_it() -> None:
+    assert [samples_of_step(left, 4, 2) for left in (9, 6, 5, 4, 3, 2, 0)] == [4, 4, 5, 4, 3, 2, 0]
+    assert [samples_of_step(left, 4) for left in (9, 5, 4, 1)] == [4, 4, 4, 1]
+    assert shares_of_step(5, [2, 2], 2) == [3, 2]
+    assert [count_steps_of_epoch(length, 4, 2) for length in (2, 4, 5, 6, 9, 10)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
+    with pytest.raises(ValueError, match="dataset: found 1 samples, needed 2 or more"):
+        LoadAdaptiveSampler(range(1), [4], 0, min_batch=2)
+    with pytest.raises(ValueError, match=r"found \[4, 1\], needed each to be 0 or at least 2"):
+        LoadAdaptiveSampler(range(9), [4, 1], 0, min_batch=2)
 
 
 def test_the_order_does_not_depend_on_the_split() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kaitian_mpi.balance.shares import apportion, cut
+from kaitian_mpi.balance.shares import apportion, cut, merge_small
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,33 @@ def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed():
             assert max(parts) <= most
             assert max(parts) - min(parts) <= 1
             assert len(parts) == -(-samples // most)
+
+
+def test_a_micro_batch_is_never_too_small_where_the_share_is_not():
+    assert cut(5, 2, 2) == [3, 2]
+    assert cut(3, 2, 2) == [3]
+    assert cut(1, 2, 2) == [1]
+    assert cut(0, 2, 2) == [0]
+    for samples in range(2, 50):
+        for most in range(2, 12):
+            parts = cut(samples, most, 2)
+            assert sum(parts) == samples
+            assert 2 <= min(parts) <= max(parts) <= max(most, 3)
+            if most > 2:
+                assert parts == cut(samples, most)
+
+
+@pytest.mark.parametrize(
+    ("shares", "planned", "min_batch", "merged"),
+    [
+        ([4, 4, 1, 1], [96, 96, 32, 32], 2, [4, 4, 2, 0]),
+        ([4, 4, 1, 1, 1], [9, 9, 3, 3, 4], 2, [5, 4, 0, 0, 2]),
+        ([1, 1, 1], [2, 2, 2], 2, [3, 0, 0]),
+        ([1, 0, 1], [2, 5, 4], 2, [0, 0, 2]),
+        ([0, 1], [2, 2], 2, [0, 1]),  # nothing can be done
+        ([2, 2, 3], [3, 3, 3], 3, [4, 0, 3]),
+        ([5, 0, 2], [5, 0, 2], 2, [5, 0, 2]),
+    ],
+)
+def test_shares_that_are_too_small_are_merged(shares, planned, min_batch, merged):
+    assert merge_small(shares, planned, min_batch) == merged

@@ -1,0 +1,81 @@
+"""The fewest samples that a model trains on, and that nothing below it is computed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from kaitian_mpi.data.factory_data import Collated
+from kaitian_mpi.models import build_model
+from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.min_batch import min_batch_of
+
+
+class Standardised(nn.Module):
+    """Divides by the batch's standard deviation: of one sample it is no number."""
+
+    def forward(self, x):
+        flat = x.flatten(1)
+        return flat / (1 + flat.std(0))
+
+
+class Dropping(nn.Module):
+    """Changes a buffer and an attribute in each forward, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(48), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += len(x)
+        return nn.functional.dropout(self.norm(x.flatten(1)))
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise ValueError("never works")
+
+
+class Uncopied(nn.Module):
+    def __deepcopy__(self, _):
+        raise RuntimeError("cannot be copied")
+
+
+def flat(*layers):
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (flat(nn.Linear(48, 3)), 1),
+        (flat(nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), 2),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 1),
+        (nn.Sequential(nn.Conv2d(3, 4, 4), nn.BatchNorm2d(4)), 2),  # a single value is left
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4)), 1),
+        (flat(nn.LayerNorm(48)), 1),
+        (Standardised(), 2),
+        (Failing(), 1),
+        (Uncopied(), 1),
+        (flat(nn.LazyLinear(3)), 1),
+        (build_model("cnn", 3), 1),
+    ],
+)
+def test_it_is_found_by_trying(model, expected):
+    data = Collated(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
+    computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
+    assert min_batch_of(model, data, computation) == expected
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_were():
+    data = Collated(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
+    model = Dropping().eval()
+    before = torch.get_rng_state()
+    computation = Computation(torch.device("cpu"), "bf16", "contiguous", 0.0)
+    assert min_batch_of(model, data, computation) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model.calls, model.seen.item(), model.training) == (0, 0, False)
+    assert model.norm.num_batches_tracked.item() == 0
