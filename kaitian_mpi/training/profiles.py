@@ -9,6 +9,7 @@ from typing import Any
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -96,9 +97,14 @@ class Profiles:
             self.by_place[place] = dataclasses.replace(profile, cost=cost_from_json(cost))
 
     def plan(self, world: World) -> Plan:
-        """Share the global batch by what is known of these ranks."""
+        """Share the global batch by what is known of these ranks. Collective.
+
+        Raises:
+            AgreedError: it is too small for so many ranks.
+        """
         profiles = [self.by_place[place_of(info)] for info in world.infos]
-        return make_plan(self._config, world, profiles, self.min_batch)
+        with faults_agreed(world.comm):
+            return make_plan(self._config, world, profiles, self.min_batch)
 
     def show(self, world: World, made: Ingredients, plan: Plan) -> None:
         """Show what the benchmark has found out about these ranks, and their shares."""
