@@ -72,7 +72,7 @@ class Mailbox:
         """Start receiving into a tensor on any device; `ANY_SOURCE` takes any sender."""
         buffer = to_host(tensor, read=False)
         transfer = start_receive(self._comm, buffer, source, tag)
-        deliver = partial(from_host, buffer, tensor)
+        deliver = partial(from_host, buffer, tensor, non_blocking=True)
         streams = self._streams.after_caller(tensor)
         return self._follow(_UnderWay(transfer, Message([tensor]), deliver, streams))
 

@@ -52,7 +52,8 @@ class SideStreams:
         stream = self._streams[device]
         for tensor in there:
             # Its memory must not be used again, if the caller drops it, before this stream is done.
-            tensor.record_stream(stream)
+            if tensor.device == device:
+                _record(tensor, stream)
         reached = module.Event()
         reached.record(module.current_stream(device))
         return _on_stream(module, stream, reached)
@@ -63,6 +64,21 @@ def _on_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
     with module.stream(stream):
         stream.wait_event(reached)
         yield
+
+
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Let a tensor that another stream made live on until the current stream is done with it."""
+    module = _module_with_streams(tensor.device)
+    if module is not None:
+        _record(tensor, module.current_stream(tensor.device))
+
+
+def _record(tensor: torch.Tensor, stream: Any) -> None:
+    if tensor.layout is torch.sparse_coo:
+        tensor._indices().record_stream(stream)
+        tensor._values().record_stream(stream)
+    elif tensor.layout is torch.strided:
+        tensor.record_stream(stream)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -116,11 +132,14 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
     return host
 
 
-def from_host(host: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bring the values of what `to_host` or `contiguous` returned back to its tensor."""
+def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Bring the values of what `to_host` or `contiguous` returned back to its tensor.
+
+    With `non_blocking`, the current stream of an accelerator does it later.
+    """
     if host.device == tensor.device and is_plain(tensor):
         return
-    tensor.detach().copy_(host)
+    tensor.detach().copy_(host, non_blocking=non_blocking)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from kaitian_mpi.collectives.staging import contiguous, from_host, is_plain, tensors_in
+from kaitian_mpi.collectives.staging import (
+    contiguous,
+    from_host,
+    is_plain,
+    keep_for_current_stream,
+    tensors_in,
+)
 from kaitian_mpi.collectives.torch_releases import call_library
 
 if TYPE_CHECKING:
@@ -86,6 +92,8 @@ class VendorGroup:
 
     def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
+        if self.size == 1:
+            return
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
@@ -93,6 +101,8 @@ class VendorGroup:
 
     def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
+        if self.size == 1:
+            return
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.BroadcastOptions()
             options.rootRank = root
@@ -135,6 +145,7 @@ class VendorCall(Work):
         """Bring the results to the caller's own tensors, by the current stream."""
         self.wait()
         for lent, tensor in self._loans:
+            keep_for_current_stream(lent)
             from_host(lent, tensor)
 
     def wait(self, timeout: timedelta | None = None) -> bool:

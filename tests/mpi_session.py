@@ -1,0 +1,54 @@
+"""What the suites that run inside one mpirun share: `from mpi_session import *` in a conftest.
+
+Every test runs on every rank. The first failure on any rank ends the session with that rank's
+traceback, because the other ranks would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from kaitian_mpi.mpi.guard import end_job, say_labelled
+from kaitian_mpi.mpi.launch import read_launch
+
+LAUNCH = read_launch(os.environ)
+_LONGEST_TEST_SEC = 90
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(least): needs at least so many ranks")
+    if LAUNCH.world_rank != 0:  # one rank speaks; a failure is printed by whoever has it
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("ranks"):
+        if LAUNCH.world_size < marker.args[0]:
+            pytest.skip(f"needs at least {marker.args[0]} ranks")
+    faulthandler.dump_traceback_later(_LONGEST_TEST_SEC, exit=True, file=sys.__stderr__)
+
+
+def pytest_runtest_teardown() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.failed:
+        item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+        say_labelled(f"{item.nodeid} failed:\n{report.longreprtext}")
+        end_job(1)
+    return report
+
+
+def pytest_sessionfinish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

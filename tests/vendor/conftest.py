@@ -1,0 +1,42 @@
+"""Run inside one mpirun: ``mpirun -np N python -m pytest -s tests/vendor``.
+
+Some ranks have a fake accelerator, whose kind has a collective library as NVIDIA's has NCCL. Every
+test runs in worlds of several layouts, one after the other.
+"""
+
+from __future__ import annotations
+
+import fake_device
+import pytest
+import torch.distributed as dist
+from mpi_session import *  # noqa: F403
+from mpi_session import LAUNCH
+
+import kaitian_mpi
+from kaitian_mpi.mpi.world import World
+
+LAYOUTS = {
+    1: ["vendor"],
+    2: ["vendor,cpu", "vendor,vendor2", "vendor,vendor"],
+    3: ["vendor,vendor2,cpu", "vendor,cpu,vendor"],
+    4: [
+        "vendor,cpu,vendor,vendor2",
+        "vendor,vendor2,vendor2,vendor2",
+        "vendor,vendor,vendor,vendor",
+    ],
+}
+
+collect_ignore = []
+if fake_device.is_supported():
+    import fake_kinds
+
+    fake_kinds.register()
+else:
+    collect_ignore.append("test_vendor.py")  # torch 2.8 cannot have a device type in Python
+
+
+@pytest.fixture(scope="module", params=LAYOUTS[LAUNCH.world_size])
+def world(request: pytest.FixtureRequest) -> World:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return kaitian_mpi.init(devices=request.param)

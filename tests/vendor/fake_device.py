@@ -1,0 +1,246 @@
+"""An accelerator with streams, in Python: what it is given runs later, in the order of a stream.
+
+Each stream is a thread. What changes a tensor in place, and copies, are queued on the current
+stream of the thread that asks, as on a GPU; what makes a new tensor waits for that stream first.
+The memory of a tensor that is dropped is overwritten as soon as the stream it was made on is done
+with what it had been given, unless `record_stream` named further streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import types
+import weakref
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map
+
+from kaitian_mpi.mpi.guard import end_with_traceback
+
+TYPE = "fake"
+COPY = torch.ops.aten.copy_.default
+TO_COPY = torch.ops.aten._to_copy.default
+GARBAGE = 0xAB
+LONGEST_WAIT_SEC = 60
+
+_local = threading.local()
+
+
+class Stream:
+    """Runs what it is given, one after the other."""
+
+    def __init__(self, device: object = None) -> None:
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def give(self, task) -> None:
+        self._tasks.put(task)
+
+    def wait_event(self, event: Event) -> None:
+        reached = event.reached
+        if reached is not None:
+            self.give(lambda: wait_until(reached))
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is not self._thread:
+            Event(self).synchronize()
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                self._tasks.get()()
+            except BaseException:
+                end_with_traceback("the fake accelerator failed:\n")
+
+
+class Event:
+    """A point in the order of a stream."""
+
+    def __init__(self, stream: Stream | None = None) -> None:
+        self.reached: threading.Event | None = None
+        if stream is not None:
+            self.record(stream)
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.reached = threading.Event()
+        (stream or current_stream()).give(self.reached.set)
+
+    def query(self) -> bool:
+        return self.reached is None or self.reached.is_set()
+
+    def synchronize(self) -> None:
+        if self.reached is not None:
+            wait_until(self.reached)
+
+
+def wait_until(reached: threading.Event) -> None:
+    assert reached.wait(LONGEST_WAIT_SEC), "the fake accelerator: a stream does not go on"
+
+
+def current_stream(device: object = None) -> Stream:
+    return getattr(_local, "stream", None) or default_stream
+
+
+@contextlib.contextmanager
+def stream(chosen: Stream):
+    before = current_stream()
+    _local.stream = chosen
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+class Memory:
+    """What a tensor and its views hold."""
+
+    def __init__(self, content: torch.Tensor) -> None:
+        self.recorded: list[Stream] = []
+        owner = current_stream()
+        weakref.finalize(self, _use_again, content, owner, self.recorded).atexit = False
+
+
+def _use_again(content: torch.Tensor, owner: Stream, recorded: list[Stream]) -> None:
+    for each in (owner, *recorded):
+        reaper.wait_event(Event(each))
+    reaper.give(lambda: content.untyped_storage().fill_(GARBAGE))
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor in the accelerator's memory, which the host cannot touch."""
+
+    @staticmethod
+    def __new__(cls, content: torch.Tensor, memory: Memory | None = None) -> DeviceTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            content.size(),
+            strides=content.stride(),
+            storage_offset=content.storage_offset(),
+            dtype=content.dtype,
+            device=torch.device(TYPE, 0),
+        )
+
+    def __init__(self, content: torch.Tensor, memory: Memory | None = None) -> None:
+        self.content = content
+        self.memory = memory or Memory(content)
+
+    def __repr__(self) -> str:
+        return f"DeviceTensor({tuple(self.shape)})"
+
+    def record_stream(self, stream: Stream) -> None:
+        self.memory.recorded.append(stream)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, classes, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is COPY:
+            return _copy(args[0], args[1], *args[2:], **kwargs)
+        given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        if any(a.ndim and not isinstance(a, DeviceTensor) for a in given):
+            raise RuntimeError(f"{func}: mixes host memory with the accelerator's")
+        to_host = torch.device(kwargs.get("device") or TYPE).type == "cpu"
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        raw_args, raw_kwargs = tree_map(_content, args), tree_map(_content, kwargs)
+        returns = func._schema.returns
+        if func._schema.is_mutable and all(r.alias_info is not None for r in returns):
+            current_stream().give(lambda: func(*raw_args, **raw_kwargs))
+            return kwargs.get("out", args[0]) if returns else None
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not is_view:
+            current_stream().synchronize()
+        owners = {_address(a.content): a.memory for a in given if isinstance(a, DeviceTensor)}
+        same = {id(a.content): a for a in given if isinstance(a, DeviceTensor)}
+
+        def wrap(value):
+            if not isinstance(value, torch.Tensor) or to_host:
+                return value
+            return same.get(id(value)) or DeviceTensor(value, owners.get(_address(value)))
+
+        return tree_map(wrap, func(*raw_args, **raw_kwargs))
+
+
+def _content(value):
+    return value.content if isinstance(value, DeviceTensor) else value
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    raw_target, raw_source = _content(target), _content(source)
+    current_stream().give(lambda: COPY(raw_target, raw_source))
+    if not non_blocking and not (
+        isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor)
+    ):
+        current_stream().synchronize()
+    return target
+
+
+def on_device(tensor: torch.Tensor) -> DeviceTensor:
+    """Put a host tensor's values into the accelerator's memory."""
+    return DeviceTensor(tensor.clone())
+
+
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor holds once the current stream is done, on the host."""
+    if not isinstance(tensor, DeviceTensor):
+        return tensor
+    current_stream().synchronize()
+    return tensor.detach().content.clone()
+
+
+def is_supported() -> bool:
+    """Return whether this torch lets Python make a device type."""
+    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
+def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return DeviceTensor(torch.empty(size, dtype=dtype, memory_format=memory_format))
+
+
+def _empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+    return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source, target, non_blocking=False):
+    return _copy(target, source, non_blocking)
+
+
+def _synchronize(device: object = None) -> None:
+    default_stream.synchronize()
+    current_stream().synchronize()
+
+
+def install() -> torch.library.Library:
+    """Make torch know the device type `fake`; keep what it returns."""
+    global default_stream, reaper
+    default_stream, reaper = Stream(), Stream()
+    module = types.ModuleType(TYPE)
+    vars(module).update(
+        Stream=Stream,
+        Event=Event,
+        stream=stream,
+        current_stream=current_stream,
+        default_stream=lambda device=None: default_stream,
+        synchronize=_synchronize,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        manual_seed_all=lambda seed: None,
+        _is_in_bad_fork=lambda: False,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
+    backend_registration._setup_privateuseone_for_python_backend(TYPE, module)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    return library

@@ -1,0 +1,351 @@
+"""A vendor's collective library for the fake accelerator, with the manners of NCCL.
+
+It takes tensors of its device alone, of the types that torch's ProcessGroupNCCL knows, contiguous
+and one at a time. A call returns when it is queued on the library's own stream, which first waits
+for the caller's; `wait` makes the current stream wait. A call that other ranks do not make alike
+ends the job, where NCCL would hang or mix up their data.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+import zlib
+
+import fake_device
+import torch
+import torch.distributed as dist
+from fake_device import DeviceTensor, Event, Stream, current_stream
+from mpi4py import MPI
+from torch._C._distributed_c10d import Work
+
+NAME = "fakeccl"
+TYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+OPERATIONS = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PREMUL_SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+HEADER_BYTES = 128
+_LATER_SEC = 1e-3  # by which a stream goes on after what it waited for
+
+calls: list[str] = []
+"""The operations this rank has given to the library, in order."""
+
+_tokens = itertools.count()
+
+
+class Library:
+    """The ranks of one communicator."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._stream = Stream()
+        world = MPI.COMM_WORLD
+        if rank == 0:
+            store.set("token", f"{world.rank}/{next(_tokens)}")
+        store.set(f"rank/{rank}", str(world.rank))
+        members = [int(store.get(f"rank/{each}")) for each in range(size)]
+        tag = zlib.crc32(store.get("token")) % 32_000
+        self._comm = world.Create_group(world.group.Incl(members), tag)
+
+    def allreduce(self, tensors, opts):
+        (tensor,) = tensors
+        reduce = self._reducer(tensor, opts.reduceOp)
+        return self._start("allreduce", [tensor], [tensor], self._all_reduce, tensor, reduce)
+
+    def reduce(self, tensors, opts):
+        (tensor,) = tensors
+        reduce = self._reducer(tensor, opts.reduceOp)
+        root = opts.rootRank
+        return self._start(
+            f"reduce to {root}", [tensor], [tensor], self._reduce, tensor, root, reduce
+        )
+
+    def broadcast(self, tensors, opts):
+        (tensor,) = tensors
+        root = opts.rootRank
+        return self._start(
+            f"broadcast of {root}", [tensor], [tensor], self._broadcast, tensor, root
+        )
+
+    def allgather(self, outputs, inputs, opts):
+        ((pieces,), (tensor,)) = outputs, inputs
+        return self._start("allgather", [tensor], pieces, self._gather_all, pieces, tensor)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts):
+        return self._start_each("all_gather_single", outputs, inputs, self._gather_all_into)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
+        reduce = self._reducer(inputs[0], opts.reduceOp)
+        work = functools.partial(self._reduce_scatter_from, reduce)
+        return self._start_each("reduce_scatter_single", outputs, inputs, work)
+
+    def gather(self, outputs, inputs, opts):
+        (tensor,) = inputs
+        root = opts.rootRank
+        assert len(outputs) == (self._rank == root), "gather: outputs on the root alone"
+        pieces = outputs[0] if outputs else []
+        return self._start(
+            f"gather to {root}", [tensor], pieces, self._gather, pieces, tensor, root
+        )
+
+    def scatter(self, outputs, inputs, opts):
+        (tensor,) = outputs
+        root = opts.rootRank
+        assert len(inputs) == (self._rank == root), "scatter: inputs on the root alone"
+        pieces = inputs[0] if inputs else []
+        return self._start(
+            f"scatter of {root}", pieces, [tensor], self._scatter, tensor, pieces, root
+        )
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        ((output,), (pieces,)) = outputs, inputs
+        reduce = self._reducer(output, opts.reduceOp)
+        return self._start(
+            "reduce_scatter", pieces, [output], self._reduce_scatter, output, pieces, reduce
+        )
+
+    def alltoall(self, outputs, inputs, opts):
+        return self._start("alltoall", inputs, outputs, self._swap, inputs, outputs)
+
+    def all_to_all_single(self, output, tensor, output_splits, input_splits, opts):
+        assert output.numel() == 0 or output.ndim
+        return self._start(
+            "all_to_all_single",
+            [tensor],
+            [output],
+            self._swap_parts,
+            output,
+            tensor,
+            list(output_splits),
+            list(input_splits),
+        )
+
+    def shutdown(self) -> None:
+        self._stream.synchronize()
+
+    # What follows runs on the library's stream, on the memory itself.
+
+    def _all_reduce(self, tensor, reduce):
+        tensor.copy_(reduce(self._from_all(tensor)))
+
+    def _reduce(self, tensor, root, reduce):
+        gathered = self._from_all(tensor)
+        if self._rank == root:
+            tensor.copy_(reduce(gathered))
+
+    def _broadcast(self, tensor, root):
+        sent = [tensor if self._rank == root else None] * self._size
+        received = [tensor if self._rank != root and each == root else None for each in self._ranks]
+        self._swap(sent, received)
+
+    def _gather_all(self, pieces, tensor):
+        self._swap([tensor] * self._size, pieces)
+
+    def _gather_all_into(self, output, tensor):
+        parts = [torch.empty_like(tensor) for _ in self._ranks]
+        self._swap([tensor] * self._size, parts)
+        output.view(-1).copy_(torch.cat([part.view(-1) for part in parts]))
+
+    def _gather(self, pieces, tensor, root):
+        sent = [tensor if each == root else None for each in self._ranks]
+        self._swap(sent, pieces or [None] * self._size)
+
+    def _scatter(self, tensor, pieces, root):
+        received = [tensor if each == root else None for each in self._ranks]
+        self._swap(pieces or [None] * self._size, received)
+
+    def _reduce_scatter(self, output, pieces, reduce):
+        received = [torch.empty_like(output) for _ in self._ranks]
+        self._swap(pieces, received)
+        output.copy_(reduce(received))
+
+    def _reduce_scatter_from(self, reduce, output, tensor):
+        pieces = tensor.view(self._size, -1).unbind() if tensor.numel() else [output] * self._size
+        self._reduce_scatter(output.view(-1), list(pieces), reduce)
+
+    def _swap_parts(self, output, tensor, output_splits, input_splits):
+        def parts(whole, splits):
+            even = [whole.size(0) // self._size] * self._size if whole.ndim else []
+            return list(whole.split(splits or even))
+
+        self._swap(parts(tensor, input_splits), parts(output, output_splits))
+
+    @property
+    def _ranks(self):
+        return range(self._size)
+
+    def _from_all(self, tensor):
+        gathered = [torch.empty_like(tensor) for _ in self._ranks]
+        self._swap([tensor] * self._size, gathered)
+        return gathered
+
+    def _swap(self, sent, received):
+        kept = [None if t is None else _as_bytes(t.contiguous()) for t in sent]
+        came = [None if t is None else torch.empty(t.nbytes, dtype=torch.uint8) for t in received]
+        others = [each for each in self._ranks if each != self._rank]
+        requests = [
+            self._comm.Irecv(_buffer(came[each]), each, 1)
+            for each in others
+            if came[each] is not None and came[each].numel()
+        ]
+        requests += [
+            self._comm.Isend(_buffer(kept[each]), each, 1)
+            for each in others
+            if kept[each] is not None and kept[each].numel()
+        ]
+        if came[self._rank] is not None:
+            came[self._rank].copy_(kept[self._rank])
+        _complete(requests)
+        for target, content in zip(received, came, strict=True):
+            if target is not None and target.numel():
+                target.copy_(content.view(target.dtype).view(target.shape))
+
+    def _check_alike(self, header: str) -> None:
+        own = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        text = header.encode()[:HEADER_BYTES]
+        own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everybodys = torch.empty(self._size, HEADER_BYTES, dtype=torch.uint8)
+        _complete([self._comm.Iallgather(_buffer(own), _buffer(everybodys))])
+        seen = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everybodys]
+        assert len(set(seen)) == 1, f"the ranks give the fake library unlike calls: {seen}"
+
+    def _reducer(self, tensor, op):
+        kind = getattr(op, "op", op)
+        if kind not in OPERATIONS:
+            raise ValueError(f"Cannot use {kind} with the fake library")
+        if tensor.dtype is torch.bool:
+            if kind == dist.ReduceOp.AVG:
+                raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
+            if kind == dist.ReduceOp.SUM:
+                kind = dist.ReduceOp.MAX
+        factor = None
+        if kind == dist.ReduceOp.PREMUL_SUM:
+            factor = op.__getstate__()[1]
+        elif kind == dist.ReduceOp.AVG and tensor.dtype.is_floating_point:
+            factor = 1 / self._size  # before the sum, as NCCL does
+        share = None if factor is None else torch.tensor([factor]).to(tensor.dtype)
+
+        def reduce(pieces):
+            if share is not None:
+                pieces = [piece * share.to(piece.dtype) for piece in pieces]
+            total = functools.reduce(OPERATIONS[kind], pieces)
+            if kind == dist.ReduceOp.AVG and share is None:
+                total = total.div(self._size, rounding_mode="trunc")
+            return total
+
+        return reduce
+
+    def _start_each(self, name, outputs, inputs, work):
+        def all_of_them(*contents):
+            half = len(contents) // 2
+            for output, tensor in zip(contents[:half], contents[half:], strict=True):
+                work(output, tensor)
+
+        return self._start(name, inputs, outputs, all_of_them, *outputs, *inputs)
+
+    def _start(self, name, read, written, work, *arguments):
+        tensors = [*read, *written]
+        for tensor in tensors:
+            if not isinstance(tensor, DeviceTensor):
+                raise RuntimeError(f"No backend type associated with device type {tensor.device}")
+            if tensor.dtype not in TYPES:
+                raise TypeError(f"Input tensor data type is not supported: {tensor.dtype}")
+            if tensor.layout is not torch.strided or not tensor.is_contiguous():
+                raise ValueError("Tensors must be contiguous")
+        if name not in ("alltoall", "reduce_scatter", "allgather") and tensors:
+            assert len({tensor.dtype for tensor in tensors}) == 1, "tensors of unlike types"
+        calls.append(name)
+        sizes = ""
+        if name.partition(" ")[0] in ("allreduce", "reduce", "broadcast"):
+            sizes = str(tensors[0].numel())
+        header = f"{name} {tensors[0].dtype} {sizes}"
+        raw = fake_device.tree_map(fake_device._content, arguments)
+        self._stream.wait_event(Event(current_stream()))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+        def run():
+            self._check_alike(header)
+            work(*raw)
+
+        self._stream.give(run)
+        return LibraryWork(self._stream, list(written))
+
+
+class LibraryWork(Work):
+    """An operation on the library's stream."""
+
+    def __init__(self, stream: Stream, written: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._done = Event(stream)
+        self._written = written
+
+    def wait(self, timeout=None) -> bool:
+        current_stream().wait_event(self._done)
+        current_stream().give(lambda: time.sleep(_LATER_SEC))
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def is_success(self) -> bool:
+        return self._done.query()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self):
+        return self._written
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+
+        def complete():
+            self._done.synchronize()
+            future.set_result(self._written)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+def create(store: dist.Store, rank: int, size: int, timeout) -> Library:
+    """Make a communicator, for torch's registry of backends."""
+    return Library(store, rank, size)
+
+
+def register() -> None:
+    """Make torch know the library as a backend."""
+    dist.Backend.register_backend(NAME, create, devices=[fake_device.TYPE])
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _buffer(tensor: torch.Tensor):
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _complete(requests) -> None:
+    while not MPI.Request.Testall(requests):
+        time.sleep(50e-6)

@@ -1,0 +1,446 @@
+"""A kind with a vendor's library beside ranks without one, or beside another vendor's."""
+
+import copy
+import threading
+import zlib
+
+import fake_device
+import fake_library
+import pytest
+import torch
+import torch.distributed as dist
+from fake_device import DeviceTensor, Stream, current_stream, on_device, values
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import WeightedSum
+from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.errors import CollectiveError, UnsupportedError
+from kaitian_mpi.mpi.exchange import gather_values
+
+# The last four are not the vendor's: they cross through host memory.
+TYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.int16,
+    torch.complex64,
+    torch.uint16,
+    torch.float8_e4m3fn,
+)
+SUMMED = TYPES[:7]
+
+
+@pytest.fixture(params=["own device", "half of the ranks on the host"])
+def put(request, world):
+    """Return how this rank makes a tensor of a host tensor's values."""
+    half = request.param != "own device" and world.rank % 2 == 0
+    on_host = world.info.kind == "cpu" or half
+    return (lambda tensor: tensor.clone()) if on_host else on_device
+
+
+@pytest.fixture
+def device_of(world):
+    return (lambda tensor: tensor.clone()) if world.info.kind == "cpu" else on_device
+
+
+@pytest.fixture(params=ALGORITHMS)
+def algorithm(request, world):
+    dist.group.WORLD.algorithm = request.param
+    return request.param
+
+
+def factor(world):
+    return world.size * (world.size + 1) // 2
+
+
+def agree(world, tensor):
+    """Return whether a tensor is the same, bit by bit, on all ranks."""
+    content = values(tensor).contiguous().view(-1).view(torch.uint8)
+    return len(set(gather_values(world.comm, zlib.crc32(content.numpy())))) == 1
+
+
+def test_the_vendors_library_is_used(world, device_of, algorithm):
+    fake_library.calls.clear()
+    dist.all_reduce(device_of(torch.ones(100_000)))
+    alone = len(world.groups) == 1
+    several = len(world.group.ranks) > 1 and algorithm != "flat"
+    used = world.info.kind != "cpu" and (alone or several)
+    assert bool(fake_library.calls) == used
+    assert not alone or fake_library.calls == ["allreduce"]
+
+
+@pytest.mark.parametrize("dtype", SUMMED, ids=str)
+def test_all_reduce_of_any_length(world, put, algorithm, dtype):
+    for number, length in enumerate([0, 1, 3, 1_000]):
+        add_up(world, put, dtype, length, in_background=bool(number % 2))
+
+
+# Up to where one nonblocking call does it; from where it is cut, in pieces of 2 MB; and the
+# rounds of 16-bit floats.
+@pytest.mark.parametrize(
+    ("dtype", "edge"),
+    [(torch.float32, 16_384), (torch.float32, 2_097_152), (torch.bfloat16, 262_144)],
+    ids=str,
+)
+def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, edge):
+    edge *= world.size if dtype is torch.bfloat16 else 1
+    add_up(world, device_of, dtype, edge, in_background=True)
+    add_up(world, device_of, dtype, edge + 1, in_background=True)
+
+
+def add_up(world, put, dtype, length, *, in_background):
+    content = torch.arange(length) % 7
+    tensor = put((content * (world.rank + 1)).to(dtype))
+    work = dist.all_reduce(tensor, async_op=in_background)
+    if work is not None:
+        work.wait()
+    assert torch.equal(values(tensor), (content * factor(world)).to(dtype)), length
+
+
+def test_all_reduce_of_other_shapes(world, put):
+    for in_background in (False, True):
+        whole = put(torch.full((12,), 100.0))
+        view = whole[::2]
+        view.copy_(put(torch.full((6,), world.rank + 1.0)))
+        work = dist.all_reduce(view, async_op=in_background)
+        if work is not None:
+            work.wait()
+        assert values(whole).tolist() == [float(factor(world)), 100.0] * 6
+    scalar = put(torch.tensor(world.rank + 1.0))
+    dist.all_reduce(scalar)
+    assert values(scalar).item() == factor(world)
+    several = [put(torch.full((3,), world.rank + 1.0)), put(torch.ones(2, 2))]
+    dist.group.WORLD.allreduce_coalesced(several).wait()
+    assert values(several[0]).tolist() == [float(factor(world))] * 3
+    assert values(several[1]).tolist() == [[float(world.size)] * 2] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.bool, torch.int16], ids=str)
+def test_all_reduce_operations(world, put, algorithm, dtype):
+    own = [(torch.arange(9) + rank) % 3 for rank in range(world.size)]
+    content = [tensor.to(dtype) for tensor in own]
+    wide = torch.stack(content).double()
+    expected = {
+        dist.ReduceOp.MIN: wide.amin(0),
+        dist.ReduceOp.MAX: wide.amax(0),
+        dist.ReduceOp.PRODUCT: wide.prod(0),
+    }
+    for op, result in expected.items():
+        tensor = put(content[world.rank])
+        dist.all_reduce(tensor, op)
+        assert torch.equal(values(tensor), result.to(dtype)), op
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
+    generator = torch.Generator().manual_seed(1)
+    content = torch.randn(world.size, 50_001, generator=generator).to(dtype)
+    for length in (5, 50_001):
+        tensor = put(content[world.rank, :length].clone())
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        assert agree(world, tensor)
+        near = content[:, :length].double().mean(0)
+        error = (values(tensor).double() - near).abs().max()
+        assert error <= 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 70_001])
+def test_operations_that_move(world, put, length):
+    for dtype in TYPES if length == 7 else (torch.float32, torch.int16):
+        move(world, put, dtype, length)
+
+
+def move(world, put, dtype, length):
+    size, rank = world.size, world.rank
+
+    def content(number):
+        return ((torch.arange(length) + number) % 2).to(dtype)
+
+    for root in range(size):
+        tensor = put(content(rank))
+        dist.broadcast(tensor, root)
+        assert torch.equal(values(tensor), content(root))
+        pieces = [put(content(0)) for _ in range(size)]
+        dist.gather(put(content(rank)), pieces if rank == root else None, dst=root)
+        if rank == root:
+            for source, piece in enumerate(pieces):
+                assert torch.equal(values(piece), content(source))
+        got = put(content(0))
+        given = [put(content(each + 1)) for each in range(size)]
+        dist.scatter(got, given if rank == root else None, src=root)
+        assert torch.equal(values(got), content(rank + 1))
+    pieces = [put(content(0)[: max(0, length - each)]) for each in range(size)]
+    dist.all_gather(pieces, put(content(rank)[: max(0, length - rank)]))
+    for source, piece in enumerate(pieces):
+        assert torch.equal(values(piece), content(source)[: max(0, length - source)])
+    whole = put(torch.cat([content(0)] * size))
+    dist.all_gather_single(whole, put(content(rank)))
+    assert torch.equal(values(whole), torch.cat([content(each) for each in range(size)]))
+    received = [put(content(0)) for _ in range(size)]
+    dist.all_to_all(received, [put(content(rank + target)) for target in range(size)])
+    for source, piece in enumerate(received):
+        assert torch.equal(values(piece), content(source + rank))
+    swapped = put(torch.cat([content(0)] * size))
+    dist.all_to_all_single(swapped, put(torch.cat([content(rank + t) for t in range(size)])))
+    assert torch.equal(values(swapped), torch.cat([content(s + rank) for s in range(size)]))
+
+
+@pytest.mark.parametrize("length", [1, 7, 70_001])
+def test_operations_that_reduce(world, put, length):
+    for dtype in SUMMED if length == 7 else (torch.float32, torch.int16):
+        reduce(world, put, dtype, length)
+
+
+def reduce(world, put, dtype, length):
+    size, rank = world.size, world.rank
+    content = torch.arange(length) % 3
+    own = (content * (rank + 1)).to(dtype)
+    summed = (content * factor(world)).to(dtype)
+    for root in range(size):
+        tensor = put(own)
+        dist.reduce(tensor, root)
+        if rank == root:
+            assert torch.equal(values(tensor), summed)
+    output = put(torch.zeros(length, dtype=dtype))
+    dist.reduce_scatter_single(output, put(torch.cat([own] * size)))
+    assert torch.equal(values(output), summed)
+    shorter = [own[: max(0, length - each)] for each in range(size)]
+    output = put(torch.zeros_like(shorter[rank]))
+    dist.reduce_scatter(output, [put(piece) for piece in shorter])
+    assert torch.equal(values(output), summed[: max(0, length - rank)])
+
+
+def test_uneven_parts_of_one_tensor(world, put):
+    given = [rank + 1 for rank in range(world.size)]
+    taken = [world.rank + 1] * world.size
+    output = put(torch.zeros(sum(taken), 3))
+    tensor = put(torch.full((sum(given), 3), float(world.rank)))
+    dist.all_to_all_single(output, tensor, taken, given)
+    expected = torch.arange(world.size).repeat_interleave(world.rank + 1).float()
+    assert torch.equal(values(output), expected[:, None].expand(-1, 3))
+
+
+def test_sparse_sums(world, device_of):
+    indices = torch.tensor([[world.rank, world.size]])
+    shape = (world.size + 1, 2)
+    tensor = torch.sparse_coo_tensor(indices, torch.ones(2, 2), shape)
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert tensor.to_dense()[:, 0].tolist() == [1.0] * world.size + [float(world.size)]
+
+
+def test_detail_compares_what_the_ranks_call(world, put):
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+    dist.set_debug_level(level)
+    tensor = put(torch.full((4,), world.rank + 1.0))
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+    assert values(tensor).tolist() == [float(factor(world) * world.size)] * 4
+    if world.size > 1:
+        with pytest.raises(CollectiveError, match="different collectives"):
+            dist.all_reduce(put(torch.ones(3 + (world.rank == 0))), group=group)
+    dist.destroy_process_group(group)
+
+
+def test_objects_and_barriers(world):
+    gathered = [None] * world.size
+    dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * world.rank * 1_000})
+    assert [item["rank"] for item in gathered] == list(range(world.size))
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn], ids=str)
+def test_what_no_rank_can_reduce_is_refused_before_anything_is_sent(world, device_of, dtype):
+    tensor = device_of(torch.ones(world.size).to(dtype))
+    fake_library.calls.clear()
+    for call in (
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.reduce(tensor, 0),
+        lambda: dist.reduce_scatter_single(tensor[:1], tensor),
+        lambda: dist.all_reduce(device_of(torch.ones(3)), dist.ReduceOp.BAND),
+    ):
+        with pytest.raises(UnsupportedError, match="not supported"):
+            call()
+    assert fake_library.calls == []
+    tensor = device_of(torch.ones(3))
+    dist.all_reduce(tensor)
+    assert values(tensor).tolist() == [float(world.size)] * 3
+
+
+def test_premul_sum_passes_where_all_ranks_are_one_vendors(world, put):
+    double = dist._make_nccl_premul_sum(2.0)
+    tensor = put(torch.full((5,), world.rank + 1.0))
+    if len(world.groups) > 1:
+        with pytest.raises(UnsupportedError, match="PREMUL_SUM"):
+            dist.all_reduce(tensor, double)
+        return
+    dist.all_reduce(tensor, double)
+    assert values(tensor).tolist() == [2.0 * factor(world)] * 5
+    with pytest.raises(UnsupportedError, match="PREMUL_SUM"):
+        dist.all_reduce(put(torch.ones(2, dtype=torch.int64)), double)
+
+
+class Held:
+    """Keeps the current stream from going on inside a `with`."""
+
+    def __enter__(self):
+        self._go = threading.Event()
+        current_stream().give(lambda: fake_device.wait_until(self._go))
+
+    def __exit__(self, *_):
+        self._go.set()
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_an_operation_comes_after_what_the_caller_gave_to_its_stream(
+    world, device_of, algorithm, length
+):
+    tensor = device_of(torch.zeros(length))
+    with Held():
+        tensor.add_(world.rank + 1)
+        work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    tensor.mul_(2)  # after it, on the caller's stream
+    assert torch.equal(values(tensor), torch.full((length,), 2.0 * factor(world)))
+
+
+def test_what_a_future_delivers_is_done(world, device_of, algorithm):
+    tensor = device_of(torch.full((50_000,), world.rank + 1.0))
+    doubled = dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+    assert torch.equal(values(doubled.wait()), torch.full((50_000,), 2.0 * factor(world)))
+
+
+@pytest.mark.ranks(2)
+def test_a_received_tensor_is_written_after_what_the_caller_gave_to_its_stream(world, device_of):
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    received = device_of(torch.zeros(1_000))
+    sent = dist.isend(device_of(torch.full((1_000,), world.rank + 1.0)), right)
+    with Held():
+        received.fill_(-1)  # of an earlier use of the same memory
+        work = dist.irecv(received, left)
+        dist.barrier()
+    work.wait()
+    sent.wait()
+    assert torch.equal(values(received), torch.full((1_000,), left + 1.0))
+
+
+@pytest.mark.ranks(2)
+def test_groups_go_on_in_another_order_on_another_rank(world, device_of, algorithm):
+    if len(world.groups) == 1:
+        pytest.skip("a vendor's own libraries need one order")
+    groups = [dist.new_group() for _ in range(2)]
+    for group in groups:
+        group.algorithm = algorithm
+    order = groups if world.rank == 0 else groups[::-1]
+    tensors = {group: device_of(torch.full((30_000,), world.rank + 1.0)) for group in groups}
+    works = [dist.all_reduce(tensors[group], group=group, async_op=True) for group in order]
+    for work in works:
+        work.wait()
+    for tensor in tensors.values():
+        assert torch.equal(values(tensor), torch.full((30_000,), float(factor(world))))
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_a_vendors_libraries_see_all_groups_in_the_callers_order(world, put):
+    if len(world.groups) > 1:
+        pytest.skip("the library is used by the groups' workers")
+    groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
+    fake_library.calls.clear()
+    works, tensors = [], []
+    for number in range(30):
+        # Of a type that the library lacks, every third goes through host memory.
+        dtype = torch.int16 if number % 3 == 2 else torch.int32
+        tensors.append(put(torch.full((1 + number,), world.rank + 1, dtype=dtype)))
+        works.append(dist.all_reduce(tensors[-1], group=groups[number % 2 + 1], async_op=True))
+    called = list(fake_library.calls)
+    assert called == ["allreduce"] * 20  # at once, not when a worker comes to them
+    for work in works:
+        work.wait()
+    for tensor in tensors:
+        assert set(values(tensor).tolist()) == {factor(world)}
+    for group in groups[1:]:
+        dist.destroy_process_group(group)
+
+
+def test_a_tensor_may_be_dropped_before_it_is_sent(world, device_of, algorithm):
+    """And its memory used again by what the caller's stream is given next."""
+    total = device_of(torch.zeros(40_000 * world.size))
+    own = device_of(torch.full((40_000,), world.rank + 1.0))
+    summed = device_of(torch.full((40_000,), 1.0))
+    with Held():
+        works = [
+            dist.all_reduce(summed, async_op=True),
+            dist.all_gather_single(total, own, async_op=True),
+        ]
+        del summed, own
+    for work in works:
+        work.wait()
+    expected = torch.arange(1.0, world.size + 1).repeat_interleave(40_000)
+    assert torch.equal(values(total), expected)
+
+
+def small_network():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.Linear(64, 5)
+    ).double()
+
+
+def test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm):
+    shares = [7, 1, 5, 3][: world.size]
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(5, sum(shares), 3, 8, 8, generator=generator).double()
+    labels = torch.randint(5, (5, sum(shares)), generator=generator)
+    alone = small_network()
+    model = copy.deepcopy(alone).to(world.device)
+    gradients = WeightedSum()
+    gradients.weight = shares[world.rank] / sum(shares)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    gradients.attach(ddp)
+    start = sum(shares[: world.rank])
+    own = slice(start, start + shares[world.rank])
+    trained = ((alone, slice(None), "cpu"), (ddp, own, world.device))
+    for network, part, device in trained:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        for step in range(5):
+            optimizer.zero_grad()
+            output = network(images[step, part].to(device))
+            cross_entropy(output, labels[step, part].to(device)).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert isinstance(ours, DeviceTensor) == (world.info.kind != "cpu")
+        assert (values(ours.detach()) - theirs).abs().max().item() <= 1e-12
+
+
+def test_stock_ddp(world, algorithm):
+    model = DistributedDataParallel(small_network().float().to(world.device))
+    model(torch.full((2, 3, 8, 8), world.rank + 1.0).to(world.device)).sum().backward()
+    for parameter in model.parameters():
+        assert agree(world, parameter.grad)
+
+
+def test_streams_do_run_later():
+    """What the tests above rely on."""
+    tensor = on_device(torch.zeros(3))
+    side = Stream()
+    with Held():
+        tensor.fill_(5)
+        with fake_device.stream(side):
+            assert values(tensor).tolist() == [0.0] * 3
+    assert values(tensor).tolist() == [5.0] * 3
+    dropped = on_device(torch.zeros(3)).detach()
+    content = dropped.content
+    del dropped
+    fake_device.reaper.synchronize()
+    assert content.view(torch.uint8).tolist() == [fake_device.GARBAGE] * 12
