@@ -14,6 +14,7 @@ from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import start_mpi
+from kaitian_mpi.mpi.signals import handle_signals
 
 PROGRAM = "kaitian-bench"
 FLAGS = (
@@ -32,6 +33,7 @@ def main() -> None:
         if read_launch(os.environ).world_rank == 0:
             make_parser().print_help()
         return
+    handle_signals(PROGRAM)
     with abort_guard(PROGRAM):
         with told_once():
             chosen = make_parser().parse_args(arguments)

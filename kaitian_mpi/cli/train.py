@@ -10,6 +10,7 @@ from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import leave_after_loss, start_mpi
+from kaitian_mpi.mpi.signals import handle_signals
 from kaitian_mpi.mpi.watchdog import start_watching
 
 PROGRAM = "kaitian-train"
@@ -23,6 +24,7 @@ def main() -> None:
         if read_launch(os.environ).world_rank == 0:
             make_parser(PROGRAM).print_help()
         return
+    handle_signals(PROGRAM)
     with abort_guard(PROGRAM):
         with told_once():
             config = parse_config(PROGRAM, arguments)

@@ -7,10 +7,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -22,16 +21,7 @@ from kaitian_mpi.mpi.runtime import leave_after_loss
 _PR_SET_PDEATHSIG = 1
 _FORWARDING_SEC = 0.1
 _RANK_0_SEC = 2.0
-_SAVING_SEC = 2.0
 _COMMANDS = "OMPI_NUM_APP_CTX"  # how many different ones mpirun was given
-_MEANINGS: dict[int, str] = {
-    signal.SIGINT: "interrupted by Ctrl-C",
-    # mpirun sends this for every reason it has, and does not tell which.
-    signal.SIGTERM: "stopped by SIGTERM: Ctrl-C, a time limit, or another rank's fault",
-}
-
-_last_words: Callable[[], str] | None = None
-_on_request: Callable[[], None] | None = None
 
 
 @contextmanager
@@ -43,7 +33,6 @@ def abort_guard(program: str) -> Iterator[None]:
     inside the block ends with code n, and even `sys.exit(0)` ends the job, because the other ranks
     would wait for this one.
     """
-    report_signals(program)
     die_with_launcher()
     try:
         yield
@@ -145,82 +134,6 @@ def _mpi_is_running() -> bool:
     from mpi4py import MPI
 
     return MPI.Is_initialized() and not MPI.Is_finalized()
-
-
-@contextmanager
-def last_words(speak: Callable[[], str]) -> Iterator[None]:
-    """Call `speak` before a signal ends this process inside the block; show what it returns.
-
-    It runs in a thread of its own, and has a second or so: then mpirun sends a SIGKILL.
-    """
-    global _last_words
-    _last_words = speak
-    try:
-        yield
-    finally:
-        _last_words = None
-
-
-@contextmanager
-def requests(answer: Callable[[], None]) -> Iterator[None]:
-    """Call `answer`, in a thread of its own, at a SIGUSR1 inside the block."""
-    global _on_request
-    _on_request = answer
-    try:
-        yield
-    finally:
-        _on_request = None
-
-
-def report_signals(program: str) -> None:
-    """On SIGINT and SIGTERM say so from rank 0, have the last words, and end this process.
-
-    The main thread may be inside MPI, where Python's handlers do not run, so a small thread hears
-    of the signal through the wake-up descriptor and ends the process. It hears SIGUSR1 as well.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (*_MEANINGS, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)
-
-    def wait_for_signal() -> None:
-        while True:
-            number = os.read(reader, 1)[0]
-            if number == signal.SIGUSR1 and _on_request is not None:
-                _on_request()
-            elif number in _MEANINGS:
-                _end_by_signal(program, number)
-
-    threading.Thread(target=wait_for_signal, name="kaitian-signals", daemon=True).start()
-
-
-def _end_by_signal(program: str, number: int) -> None:
-    if read_launch(os.environ).world_rank == 0:
-        _say_past_launcher(f"{program}: {_MEANINGS[number]}; the job ends")
-    try:
-        words = _last_words() if _last_words is not None else ""
-    except Exception as error:  # whatever it is, this process has to end
-        words = f"nothing could be saved: {error}"
-    if words:
-        _say_past_launcher(f"{program}: {words}")
-    elif _last_words is not None:
-        # Another rank may be saving, and the launcher kills it once this one has ended.
-        time.sleep(_SAVING_SEC)
-    if fault_tolerance.is_on():
-        # Of one rank's end alone the others hear only if a signal is the cause.
-        os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(128 + number)
-
-
-def _say_past_launcher(text: str) -> None:
-    """Write to the launcher's own stderr: Open MPI's mpirun drops the ranks' output on Ctrl-C."""
-    target = f"/proc/{os.getppid()}/fd/2" if "OMPI_COMM_WORLD_RANK" in os.environ else ""
-    try:
-        descriptor = os.open(target, os.O_WRONLY | os.O_APPEND) if target else 2
-        os.write(descriptor, (text + "\n").encode())
-    except OSError:
-        say(text)
 
 
 def die_with_launcher() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -20,7 +21,7 @@ from kaitian_mpi.snapshot_folder import (
     snapshots_name,
 )
 from kaitian_mpi.training.checkpoint_files import Checkpoint, CheckpointFiles
-from kaitian_mpi.training.checkpoint_writer import BackgroundWriter, copy_to_host
+from kaitian_mpi.training.checkpoint_writer import BackgroundWriter, copy_to_host, without_copy
 from kaitian_mpi.training.memory_of_run import Memory
 from kaitian_mpi.training.report import say_here
 from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
@@ -78,6 +79,7 @@ class Checkpointing:
         self._snapshot_files = snapshots = snapshot_files(config)
         self._snapshots = BackgroundWriter(snapshots, say_here) if snapshots is not None else None
         self._saved_step = -1
+        self._exit_copy: dict[str, Any] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -126,20 +128,35 @@ class Checkpointing:
             parts = [from_bytes(content) for content in own]
             self._submit(self._writer, state, memory, parts, score)
 
-    def save_now(self, state: TrainingState, memory: Memory) -> int | None:
-        """Save the last whole step from another thread than the training's, and wait for it.
+    def prepare_exit(self, state: TrainingState) -> None:
+        """Copy the state to the host, for `save_at_exit` in a process that sees no device."""
+        self._exit_copy = copy_to_host(state.shared(), self._writer.take_spare())
+
+    def save_at_exit(self, state: TrainingState, memory: Memory) -> str:
+        """Save the last whole step, in a process forked from the one that trains.
 
         Not collective: what belongs to the other ranks alone is not saved.
 
         Returns:
-            The step; None if it could not be saved.
+            A line on what has been saved.
         """
-        with state.lock:
-            step = state.progress.step
-            if step != self._saved_step:
-                self._submit(self._writer, state, memory, [], None)
-        self._writer.wait()
-        return step if self._writer.last_written == step else None
+        step = state.progress.step
+        if step == 0:
+            return "no step is done yet: nothing is saved"
+        content = self._exit_copy or without_copy(state.shared())
+        content |= {"own": [], "memory": memory.to_json()}
+        # Its last checkpoint may still be being written when it is killed, and knows the score.
+        is_saved = step == self._saved_step
+        write = self._files.write_once if is_saved else self._files.write
+        try:
+            write(content, _about(state, None))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if steps := self._files.steps():
+                    kept = f"the checkpoint of step {steps[-1]} is kept"
+                    return f"step {step} could not be saved: {error.strerror or error}; {kept}"
+            return f"step {step} could not be saved: {error.strerror or error}"
+        return f"step {step} is saved: --resume auto goes on from there"
 
     def snapshot(self, world: World, state: TrainingState, memory: Callable[[], Memory]) -> None:
         """Keep the state in this host's memory, every few steps. Not collective.
@@ -195,8 +212,12 @@ class Checkpointing:
         own: list[dict[str, Any]],
         score: float | None,
     ) -> None:
-        progress = state.progress
         content = copy_to_host(state.shared(), writer.take_spare())
         content |= {"own": own, "memory": memory.to_json()}
-        about = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
-        writer.submit(content, about | {"score": score})
+        writer.submit(content, _about(state, score))
+
+
+def _about(state: TrainingState, score: float | None) -> dict[str, Any]:
+    progress = state.progress
+    about = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
+    return {**about, "score": score}

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.training.folder_lock import writing_in
 
 FORMAT_VERSION = 1
 _BUFFER_BYTES = 1 << 20  # each call of write() and hash drops the GIL and must win it back
@@ -86,6 +87,8 @@ class CheckpointFiles:
     def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove those that are not to be kept.
 
+        Where another process is writing in the folder, its end is waited for.
+
         Checkpoints of later steps are left alone and count for nothing: the run may have passed
         them over for a fault that goes away. See `remove_after`.
 
@@ -101,8 +104,23 @@ class CheckpointFiles:
             OSError: the disk is full or another fault; what there was before is still there.
             TypeError: the state holds something that could not be loaded again.
         """
+        with self._writing(state):
+            return self._write(state, about)
+
+    def write_once(self, state: dict[str, Any], about: dict[str, Any]) -> None:
+        """Write as `write` does, unless there is a checkpoint of this step by then."""
+        with self._writing(state):
+            if about["step"] not in self.steps():
+                self._write(state, about)
+
+    @contextlib.contextmanager
+    def _writing(self, state: dict[str, Any]) -> Iterator[None]:
         _check_loadable(state, "state")
         self.folder.mkdir(parents=True, exist_ok=True)
+        with writing_in(self.folder):
+            yield
+
+    def _write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
         self._remove_partial_files()
         name = self._next_name(about["step"])
         try:

@@ -139,6 +139,12 @@ class BackgroundWriter:
         return "none is there yet" if step is None else f"the one of step {step} is kept"
 
 
+def without_copy(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the same as `copy_to_host`, whose tensors are those of `state` where that will do."""
+    with torch.no_grad():
+        return _copy(state, None, share=True)
+
+
 def copy_to_host(state: dict[str, Any], into: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a copy of a nested state with its tensors in host memory, detached.
 
@@ -153,18 +159,25 @@ def copy_to_host(state: dict[str, Any], into: dict[str, Any] | None = None) -> d
         return _copy(state, into)
 
 
-def _copy(value: Any, into: Any) -> Any:
+def _copy(value: Any, into: Any, share: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
-        return _copy_tensor(value, into)
+        return value.detach() if share and _is_whole(value) else _copy_tensor(value, into)
     if isinstance(value, dict):
         old = into if isinstance(into, dict) else {}
-        return {key: _copy(item, old.get(key)) for key, item in value.items()}
+        return {key: _copy(item, old.get(key), share) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         olds = list(into) if isinstance(into, (list, tuple)) else []
         olds += [None] * (len(value) - len(olds))
-        items = [_copy(item, old) for item, old in zip(value, olds, strict=False)]
+        items = [_copy(item, old, share) for item, old in zip(value, olds, strict=False)]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether it is in host memory and no part of a larger storage."""
+    if tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _copy_tensor(tensor: torch.Tensor, into: Any) -> torch.Tensor:

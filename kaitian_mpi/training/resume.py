@@ -15,6 +15,7 @@ from kaitian_mpi.mpi.exchange import broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.checkpoint import snapshot_files
 from kaitian_mpi.training.checkpoint_files import Checkpoint, CheckpointFiles
+from kaitian_mpi.training.folder_lock import wait_for_writer
 from kaitian_mpi.training.memory_of_run import Memory
 from kaitian_mpi.training.report import say, say_here
 from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
@@ -141,6 +142,7 @@ def restore(
 def _on_disk(config: TrainConfig, run_folder: Path) -> Checkpoint | None:
     if config.resume in ("", "auto"):
         files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
+        wait_for_writer(files.folder, say_here)  # the job before may just have been ended
         return files.newest_good(say_here)
     path = Path(config.resume)
     if not path.is_file():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.guard import last_words, requests
+from kaitian_mpi.mpi.signals import last_words, requests
 from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
@@ -21,6 +24,7 @@ from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.crew import Crew
 from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.evaluation import Evaluation
+from kaitian_mpi.training.exit_save import ExitSave
 from kaitian_mpi.training.loop import Trainer, count_steps
 from kaitian_mpi.training.memory_of_run import Memory, place_of
 from kaitian_mpi.training.participation import ranks_to_leave_out, tell_left_out
@@ -151,12 +155,13 @@ class _Run:
         ) as trainer:
             self.trainer = trainer
             self._tell_start(world, trainer, plan)
-            with last_words(self._save_now), requests(self.checkpoints.ask):
+            with self._saved_at_signals():
                 while not state.progress.is_done:
                     trainer.train_epoch()
                     self._end_epoch(trainer, trainer.evaluate())
         enter_phase("writing the last checkpoint", limited=False)
-        self._finish(world)
+        with self._saved_at_signals():
+            self._finish(world)
 
     def _finish(self, world: World) -> None:
         """Bring the results to disk; without them the run is not finished. Collective."""
@@ -281,12 +286,20 @@ class _Run:
         memory = self.found.memory
         return failures(self.crew, memory.failures if memory is not None else [])
 
-    def _save_now(self) -> str:
-        """Save what there is, at the last moment; return a word on that."""
-        if isinstance(self.made.folder, NoFolder):
-            return ""
-        step = self.checkpoints.save_now(self.state, self._memory())
-        return f"step {step} is saved: --resume auto goes on from there" if step else ""
+    @contextmanager
+    def _saved_at_signals(self) -> Iterator[None]:
+        """Save what there is when a signal ends the job, or asks for it."""
+        state = self.state
+        prepare = partial(self.checkpoints.prepare_exit, state)
+        exit_save = ExitSave(
+            state.lock,
+            lambda: self.checkpoints.save_at_exit(state, self._memory()),
+            prepare if state.computation.device.type != "cpu" else None,
+        )
+        owns_files = not isinstance(self.made.folder, NoFolder)
+        ending = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)
+        with last_words(*ending), requests(self.checkpoints.ask):
+            yield
 
     def _tell_start(self, world: World, trainer: Trainer, plan: Plan) -> None:
         """Show and write the plan, and that these ranks train."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from kaitian_mpi.mpi.exchange import broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation, make_optimizer
+from kaitian_mpi.training.exit_save import StateLock
 
 
 @dataclass
@@ -78,7 +78,7 @@ class TrainingState:
         self.progress = Progress(total_steps)
         self.is_begun = False
         """Whether it is what the run has come to, and not only where it began."""
-        self.lock = threading.RLock()
+        self.lock = StateLock()
         """Held while a step is applied: whoever else reads the state takes it."""
         self._kept_buffers: list[torch.Tensor] = []
         self._is_in_piece = False

@@ -1,0 +1,160 @@
+"""Saving the state when a signal ends the job, by a process that outlives the rank.
+
+mpirun kills its ranks 0.25 s after it has sent them the signal. It is held up where that is
+possible; but whatever it does, the rank only has to fork: the child has the whole state as it is at
+this moment, at the cost of a copy of the page tables, and writes it in a session of its own, which
+mpirun's SIGKILL does not reach.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+import torch
+
+from kaitian_mpi.mpi.launcher_pause import leave_job, pause_launcher
+from kaitian_mpi.mpi.signals import line_of, open_launcher_stderr
+
+_STDERR = 2
+
+
+class StateLock:
+    """Held while the state changes: whoever else reads it takes this lock.
+
+    Attributes:
+        on_acquired: called with the lock held, before the state changes; None for nothing.
+        on_release: called with the lock held, after the change, with what ended it: an exception or
+            None. None for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner, self._depth = 0, 0
+        self.on_acquired: Callable[[], None] | None = None
+        self.on_release: Callable[[BaseException | None], None] | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            # In this order: a signal handler that runs in between finds one or the other.
+            self._owner = threading.get_ident()
+            if self.on_acquired is not None:
+                self.on_acquired()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._depth == 1:
+            if self.on_release is not None:
+                self.on_release(error)
+            self._owner = 0
+        self._depth -= 1
+        self._lock.release()
+
+
+class ExitSave:
+    """Has a forked child save the state, once, as soon as a signal asks for it.
+
+    The state is consistent except while the main thread changes it and holds the lock. The end of
+    the change may be further away than the SIGKILL, so then the main thread itself forks, in
+    Python's signal handler: the child completes the change in the rank's place, and saves.
+    """
+
+    def __init__(
+        self,
+        lock: StateLock,
+        save: Callable[[], str],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            lock: of the state.
+            save: called in the child; returns a line on what has been saved.
+            prepare: called in the rank before the fork, with a consistent state, where a child
+                cannot read or change the state as it is: to copy it from a device.
+        """
+        self._lock, self._save, self._prepare = lock, save, prepare
+        self._child = 0
+
+    def run(self) -> str | None:
+        """Have the state saved and wait until it is; for the thread that learns of the signal.
+
+        The lock is not given back: this process has to end.
+
+        Returns:
+            A line on what has been saved; None where the child has printed it.
+        """
+        self._ask()
+        pause = pause_launcher()
+        try:
+            self._lock.__enter__()
+            if not self._child:  # no process could be forked
+                return self._save()
+            os.waitpid(self._child, 0)
+            return None
+        finally:
+            if pause >= 0:
+                os.close(pause)
+
+    def interrupt(self) -> None:
+        """Fork now if this thread, the main thread, is changing the state. In a signal handler."""
+        self._ask()
+        if self._lock.is_mine and self._prepare is None:
+            self._fork(self._complete_change)
+
+    def _ask(self) -> None:
+        self._lock.on_acquired = self._save_unchanged
+
+    def _save_unchanged(self) -> None:
+        if self._prepare is not None and not self._child:
+            self._prepare()
+        self._fork(lambda: self._finish(None))
+
+    def _complete_change(self) -> None:
+        self._lock.on_release = self._finish
+
+    def _fork(self, in_child: Callable[[], None]) -> None:
+        if self._child:
+            return
+        with suppress(OSError):  # no memory, or too many processes
+            stderr = _launcher_stderr()
+            self._child = os.fork()
+            if self._child == 0:
+                self._lock.on_acquired = None
+                os.dup2(stderr, _STDERR)
+                leave_job()
+                # A fork has none of the threads that the rank computes with.
+                torch.set_num_threads(1)
+                in_child()
+            os.close(stderr)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Save, print what has been saved and end this process, the child."""
+        try:
+            words = self._save() if error is None else f"nothing could be saved: {error}"
+        except BaseException as fault:
+            words = f"nothing could be saved: {type(fault).__name__}: {fault}"
+        with suppress(OSError):
+            os.write(_STDERR, line_of(words))
+        os._exit(0)
+
+
+def _launcher_stderr() -> int:
+    try:
+        return open_launcher_stderr()
+    except OSError:
+        return os.dup(_STDERR)

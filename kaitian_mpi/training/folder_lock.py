@@ -1,0 +1,87 @@
+"""One process at a time writes checkpoints in a folder, also where jobs follow each other closely.
+
+A job that was ended by a signal may still be writing its last checkpoint when the next one starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NAME = ".lock"
+_LOOKING_SEC = 0.1
+
+
+@contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """Be the only process that writes in a folder; wait, without a limit, for another that does.
+
+    The lock belongs to the process: it ends with it, and a forked child has no part in it. Where
+    the file system has no locks there is none.
+    """
+    path = folder / _NAME
+    descriptor = -1
+    with suppress(OSError):
+        descriptor = _lock(path)
+        os.write(descriptor, f"process {os.getpid()} of {socket.gethostname()}".encode())
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.remove(path)  # first: whoever waits for it now finds that it is gone
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """Return a locked descriptor of a new, empty file of this path, or of one that is there."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    os.truncate(descriptor, 0)
+                    return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # whoever held it has removed it
+
+
+def wait_for_writer(folder: Path, say: Callable[[str], None]) -> None:
+    """Return once no other process writes in a folder, however long that takes.
+
+    Args:
+        folder: which may not be there.
+        say: is given a line that names the process, if there is one.
+    """
+    try:
+        descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    waited = False
+    try:
+        while not _is_free(descriptor):
+            if not waited:
+                writer = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process"
+                say(f"waiting for {writer}, which is still writing a checkpoint in {folder}")
+            waited = True
+            time.sleep(_LOOKING_SEC)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # the standard allows for both
+        return False
+    except OSError:  # no locks here
+        return True
+    return True

@@ -1,0 +1,128 @@
+"""Saving at a signal, in real processes that are killed at once: what mpirun does to its ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kaitian_mpi.training.folder_lock import wait_for_writer, writing_in
+
+LONGEST_SEC = 30
+
+# Its state are two numbers, which are the same except while it is changed.
+RANK = """
+import sys, threading, time
+from pathlib import Path
+from kaitian_mpi.mpi.signals import handle_signals, last_words
+from kaitian_mpi.training.exit_save import ExitSave, StateLock
+inside, fails = sys.argv[2] == "inside", sys.argv[3] == "fails"
+handle_signals("program")
+lock, state = StateLock(), [0, 0]
+def save():
+    time.sleep(0.3)
+    Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")
+    return f"step {state[0]} is saved"
+exit_save = ExitSave(lock, save)
+with last_words(exit_save.run, exit_save.interrupt):
+    while True:
+        with lock:
+            state[0] += 1
+            if inside and state[0] == 3:
+                print("ready", flush=True)
+                for _ in range(20):  # longer than this process has to live
+                    time.sleep(0.05)
+                if fails:
+                    raise ValueError("planted")
+            state[1] += 1
+        if not inside and state[0] == 3:
+            print("ready", flush=True)
+            time.sleep(1000)
+"""
+
+
+def end(folder, where, how, grace_sec=0.25):
+    """Run such a rank, and end it as mpirun does; return what has been saved, and stderr."""
+    saved = folder / "saved"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMPI_COMM_WORLD")}
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, saved, where, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    assert rank.stdout.readline() == "ready\n"
+    os.killpg(rank.pid, signal.SIGTERM)
+    time.sleep(grace_sec)
+    os.killpg(rank.pid, signal.SIGKILL)
+    _, err = rank.communicate(timeout=LONGEST_SEC)  # the child holds stderr until it has saved
+    return (saved.read_text() if saved.exists() else None), err
+
+
+def test_the_state_is_saved_though_the_rank_is_killed(tmp_path):
+    saved, err = end(tmp_path, "outside", "well")
+    assert saved == "3 3"
+    assert err.splitlines()[1:] == ["program: step 3 is saved"]
+
+
+def test_a_change_that_was_under_way_is_completed_first(tmp_path):
+    saved, err = end(tmp_path, "inside", "well")
+    assert saved == "3 3"
+    assert err.splitlines()[1:] == ["program: step 3 is saved"]
+
+
+def test_a_change_that_fails_is_not_saved(tmp_path):
+    saved, err = end(tmp_path, "inside", "fails")
+    assert saved is None
+    assert err.splitlines()[1:] == ["program: nothing could be saved: planted"]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from kaitian_mpi.training.folder_lock import writing_in
+with writing_in(Path(sys.argv[1])):
+    print("ready", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def start_writer(folder, seconds):
+    command = [sys.executable, "-c", WRITER, folder, str(seconds)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def test_a_writer_at_work_is_named_and_waited_for(tmp_path):
+    with start_writer(tmp_path, 0.7) as writer:
+        said = []
+        wait_for_writer(tmp_path, said.append)
+        assert writer.wait(LONGEST_SEC) == 0
+    assert len(said) == 1
+    assert f"process {writer.pid} of " in said[0]
+    wait_for_writer(tmp_path, pytest.fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_process_writes_after_the_other(tmp_path):
+    with start_writer(tmp_path, 0.7) as writer, writing_in(tmp_path):
+        assert writer.wait(LONGEST_SEC) == 0
+
+
+def test_a_writer_that_was_killed_is_not_waited_for(tmp_path):
+    with start_writer(tmp_path, 1000) as writer:
+        writer.kill()
+    wait_for_writer(tmp_path, pytest.fail)
+    with writing_in(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_without_a_writer_or_that_is_not_there(tmp_path):
+    wait_for_writer(tmp_path, pytest.fail)
+    wait_for_writer(tmp_path / "none", pytest.fail)
