@@ -162,7 +162,9 @@ class TrainConfig:
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
 
     run_dir: str = _flag(
-        "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
+        "",
+        "folder for results; default runs/<model>-<date>-<time>, with -2, -3 … where that is taken",
+        metavar="DIR",
     )
     log_interval: float = _flag(2.0, "seconds between progress lines")
 

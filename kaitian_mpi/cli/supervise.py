@@ -8,10 +8,12 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.new_folder import make_new_folder
 from kaitian_mpi.supervision.command import (
     FOLDERS,
     HOST_LISTS,
@@ -38,6 +40,8 @@ def main() -> None:
         limits = (options.probe_seconds, options.hang_seconds)
         with Machine(PROGRAM, job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts)
+        with suppress(OSError):  # a new one that nothing was written to
+            job.folder.rmdir()
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         code = 2
@@ -115,15 +119,19 @@ def make_job(words: Sequence[str]) -> Job:
     config = parse_config(TRAIN, command.arguments)
     hostfiles = {path: _read_hostfile(path) for path in command.values(HOSTFILES)}
     hosts = _hosts(command, hostfiles)
-    run_dir = config.run_dir or str(config.choose_folder())
+    # Where mpirun is told to start the ranks elsewhere, their folder is there, too.
+    place = Path(*command.values(FOLDERS)[-1:])
+    run_dir = config.run_dir
+    if not run_dir:
+        name = config.choose_folder()
+        run_dir = str(name.with_name(make_new_folder(place / name).name))
     return Job(
         command=command,
         hosts=hosts,
         local=frozenset(host.name for host in hosts if is_local(host.name)),
         hostfiles=hostfiles,
         run_dir=run_dir,
-        # Where mpirun is told to start the ranks elsewhere, their folder is there, too.
-        folder=Path(*command.values(FOLDERS)[-1:], run_dir),
+        folder=place / run_dir,
         snapshots=config.snapshots or secrets.token_hex(16),
         mark=secrets.token_hex(8),
         keep_checkpoints=config.keep_checkpoints,

@@ -16,6 +16,7 @@ from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.agreement import check_same, faults_agreed
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.run_folder import NoFolder, RunFolder, open_run_folder
 
@@ -29,9 +30,11 @@ class Ingredients:
     folder: RunFolder
     slowdowns: tuple[Schedule, ...]
     """Emulated slowdown of every rank; empty where there is none."""
+    path: Path = Path()
+    """The run folder, as rank 0 has it."""
 
 
-def prepare(config: TrainConfig, world: World, run_folder: Path) -> Ingredients:
+def prepare(config: TrainConfig, world: World) -> Ingredients:
     """Load the data, build the model and open the run folder. Collective.
 
     Raises:
@@ -40,7 +43,9 @@ def prepare(config: TrainConfig, world: World, run_folder: Path) -> Ingredients:
     made = prepare_without_folder(config, world)
     with faults_agreed(world.comm):
         # Last, so that a run that cannot start leaves no folder behind.
-        made.folder = open_run_folder(config, run_folder, world.rank)
+        given = Path(config.run_dir) if config.run_dir else None
+        made.folder = open_run_folder(config, given, world.rank)
+    made.path = Path(gather_values(world.comm, str(made.folder.path))[0])
     made.folder.write(
         "topology.json",
         {

@@ -40,7 +40,7 @@ from kaitian_mpi.training.resume import (
     load_content,
     restore,
 )
-from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, choose_run_folder
+from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, check_run_folder
 from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.training.summary import failures, opening, standing
 
@@ -58,7 +58,7 @@ def train(config: TrainConfig, world: World) -> dict[str, Any]:
     crew = Crew(world)
     show_topology(world, crew.survives)
     run = _Run(config, crew)
-    crew.attempt(run.choose_folder)
+    crew.attempt(run.check_folder)
     crew.attempt(run.prepare)
     crew.attempt(run.find_checkpoint)
     crew.attempt(run.benchmark)
@@ -92,14 +92,15 @@ class _Run:
         self.allreduce = ""
         self.trainer: Trainer | None = None
 
-    def choose_folder(self, world: World) -> None:
-        """Let every rank know where the files go."""
-        self.path = choose_run_folder(self.config, world)
-        self.checkpoints = Checkpointing(self.config, self.path)
+    def check_folder(self, world: World) -> None:
+        """Check where the files are to go, before anything that takes time."""
+        check_run_folder(self.config, world)
 
     def prepare(self, world: World) -> None:
-        """Load the data and build the model."""
-        self.made = prepare(self.config, world, self.path)
+        """Load the data, build the model, and let every rank know where the files go."""
+        self.made = prepare(self.config, world)
+        self.path = self.made.path
+        self.checkpoints = Checkpointing(self.config, self.path)
         self.slowdown = Slowdown(self.made.slowdowns[world.info.world_rank])
         self.summary["emulated"] = is_emulated(world, self.made)
 

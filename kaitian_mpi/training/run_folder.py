@@ -17,8 +17,11 @@ import torch
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.agreement import faults_agreed
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.new_folder import make_new_folder
+
+_claimed: set[Path] = set()
+"""Folders that this process has begun to write."""
 
 
 class RunFolder(Protocol):
@@ -107,6 +110,23 @@ class DiskFolder:
                 _cut(target, before)  # half a line would spoil the next one, too
                 raise
 
+    def claim(self) -> bool:
+        """Take the folder for this job; return whether it is new, not claimed by it before.
+
+        Raises:
+            UserError: another job has been quicker.
+        """
+        if self.path in _claimed:  # before a rank was lost
+            return False
+        try:
+            (self.path / "config.json").touch(exist_ok=False)
+        except FileExistsError as error:
+            raise _used(self.path) from error
+        except OSError as error:
+            raise StorageError(f"--run-dir {self.path}: {error.strerror}") from error
+        _claimed.add(self.path)
+        return True
+
     def mend(self) -> None:
         """Cut off the line that a rank was writing when it died."""
         for path in self.path.glob("*.jsonl"):
@@ -179,33 +199,55 @@ def _size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
-def choose_run_folder(config: TrainConfig, world: World) -> Path:
-    """Return the run's folder, the same on every rank; nothing is made yet. Collective.
+def check_run_folder(config: TrainConfig, world: World) -> None:
+    """Check the folder that `--run-dir` names; nothing is made yet. Collective.
 
     Raises:
-        AgreedError: it holds another run, which nobody asked to go on with.
+        AgreedError: it holds another run, which nobody asked to go on with, or cannot be one.
     """
-    path = config.choose_folder()
+    if not config.run_dir:
+        return
     with faults_agreed(world.comm):
-        if world.rank == 0 and not config.resume and (path / "config.json").exists():
-            raise UserError(
-                f"--run-dir {path}: found the results of another run, needed a new or empty "
-                "folder; name another, or give --resume auto to go on with that run"
-            )
-    return Path(gather_values(world.comm, str(path))[0])
+        if world.rank == 0:
+            _check(Path(config.run_dir), config.resume)
 
 
-def open_run_folder(config: TrainConfig, path: Path, rank: int) -> RunFolder:
+def _check(path: Path, resume: str) -> None:
+    try:
+        holds_run = (path / "config.json").lstat() is not None
+    except FileNotFoundError:
+        holds_run = False
+    except OSError as error:
+        raise UserError(
+            f"--run-dir {path}: {error.strerror}; name a folder that can be written"
+        ) from error
+    if holds_run and not resume:
+        raise _used(path)
+
+
+def _used(path: Path) -> UserError:
+    return UserError(
+        f"--run-dir {path}: found the results of another run, needed a new or empty folder; name "
+        "another, or give --resume auto to go on with that run"
+    )
+
+
+def open_run_folder(config: TrainConfig, path: Path | None, rank: int) -> RunFolder:
     """Return the run's folder on rank 0, a stand-in that writes nothing elsewhere.
 
+    Args:
+        config: is written into it.
+        path: the folder; None for a new one, which no other job has.
+        rank: of this process.
+
     Raises:
-        UserError: the folder cannot be made or written.
+        UserError: the folder cannot be made or written, or another job has begun to use it.
     """
     if rank != 0:
         return NoFolder()
-    folder = DiskFolder(path)
+    folder = DiskFolder(make_new_folder(config.choose_folder()) if path is None else path)
     folder.mend()
-    is_new = not (path / "config.json").exists()
+    is_new = folder.claim() if not config.resume else not (folder.path / "config.json").exists()
     folder.write("config.json", dataclasses.asdict(config))
     if is_new:
         folder.require("config.json")  # a disk that is full now would lose the whole training

@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +14,9 @@ import torch
 
 from kaitian_mpi import snapshot_folder
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.errors import StorageError
+from kaitian_mpi.errors import StorageError, UserError
+from kaitian_mpi.new_folder import make_new_folder
+from kaitian_mpi.training import run_folder
 from kaitian_mpi.training.checkpoint import Checkpointing
 from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.run_folder import DiskFolder, open_run_folder
@@ -66,7 +71,7 @@ def full(monkeypatch):
 
 def run_in(folder, **flags):
     config = TrainConfig(run_dir=str(folder), **flags)
-    return open_run_folder(config, folder, 0), Checkpointing(config, folder)
+    return open_run_folder(config, Path(folder), 0), Checkpointing(config, folder)
 
 
 def finish(folder, checkpoints):
@@ -156,3 +161,68 @@ def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, capsys):
     folder.append("metrics.jsonl", {"step": 3})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
+
+
+# A folder for each job
+
+
+def test_jobs_that_start_at_once_have_a_folder_each(tmp_path):
+    """Processes that make a folder of the same name at the same moment."""
+    script = (
+        "import sys, time; from pathlib import Path; "
+        "from kaitian_mpi.new_folder import make_new_folder; "
+        "time.sleep(max(0, float(sys.argv[2]) - time.time())); "
+        "print(*[make_new_folder(Path(sys.argv[1])) for _ in range(50)])"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "runs" / "cnn"), str(time.time() + 1)]
+    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    made = [name for job in jobs for name in job.communicate(timeout=60)[0].split()]
+    names = {Path(name).name for name in made}
+    assert len(made) == 200
+    assert names == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
+
+
+def test_without_a_name_each_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    folders = [open_run_folder(TrainConfig(model="cnn"), None, 0) for _ in range(3)]
+    names = [f"cnn-20260101-000000{end}" for end in ("", "-2", "-3")]
+    assert [folder.path.name for folder in folders] == names
+    assert all((folder.path / "config.json").stat().st_size for folder in folders)
+
+
+def test_of_two_jobs_with_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+    config = TrainConfig(run_dir=str(tmp_path))
+    open_run_folder(config, tmp_path, 0)
+    open_run_folder(config, tmp_path, 0)  # the same process again, after a loss
+    monkeypatch.setattr(run_folder, "_claimed", set())
+    with pytest.raises(UserError, match="found the results of another run, needed a new or empty"):
+        open_run_folder(config, tmp_path, 0)
+    open_run_folder(TrainConfig(run_dir=str(tmp_path), resume="auto"), tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("file/run", "Not a directory"),
+        ("n" * 300, "File name too long"),
+        ("/proc/run", "No such file or directory"),
+        ("link", "Too many levels of symbolic links"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_a_folder_that_cannot_be_is_told_in_a_line(tmp_path, path, why, resume):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("link")
+    config = TrainConfig(run_dir=str(tmp_path / path), resume=resume)
+
+    def begin():
+        run_folder._check(Path(config.run_dir), resume)
+        open_run_folder(config, Path(config.run_dir), 0)
+
+    with pytest.raises(UserError, match=f"{why}.*; name a folder that can be written") as caught:
+        begin()
+    assert "--run-dir" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="name a folder that can be written by --run-dir"):
+        make_new_folder(Path(config.run_dir) / "below")
