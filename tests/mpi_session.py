@@ -19,6 +19,14 @@ from kaitian_mpi.mpi.launch import read_launch
 LAUNCH = read_launch(os.environ)
 _LONGEST_TEST_SEC = 90
 
+# Names that torch has had since 2.13, for the tests on earlier releases.
+for _name, _earlier in (
+    ("all_gather_single", "all_gather_into_tensor"),
+    ("reduce_scatter_single", "reduce_scatter_tensor"),
+):
+    if not hasattr(dist, _name):
+        setattr(dist, _name, getattr(dist, _earlier))
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:

@@ -175,7 +175,7 @@ class Suite:
             where.update(rank=self._comm.rank, world_size=self._comm.size)
         dist.init_process_group(self._backend, timeout=timedelta(seconds=seconds), **where)
         bodies.Barrier.sync()
-        set_rng_seed()
+        set_rng_seed(1234)  # torch 2.8 has no default; this is that of later releases
         case = self._case(name)
         case.rank, case.file_name = self._comm.rank, f"{folder}/store"
         getattr(case, name)()

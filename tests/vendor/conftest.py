@@ -6,7 +6,7 @@ test runs in worlds of several layouts, one after the other.
 
 from __future__ import annotations
 
-import fake_device
+import fake_kinds
 import pytest
 import torch.distributed as dist
 from mpi_session import *  # noqa: F403
@@ -26,13 +26,7 @@ LAYOUTS = {
     ],
 }
 
-collect_ignore = []
-if fake_device.is_supported():
-    import fake_kinds
-
-    fake_kinds.register()
-else:
-    collect_ignore.append("test_vendor.py")  # torch 2.8 cannot have a device type in Python
+fake_kinds.register()
 
 
 @pytest.fixture(scope="module", params=LAYOUTS[LAUNCH.world_size])

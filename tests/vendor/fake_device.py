@@ -20,7 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from kaitian_mpi.mpi.guard import end_with_traceback
 
-TYPE = "fake"
+# torch 2.8 cannot register a device guard from Python, which most operations need on a device of
+# type `privateuseone`. Of those that have a guard in every build, `lazy` is used by nothing else.
+HAS_PYTHON_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+TYPE, DISPATCH_KEY = ("fake", DISPATCH_KEY) if HAS_PYTHON_DEVICES else ("lazy", "Lazy")
 COPY = torch.ops.aten.copy_.default
 TO_COPY = torch.ops.aten._to_copy.default
 GARBAGE = 0xAB
@@ -196,11 +199,6 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().content.clone()
 
 
-def is_supported() -> bool:
-    """Return whether this torch lets Python make a device type."""
-    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-
-
 def _empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     return DeviceTensor(torch.empty(size, dtype=dtype, memory_format=memory_format))
 
@@ -219,7 +217,7 @@ def _synchronize(device: object = None) -> None:
 
 
 def install() -> torch.library.Library:
-    """Make torch know the device type `fake`; keep what it returns."""
+    """Make torch know the device type; keep what it returns."""
     global default_stream, reaper
     default_stream, reaper = Stream(), Stream()
     module = types.ModuleType(TYPE)
@@ -238,9 +236,12 @@ def install() -> torch.library.Library:
         _is_in_bad_fork=lambda: False,
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     )
-    backend_registration._setup_privateuseone_for_python_backend(TYPE, module)
+    if HAS_PYTHON_DEVICES:
+        backend_registration._setup_privateuseone_for_python_backend(TYPE, module)
+    else:
+        torch._register_device_module(TYPE, module)
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, "PrivateUse1")
-    library.impl("empty_strided", _empty_strided, "PrivateUse1")
-    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    library.impl("empty.memory_format", _empty, DISPATCH_KEY)
+    library.impl("empty_strided", _empty_strided, DISPATCH_KEY)
+    library.impl("_copy_from", _copy_from, DISPATCH_KEY)
     return library
