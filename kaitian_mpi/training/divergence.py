@@ -37,7 +37,7 @@ def repair_divergence(world: World, state: TrainingState) -> list[int]:
         f"step {state.progress.step}: the weights of rank {hosts} differ from the others'; taken "
         f"anew from rank {world.infos[healthy].world_rank}",
     )
-    state.take_from(world, healthy)
+    state.take_from(world, healthy, different)
     return names
 
 

@@ -191,9 +191,10 @@ class Trainer:
         """
         samples = self.sampler.samples_of_step(self.progress.position)
         self._set_rate()
-        self.state.statistics.before_step(self.progress.step_in_epoch)
         if self._commit is not None:
             self.state.begin_piece()
+        step_in_epoch = self.progress.step_in_epoch
+        self.state.statistics.before_step(step_in_epoch, len(labels), samples)
         self._gradients.weight = len(labels) / samples
         self._slowdown.go_to(self.progress.step + 1)
         self._clock.start()
@@ -274,6 +275,7 @@ class Trainer:
 
     def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if len(labels):
+            self.state.statistics.before_batch(len(labels))
             return self._computation.loss(self._ddp, inputs, labels)
         # No sample falls to this rank in an epoch's last, partial step, yet it must take part in
         # the sum: one of zeros, with no effect on batch norm, and a weight of zero.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ class TrainingState:
         if not self._kept_buffers:
             self._kept_buffers = [torch.empty_like(buffer) for buffer in buffers]
         _copy(self._kept_buffers, buffers)
+        self.statistics.keep()
         self._is_in_piece = True
 
     def piece_done(self) -> None:
@@ -100,6 +101,7 @@ class TrainingState:
         self.optimizer.zero_grad(set_to_none=True)
         if self._is_in_piece:
             _copy(list(self.model.buffers()), self._kept_buffers)
+            self.statistics.undo()
         self._is_in_piece = False
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -138,6 +140,7 @@ class TrainingState:
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"])
             self.progress.total_steps = total_steps
+            self.statistics.parts = None
             self.is_begun = True
 
     def own(self) -> dict[str, Any]:
@@ -146,6 +149,7 @@ class TrainingState:
         flat = [buffer.flatten().double().cpu() for buffer in self.model.buffers()]
         return {
             "buffers": torch.cat(flat) if flat else torch.empty(0),
+            "parts": self.statistics.parts,
             "random": torch.get_rng_state(),
             "device_random": None
             if device.type == "cpu"
@@ -155,6 +159,7 @@ class TrainingState:
     def load_own(self, state: dict[str, Any]) -> None:
         """Take over what `own` returned on a rank like this."""
         self._load_buffers(state["buffers"])
+        self.statistics.parts = state.get("parts")
         torch.set_rng_state(state["random"])
         device = self.computation.device
         if device.type != "cpu" and state["device_random"] is not None:
@@ -184,7 +189,7 @@ class TrainingState:
                 buffer.copy_(part.view(buffer.shape))
 
     def even_out(self, world: World) -> int:
-        """Give every rank the state of the one that is furthest, if they differ. Collective.
+        """Give the ranks that are behind the state of one that is furthest. Collective.
 
         Returns:
             That rank.
@@ -192,16 +197,20 @@ class TrainingState:
         steps = gather_values(world.comm, self.progress.step if self.is_begun else -1)
         source = steps.index(max(steps))
         if len(set(steps)) > 1:
-            self.take_from(world, source)
+            behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
+            self.take_from(world, source, behind)
         self.is_begun = True
         return source
 
-    def take_from(self, world: World, source: int) -> None:
-        """Give every rank the state of rank `source`. Collective."""
+    def take_from(self, world: World, source: int, receivers: Collection[int]) -> None:
+        """Give some ranks the state of rank `source`. Collective.
+
+        The others keep theirs, and with it what their own batch norms have seen.
+        """
         told = broadcast_bytes(
             world.comm, to_bytes(self.shared()) if world.rank == source else None, source
         )
-        if world.rank != source:
+        if world.rank in receivers:
             self.load_shared(from_bytes(told))
 
 

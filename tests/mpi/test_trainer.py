@@ -13,7 +13,9 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.loop import Trainer, count_steps
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
@@ -174,3 +176,58 @@ def test_no_batch_is_too_small_for_batch_norm(world, rest, micro_batch_size):
     assert sum(trained) == length
     # What fits the memory in training is the most in an evaluation, too.
     assert max(model.evaluated, default=0) <= (micro_batch_size or 64)
+
+
+def running_mean(world, shares, micro_batch_size=None, plans=None):
+    """Return the running mean of the inputs after two epochs."""
+    trainer = make_trainer(world, shares, micro_batch_size)
+    norm = nn.BatchNorm1d(3, momentum=0.2).double()
+
+    def see(model, inputs):
+        if model.training:  # not where a rank without samples takes part in the sum
+            norm.running_mean += norm.momentum * (inputs[0].mean(0) - norm.running_mean)
+
+    trainer.state.model.register_forward_pre_hook(see)
+    trainer.state.statistics = RunningStatistics(nn.Sequential(norm))
+    train(trainer, plans)
+    trainer.state.statistics.pool(0.0)
+    return norm.running_mean
+
+
+def test_running_statistics_do_not_depend_on_plans_and_micro_batches(world):
+    expected = running_mean(world, [BATCH] + [0] * (world.size - 1))
+    plans = {2: reverse(world), 9: uneven(world), 11: reverse(world)}
+    found = running_mean(world, uneven(world), 5, plans)
+    assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.ranks(2)
+def test_a_repair_leaves_healthy_ranks_what_their_batch_norms_have_seen(world):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    state = TrainingState(
+        TrainConfig(), model, Computation(world.device, "fp32", "contiguous", 0.0), 10
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        model[1].running_mean.fill_(world.rank)
+        model[0].weight[0, 0] += world.rank == 1
+    state.statistics.parts = [0.125]
+    assert repair_divergence(world, state) == [1]
+    assert model[0].weight[0, 0] == 1
+    broken = world.rank == 1
+    assert model[1].running_mean.tolist() == [0 if broken else world.rank] * 4
+    assert state.statistics.parts == (None if broken else [0.125])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_are_behind_get_the_state_and_the_others_keep_theirs(world):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    state = TrainingState(
+        TrainConfig(), model, Computation(world.device, "fp32", "contiguous", 0.0), 10
+    )
+    model[1].running_mean.fill_(world.rank)
+    state.progress.step, state.is_begun = 7, world.rank > 0
+    assert state.even_out(world) == 1
+    assert model[1].running_mean.tolist() == [max(1, world.rank)] * 4
+    assert state.progress.step == 7

@@ -1,9 +1,11 @@
 import math
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from kaitian_mpi.balance.shares import cut
 from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.evaluation import evaluate
@@ -63,11 +65,37 @@ def test_an_epochs_statistics_are_the_mean_of_its_steps_until_momentum_takes_ove
     norm.running_mean.fill_(1000.0)  # from an epoch long ago
     means = [8.0, 2.0, 5.0]
     for step, mean in enumerate(means):
-        statistics.before_step(step)
+        statistics.before_step(step, 2, 2)
+        statistics.before_batch(2)
         norm(torch.tensor([[mean - 1], [mean + 1]]))
     assert torch.allclose(norm.running_mean, torch.tensor([5.0]))
-    statistics.before_step(100)
+    statistics.before_step(100, 2, 2)
+    statistics.before_batch(2)
     assert norm.momentum == 0.25
+
+
+PLANS = [[6, 2, 1, 3], [1, 0, 9, 2], [0, 5, 5, 2], [2, 2, 2, 2], [0, 0, 0, 4]]
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_pooled_means_are_those_of_one_device_whatever_the_plans_and_micro_batches(world, most):
+    """Steps of unlike sizes whose plan changes, one of them of rank 3's alone, or nobody's."""
+    generator = torch.Generator().manual_seed(1)
+    norm = nn.BatchNorm1d(3, momentum=0.3).double()
+    statistics = RunningStatistics(nn.Sequential(norm))
+    expected = torch.zeros(3, dtype=torch.float64)
+    plans = [plan[: world.size] for plan in PLANS * 3 if sum(plan[: world.size]) > 0]
+    for step, plan in enumerate(plans):
+        samples = torch.randn(sum(plan), 3, generator=generator, dtype=torch.float64) + step
+        expected += max(0.3, 1 / (step + 1)) * (samples.mean(0) - expected)
+        own = samples[sum(plan[: world.rank]) :][: plan[world.rank]]
+        statistics.before_step(step, len(own), sum(plan))
+        for part in own.split(cut(len(own), most)) if len(own) else ():
+            statistics.before_batch(len(part))
+            # By hand, as a single sample has no variance.
+            norm.running_mean += norm.momentum * (part.mean(0) - norm.running_mean)
+    statistics.pool(part=123.0)
+    assert (norm.running_mean - expected).abs().max() < 1e-12
 
 
 def test_other_buffers_are_those_of_rank_0(world):
