@@ -23,7 +23,7 @@ from kaitian_mpi.mpi.guard import end_with_traceback
 # torch 2.8 cannot register a device guard from Python, which most operations need on a device of
 # type `privateuseone`. Of those that have a guard in every build, `lazy` is used by nothing else.
 HAS_PYTHON_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-TYPE, DISPATCH_KEY = ("fake", DISPATCH_KEY) if HAS_PYTHON_DEVICES else ("lazy", "Lazy")
+TYPE, DISPATCH_KEY = ("fake", "PrivateUse1") if HAS_PYTHON_DEVICES else ("lazy", "Lazy")
 COPY = torch.ops.aten.copy_.default
 TO_COPY = torch.ops.aten._to_copy.default
 GARBAGE = 0xAB
