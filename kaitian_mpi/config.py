@@ -8,13 +8,39 @@ that a wrong flag is answered before either is loaded.
 from __future__ import annotations
 
 import dataclasses
-import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.errors import UserError
+
+_MOST = 10**9
+_SMALLEST = 5e-324  # above 0
+# Lowest and highest value, and what to say: what is beyond would overflow somewhere later on.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys(
+        ("global_batch_size", "batch_size", "epochs", "keep_checkpoints", "snapshot_every"),
+        (1, _MOST, "a whole number of at least 1, and at most 1e9"),
+    ),
+    **dict.fromkeys(
+        (
+            *("max_steps", "micro_batch_size", "max_bad_steps", "check_every"),
+            *("checkpoint_every", "spares"),
+        ),
+        (0, _MOST, "a whole number of at least 0, and at most 1e9"),
+    ),
+    "workers": (0, 1024, "a whole number from 0 to 1024"),
+    "seed": (0, 2**48 - 1, "a whole number of at least 0, below 2^48"),
+    "lr": (_SMALLEST, 1e6, "a number above 0, and at most 1e6"),
+    "weight_decay": (0, 1e6, "a number of at least 0, and at most 1e6"),
+    "benchmark_seconds": (_SMALLEST, 1e9, "seconds, above 0, and at most 1e9"),
+    "log_interval": (0, 1e9, "seconds, at least 0, and at most 1e9"),
+    "checkpoint_minutes": (0, 1e9, "minutes, at least 0, and at most 1e9"),
+    "step_timeout": (0, 1e9, "seconds, at least 0, and at most 1e9"),
+}
+_PATHS = ("data_dir", "benchmark_cache", "resume", "run_dir")
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -175,46 +201,21 @@ class TrainConfig:
             if choices and value not in choices:
                 raise _bad(field.name, value, f"one of {', '.join(choices)}")
         self._check_ranges()
+        self._check_names()
+        for name in _PATHS:  # a shell leaves the tilde of --flag=~/folder alone
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
 
     def _check_ranges(self) -> None:
-        for name in (
-            "global_batch_size",
-            "batch_size",
-            "epochs",
-            "keep_checkpoints",
-            "snapshot_every",
-        ):
-            if getattr(self, name) < 1:
-                raise _bad(name, getattr(self, name), "a whole number of at least 1")
-        for name in (
-            "max_steps",
-            "micro_batch_size",
-            "workers",
-            "seed",
-            "max_bad_steps",
-            "check_every",
-            "checkpoint_every",
-            "spares",
-        ):
-            if getattr(self, name) < 0:
-                raise _bad(name, getattr(self, name), "a whole number of at least 0")
+        for name, (least, most, needed) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:  # false for NaN
+                raise _bad(name, getattr(self, name), needed)
         for name in ("momentum", "label_smoothing", "warmup"):
             if not 0 <= getattr(self, name) < 1:
                 raise _bad(name, getattr(self, name), "a number from 0 to below 1")
         if not 0 < self.val_split < 1:
             raise _bad("val_split", self.val_split, "a fraction between 0 and 1")
-        if not 0 < self.benchmark_seconds < math.inf:
-            raise _bad("benchmark_seconds", self.benchmark_seconds, "seconds, above 0")
-        if not self.lr > 0:
-            raise _bad("lr", self.lr, "a number above 0")
-        if not self.weight_decay >= 0:
-            raise _bad("weight_decay", self.weight_decay, "a number of at least 0")
-        if not self.log_interval >= 0:
-            raise _bad("log_interval", self.log_interval, "seconds, at least 0")
-        if not self.checkpoint_minutes >= 0:
-            raise _bad("checkpoint_minutes", self.checkpoint_minutes, "minutes, at least 0")
-        if not 0 <= self.step_timeout < math.inf:
-            raise _bad("step_timeout", self.step_timeout, "seconds, at least 0")
+
+    def _check_names(self) -> None:
         if self.snapshots and not self.snapshots.isalnum():
             raise _bad("snapshots", self.snapshots, "a name of letters and digits")
         if self.resume == "auto" and not self.run_dir:

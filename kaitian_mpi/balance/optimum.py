@@ -35,6 +35,17 @@ class RankCost:
         return model.alpha_sec * self.micro_batches(samples) + model.beta_sec * samples
 
 
+def _check(cost: RankCost) -> None:
+    """Raise ValueError for a cost with which no search for the fastest split would end."""
+    alpha, beta = cost.model.alpha_sec, cost.model.beta_sec
+    if not 0 < beta < math.inf:  # false for NaN
+        raise ValueError(f"beta_sec: found {beta}, needed more than 0, and finite")
+    if not 0 <= alpha < math.inf:
+        raise ValueError(f"alpha_sec: found {alpha}, needed at least 0, and finite")
+    if cost.largest_micro_batch is not None and cost.largest_micro_batch < 1:
+        raise ValueError(f"largest_micro_batch: found {cost.largest_micro_batch}, needed 1 or more")
+
+
 def fastest_split(
     costs: Sequence[RankCost], global_batch_size: int, min_batch: int = 1
 ) -> list[int]:
@@ -58,12 +69,12 @@ def fastest_split(
         Samples per step of each rank.
 
     Raises:
-        ValueError: a rank is said to do samples in no time, so that no share is right for it, or
+        ValueError: a rank's cost is not finite, or it is said to do samples in no time, so that no
+            share is right for it, or
             the whole global batch is smaller than the smallest share.
     """
     for cost in costs:
-        if cost.model.beta_sec <= 0:
-            raise ValueError(f"beta_sec: found {cost.model.beta_sec}, needed more than 0")
+        _check(cost)
     if 0 < global_batch_size < min_batch:
         raise ValueError(f"found {global_batch_size} samples, needed 0 or at least {min_batch}")
     alpha = np.array([cost.model.alpha_sec for cost in costs])

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
-from kaitian_mpi.cli.preflight import check_before_loading
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.cli.preflight import check_before_loading, check_file_can_be_written
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
@@ -37,16 +36,13 @@ def main() -> None:
     with abort_guard(PROGRAM):
         with told_once():
             chosen = make_parser().parse_args(arguments)
-        target = Path(chosen.json) if chosen.json else None
+        target = Path(chosen.json).expanduser() if chosen.json else None
         config = config_of(chosen, FLAGS)
         comm = start_mpi()
         check_before_loading(config, comm)
         with faults_agreed(comm):
-            if comm.rank == 0 and target is not None and not target.absolute().parent.is_dir():
-                raise UserError(
-                    f"--json {target}: found no folder {target.absolute().parent}, needed one "
-                    "that exists; make it, or name another"
-                )
+            if comm.rank == 0 and target is not None:
+                check_file_can_be_written("--json", str(target))
         # Only now: these load torch, which takes seconds.
         import torch.distributed as dist
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.planner import plan_equal
@@ -29,11 +29,50 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
             _check_spares(config.spares, comm.size)
         if config.batch_policy == "global":
             plan_equal(comm.size - config.spares, config.global_batch_size)
-        if config.data_dir and not Path(config.data_dir).is_dir():
-            raise UserError(
-                f"--data-dir: found no folder {config.data_dir}, needed the one that holds the "
-                f"files of --dataset {config.dataset}; name it as this host has it"
-            )
+        if config.data_dir:
+            _check_data_dir(config.data_dir, config.dataset)
+
+
+def _check_data_dir(folder: str, dataset: str) -> None:
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(
+            f"--data-dir: found no folder {folder}, needed the one that holds the "
+            f"files of --dataset {dataset}; name it as this host has it"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"--data-dir {folder}: {error.strerror}; name a folder that can be read on this host"
+        ) from error
+
+
+def check_file_can_be_written(flag: str, path: str) -> None:
+    """Check a file that is written at the end, before what it takes to get there.
+
+    Args:
+        flag: the command-line flag, for the error's text.
+        path: the file; it need not be there, and is not changed.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"{flag} {path}: found no folder {folder}, needed one that exists; make it, or name "
+            "another"
+        )
+    is_new = not os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if is_new:
+            os.unlink(path)
+    except OSError as error:
+        raise UserError(
+            f"{flag} {path}: {error.strerror}; name a file that can be written"
+        ) from error
 
 
 def _check_spares(spares: int, ranks: int) -> None:

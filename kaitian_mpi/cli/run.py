@@ -31,7 +31,7 @@ def main() -> None:
         return
     with abort_guard(PROGRAM):
         chosen = make_parser().parse_args(options)
-        if not Path(chosen.script).is_file():
+        if not os.path.isfile(chosen.script):
             raise UserError(f"found no script {chosen.script}; name the file to run")
         comm = start_mpi()
         hosts = gather_values(comm, socket.gethostname())

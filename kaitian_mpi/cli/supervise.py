@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import sys
@@ -29,6 +28,8 @@ from kaitian_mpi.supervision.starts import Job
 from kaitian_mpi.supervision.supervisor import supervise
 
 PROGRAM = "kaitian-supervise"
+_MOST_SECONDS = 86_400
+_MOST_RESTARTS = 1_000_000
 
 
 def main() -> None:
@@ -100,12 +101,21 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         del options.command[0]
     if options.command and options.command[0].startswith("-"):
         raise UserError(f"unrecognized arguments: {options.command[0]}; see {PROGRAM} --help")
-    if options.max_restarts < 0:
-        raise UserError(f"--max-restarts: found {options.max_restarts}, needed 0 or more")
-    if not 0 < options.probe_seconds < math.inf:
-        raise UserError(f"--probe-seconds: found {options.probe_seconds}, needed more than 0")
-    if not 0 <= options.hang_seconds < math.inf:
-        raise UserError(f"--hang-seconds: found {options.hang_seconds}, needed 0 or more")
+    if not 0 <= options.max_restarts <= _MOST_RESTARTS:
+        raise UserError(
+            f"--max-restarts: found {options.max_restarts}, needed 0 or more, and at most "
+            f"{_MOST_RESTARTS}"
+        )
+    if not 0 < options.probe_seconds <= _MOST_SECONDS:
+        raise UserError(
+            f"--probe-seconds: found {options.probe_seconds}, needed more than 0, and at most "
+            f"{_MOST_SECONDS}"
+        )
+    if not 0 <= options.hang_seconds <= _MOST_SECONDS:
+        raise UserError(
+            f"--hang-seconds: found {options.hang_seconds}, needed 0 or more, and at most "
+            f"{_MOST_SECONDS}"
+        )
     return options
 
 
@@ -148,7 +158,7 @@ def _hosts(command: Command, hostfiles: dict[str, str]) -> tuple[Host, ...]:
 
 
 def _read_hostfile(path: str) -> str:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{path}: found no hostfile, needed a file that can be read more than once")
     try:
         return Path(path).read_text()

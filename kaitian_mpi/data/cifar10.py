@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     train = _join(read, [folder / f"data_batch_{number}{suffix}" for number in range(1, 6)])
     ORIGIN.report_count("training", len(train), 5 * _OFFICIAL_RECORDS)
     test_path = folder / f"test_batch{suffix}"
-    if not test_path.exists():
+    if not os.path.exists(test_path):
         return hold_out_last(train, val_split)
     test = _join(read, [test_path])
     ORIGIN.report_count("test", len(test), _OFFICIAL_RECORDS)
@@ -55,7 +56,7 @@ def _locate(folder: Path) -> tuple[Path, str]:
         (folder / "cifar-10-batches-py", ""),
     ]
     for place, suffix in places:
-        if any((place / f"data_batch_{number}{suffix}").exists() for number in range(1, 6)):
+        if any(os.path.exists(place / f"data_batch_{n}{suffix}") for n in range(1, 6)):
             return place, suffix
     raise ORIGIN.bad_file(
         folder,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import zlib
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """
     folder = ORIGIN.folder(data_dir)
     train = _read_part(folder, "train")
-    if not any(_find(folder, name).exists() for name in _names("t10k")):
+    if not any(os.path.exists(_find(folder, name)) for name in _names("t10k")):
         return hold_out_last(train, val_split)
     return train, _read_part(folder, "t10k")
 
@@ -50,7 +51,7 @@ def _names(part: str) -> tuple[str, str]:
 
 def _find(folder: Path, name: str) -> Path:
     plain = folder / name
-    return plain if plain.exists() else folder / f"{name}.gz"
+    return plain if os.path.exists(plain) else folder / f"{name}.gz"
 
 
 def _read_part(folder: Path, part: str) -> ImageArrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Origin:
                 f"{self.name}; get them from {self.url}"
             )
         folder = Path(data_dir).expanduser()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # which never raises, as Path.is_dir does
             raise UserError(
                 f"--data-dir: found no folder {folder}, needed the one of the official files for "
                 f"--dataset {self.name}; get them from {self.url}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -34,10 +36,26 @@ def build_model(name: str, num_classes: int) -> nn.Module:
                 f"--model: found {name!r}, needed one of {', '.join(MODELS)}, or module:factory"
             )
         return MODELS[name](num_classes)
-    model = load_factory("--model", name)(num_classes=num_classes)
+    factory = load_factory("--model", name)
+    _check_takes_classes(name, factory)
+    model = factory(num_classes=num_classes)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"--model {name}: found a {type(model).__name__}, needed a torch.nn.Module; the "
             "factory must return the model"
         )
     return model
+
+
+def _check_takes_classes(name: str, factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return
+    try:
+        signature.bind(num_classes=0)
+    except TypeError as error:
+        raise UserError(
+            f"--model {name}: found a callable with the parameters {signature}, needed one that is "
+            f"called with num_classes=... alone ({error}); give it that parameter"
+        ) from error

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from kaitian_mpi.balance.bench_file import Bench, BenchRank, write_bench
-from kaitian_mpi.balance.communication import MeasuredAllreduce
+from kaitian_mpi.balance.communication import MeasuredAllreduce, ddp_buckets
 from kaitian_mpi.balance.forecast import (
     SubsetForecasts,
     forecast_subsets,
+    scaled_cohorts,
     show_rate,
     subsets,
 )
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets, measure_allreduce
@@ -22,6 +24,8 @@ from kaitian_mpi.training.min_batch import find_min_batch
 from kaitian_mpi.training.planning import equal_share, is_emulated
 from kaitian_mpi.training.preparation import Ingredients, prepare_without_folder
 from kaitian_mpi.training.report import make_table, say, show_benchmark, show_table, show_topology
+
+_EXAMPLE_RANKS = 8
 
 
 def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
@@ -60,8 +64,25 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
     with faults_agreed(world.comm):
         if target is not None and world.rank == 0:
             write_bench(target, found, {"forecasts": _to_json(forecasts)})
-            say(world, f"written to {target}; try kaitian-plan {target} --world 8x{world.kinds[0]}")
+            say(world, f"written to {target}; {advice(target, found)}")
     return found
+
+
+def advice(target: Path, found: Bench) -> str:
+    """Return what can be done with the file: a command that works, or what it would take.
+
+    Args:
+        target: the file.
+        found: what it holds.
+    """
+    kind = found.ranks[0].kind
+    try:
+        cohorts = scaled_cohorts(found.cohorts(), {kind: _EXAMPLE_RANKS})
+        buckets = ddp_buckets(found.gradient_bytes)
+        forecast_subsets(cohorts, found.global_batch_size, buckets, found.measured)
+    except UserError:
+        return "for kaitian-plan to forecast a bigger job, measure two ranks of each kind"
+    return f"try kaitian-plan {target} --world {_EXAMPLE_RANKS}x{kind}"
 
 
 def _measure_subsets(

@@ -40,3 +40,31 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
         build_model("ownmodel:wrong", 5)
     with pytest.raises(UserError, match=r"--model: found 'vgg', needed one of mobilenetv2, "):
         build_model("vgg", 10)
+
+
+@pytest.mark.parametrize(
+    ("factory", "fault"),
+    [
+        ("lambda: None", "got an unexpected keyword argument 'num_classes'"),
+        ("lambda classes: None", "missing a required argument: 'classes'"),
+        ("lambda num_classes, width: None", "missing a required argument: 'width'"),
+        ("lambda num_classes, /: None", "num_classes"),
+    ],
+)
+def test_a_factory_that_cannot_be_called_is_told_in_a_line(tmp_path, monkeypatch, factory, fault):
+    name = f"own{abs(hash(factory))}"
+    (tmp_path / f"{name}.py").write_text(f"build = {factory}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="needed one that is called with num_classes=") as caught:
+        build_model(f"{name}:build", 5)
+    assert fault in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_type_error_inside_a_factory_is_its_own(tmp_path, monkeypatch):
+    (tmp_path / "ownbroken.py").write_text("def build(num_classes, **more):\n    return len(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TypeError, match="has no len"):
+        build_model("ownbroken:build", 5)

@@ -1,6 +1,7 @@
 """The optimal split, against every split there is and by its properties."""
 
 import itertools
+import math
 import random
 import time
 
@@ -133,3 +134,17 @@ def test_a_hundred_thousand_ranks_take_less_than_a_second(min_batch):
     shares = fastest_split(costs, 6_400_000, min_batch)
     assert time.process_time() - began < 1
     assert sum(shares) == 6_400_000
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("where", ["alpha_sec", "beta_sec"])
+def test_a_cost_that_is_no_time_is_refused(bad, where):
+    """The search for a split would not end, or would give anything."""
+    costs = [cost(1.0, 1.0), cost(*((bad, 1.0) if where == "alpha_sec" else (1.0, bad)))]
+    with pytest.raises(ValueError, match=f"{where}: found {bad}, needed .*, and finite"):
+        fastest_split(costs, 64)
+
+
+def test_a_micro_batch_without_samples_is_refused():
+    with pytest.raises(ValueError, match="largest_micro_batch: found 0, needed 1 or more"):
+        fastest_split([cost(1.0, 1.0, 0)], 64)

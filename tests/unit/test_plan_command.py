@@ -7,12 +7,14 @@ import time
 
 import pytest
 
+from kaitian_mpi.balance import forecast
 from kaitian_mpi.balance.bench_file import Bench, BenchRank, read_bench, write_bench, write_json
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.training import bench
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):
@@ -309,3 +311,35 @@ def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "world: 100,000 ranks, 2 kinds" in done.stdout
     assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "works"),
+    [("cpu", False), ("cpu,cpu", True), ("gpu,mlu", False), ("gpu,gpu,mlu", True)],
+)
+def test_what_kaitian_bench_advises_works(tmp_path, kinds, works):
+    """A command that would fail is not advised."""
+    names = kinds.split(",")
+    cost = AllreduceCost(1e-5, 1e-9)
+    found = Bench(
+        model="m",
+        emulated=False,
+        gradient_bytes=1000,
+        global_batch_size=64,
+        ranks=tuple(
+            BenchRank(rank, "h", kind, "cpu", RankCost(CostModel(1e-3, 1e-4)), 0.0)
+            for rank, kind in enumerate(names)
+        ),
+        measured=tuple(
+            MeasuredAllreduce({kind: names.count(kind) for kind in subset}, cost)
+            for subset in forecast.subsets(tuple(dict.fromkeys(names)))
+        ),
+    )
+    target = tmp_path / "bench.json"
+    write_bench(target, found, {})
+    text = bench.advice(target, found)
+    if not works:
+        assert text == "for kaitian-plan to forecast a bigger job, measure two ranks of each kind"
+        return
+    assert text == f"try kaitian-plan {target} --world 8x{names[0]}"
+    assert plan.plan_job(target, f"8x{names[0]}", None).world == {names[0]: 8}

@@ -1,0 +1,174 @@
+"""No value of a flag of any command gives more than one line, or gets through and breaks later.
+
+The cases are made from the parsers, so that a flag that is added is tried as well.
+"""
+
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from kaitian_mpi.cli import bench, plan, run, supervise
+from kaitian_mpi.cli.flags import config_of, make_parser, parse_config
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+
+NUMBERS = [
+    *("nan", "inf", "-inf", "-1", "-0.5", "0", "1e400", "1e30", "1e12", "1e-400", "", " ", "x"),
+    *(
+        "1e3",
+        "0x10",
+        "\u0661",
+        "1,5",
+        str(2**48),
+        str(2**64),
+        str(10**12),
+        "9" * 5000,
+        "-" + "9" * 400,
+    ),
+]
+MOST = 2.0**48  # the largest value that any flag takes
+
+
+def bench_config(arguments):
+    return config_of(bench.make_parser().parse_args(arguments), bench.FLAGS)
+
+
+def supervise_options(arguments):
+    return supervise.read_options([*arguments, "mpirun", "kaitian-train"])
+
+
+def plan_options(arguments):
+    options = plan.make_parser().parse_args(["nowhere.json", "--world", "1xcpu", *arguments])
+    try:
+        plan.plan_job(options.bench, options.world, options.global_batch_size)
+    except UserError as error:
+        if "nowhere.json" not in str(error):
+            raise
+    return options
+
+
+COMMANDS = {
+    "kaitian-train": (make_parser("kaitian-train"), lambda words: parse_config("train", words)),
+    "kaitian-bench": (bench.make_parser(), bench_config),
+    "kaitian-supervise": (supervise.make_parser(), supervise_options),
+    "kaitian-plan": (plan.make_parser(), plan_options),
+    "kaitian-run": (run.make_parser(), lambda words: run.make_parser().parse_args([*words, "x"])),
+}
+FLAGS = [
+    (command, action.option_strings[0], action.dest)
+    for command, (parser, _) in COMMANDS.items()
+    for action in parser._actions
+    if action.type in (int, float)
+]
+
+
+def test_the_flags_are_found():
+    assert len(FLAGS) > 25
+    assert ("kaitian-supervise", "--hang-seconds", "hang_seconds") in FLAGS
+
+
+@pytest.mark.parametrize(("command", "flag", "name"), FLAGS)
+def test_a_number_is_in_its_range_or_refused_in_a_line(command, flag, name):
+    accepted = []
+    for value in NUMBERS:
+        number, fault = None, ""
+        try:
+            number = getattr(COMMANDS[command][1]([f"{flag}={value}"]), name)
+        except UserError as error:
+            fault = str(error)
+        assert (number is None) == (flag in fault)
+        assert "\n" not in fault
+        if number is None:
+            continue
+        assert math.isfinite(number), value
+        assert 0 <= number <= MOST, value
+        accepted.append(number)
+    assert len(accepted) < len(NUMBERS) / 2
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--weight-decay", "--log-interval"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e30"])
+def test_what_is_not_finite_is_refused(flag, value):
+    with pytest.raises(UserError, match=f"{flag}: found .*, needed .* at most 1e"):
+        parse_config("kaitian-train", [f"{flag}={value}"])
+
+
+def test_a_seed_is_as_large_as_torch_takes_on_every_rank():
+    assert parse_config("kaitian-train", [f"--seed={2**48 - 1}"]).seed == 2**48 - 1
+    with pytest.raises(UserError, match=r"--seed: found 281474976710656, needed .* below 2\^48"):
+        parse_config("kaitian-train", [f"--seed={2**48}"])
+
+
+@pytest.mark.parametrize("name", ["data_dir", "run_dir", "benchmark_cache", "resume"])
+def test_a_tilde_is_the_home_folder(name, monkeypatch):
+    """A shell expands it in `--flag ~/x`, and leaves it alone in `--flag=~/x`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert getattr(TrainConfig(**{name: "~/x"}), name) == "/home/me/x"
+    assert getattr(TrainConfig(**{name: "./~/x"}), name) == "./~/x"
+
+
+class Comm(SimpleNamespace):
+    """A communicator of one rank."""
+
+    rank, size = 0, 1
+
+
+def check_before_loading(monkeypatch, **flags):
+    from kaitian_mpi.cli import preflight
+    from kaitian_mpi.mpi import agreement
+
+    monkeypatch.setattr(agreement, "gather_values", lambda comm, value: [value])
+    preflight.check_before_loading(TrainConfig(**flags), Comm())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("file", "--data-dir: found no folder .*, needed the one that holds the files"),
+        ("file/below", "--data-dir: found no folder .*, needed the one that holds the files"),
+        ("n" * 300, "--data-dir .*: File name too long; name a folder that can be read"),
+        ("link", "--data-dir .*: Too many levels of symbolic links; name a folder that can"),
+        ("closed", "--data-dir .*: Permission denied; name a folder that can be read"),
+        ("closed/below", "--data-dir .*: Permission denied; name a folder that can be read"),
+    ],
+)
+def test_a_data_folder_that_cannot_be_read_is_told_in_a_line(tmp_path, monkeypatch, path, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("link")
+    (tmp_path / "closed").mkdir(mode=0)
+    if os.geteuid() == 0:  # whom nothing is closed to
+        scandir = os.scandir
+
+        def scan(folder):
+            if "closed" in str(folder):
+                raise PermissionError(13, "Permission denied")
+            return scandir(folder)
+
+        monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(UserError, match=message) as caught:
+        check_before_loading(monkeypatch, dataset="cifar10", data_dir=str(tmp_path / path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (".", "Is a directory"),
+        ("file/result.json", "found no folder"),
+        ("nowhere/result.json", "found no folder"),
+        ("n" * 300, "File name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path, path, why):
+    from kaitian_mpi.cli.preflight import check_file_can_be_written
+
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match=f"--json .*{why}.*; (make it, or )?name a") as caught:
+        check_file_can_be_written("--json", str(tmp_path / path))
+    assert "\n" not in str(caught.value)
+    for name in ("file", "new"):
+        check_file_can_be_written("--json", str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
