@@ -291,7 +291,8 @@ class Trainer:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 
     def _set_rate(self) -> None:
-        rate = self._rate((self.progress.step + 1) / self.progress.total_steps)
+        # In the middle of the step: neither the first nor the last is made with a rate of 0.
+        rate = self._rate((self.progress.step + 0.5) / self.progress.total_steps)
         self.progress.learning_rate = rate
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate

@@ -360,7 +360,9 @@ def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     # A checkpoint that is tried takes all the room for a moment: a line may be lost meanwhile.
-    metrics = [line["step"] for line in read_lines(small_disk / "metrics.jsonl")]
+    lines = read_lines(small_disk / "metrics.jsonl")
+    assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step
+    metrics = [line["step"] for line in lines]
     assert len(metrics) > 2 * STEPS_PER_EPOCH
     assert metrics == sorted(set(metrics))
     assert not list((small_disk / "checkpoints").glob("step-*"))
