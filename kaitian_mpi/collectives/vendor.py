@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kaitian_mpi.devices import Device
     from kaitian_mpi.mpi.datatypes import Reduction
 
+Loans = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""What the library was given and what the caller gave, by the id of the latter."""
+
 
 class VendorGroup:
     """The ranks of one kind, joined by their vendor's library. Tensors stay on the device.
@@ -75,18 +78,9 @@ class VendorGroup:
             arguments: the method's; tensors may be anywhere.
             written: those of the tensors that it writes.
         """
-        loans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def lend(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return [lend(item) for item in value]
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in loans:
-                loans[id(value)] = self.lend(value), value
-            return loans[id(value)][0]
-
-        works = self._call(name, *[lend(argument) for argument in arguments])
+        loans: Loans = {}
+        lent = [self._lend_each(argument, loans) for argument in arguments]
+        works = self._call(name, *lent)
         ids = {id(tensor) for tensor in written}
         return VendorCall(works, [loan for key, loan in loans.items() if key in ids])
 
@@ -111,6 +105,15 @@ class VendorGroup:
     def close(self) -> None:
         """Release the library's resources. Collective over the group."""
         self._backend.shutdown()
+
+    def _lend_each(self, value: Any, loans: Loans) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._lend_each(item, loans) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in loans:
+            loans[id(value)] = self.lend(value), value
+        return loans[id(value)][0]
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type and is_plain(tensor)

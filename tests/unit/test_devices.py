@@ -122,3 +122,25 @@ def test_a_slowdown_in_words():
     assert describe_slowdown(((50, 2.5), (90, 1.0))) == "2.5x from step 50, 1x from step 90"
     assert is_slowed(((50, 3.0),))
     assert not is_slowed(((0, 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "taken"),
+    [
+        (torch.bfloat16, None, True),
+        (torch.bool, None, True),
+        (torch.int16, None, False),
+        (torch.uint16, None, False),
+        (torch.complex64, None, False),
+        (torch.float32, "SUM", True),
+        (torch.bool, "SUM", True),
+        (torch.bool, "AVG", False),
+        (torch.int16, "SUM", False),
+        (torch.int32, "BAND", False),
+        (torch.float16, "PREMUL_SUM", True),
+        (torch.int64, "PREMUL_SUM", False),
+    ],
+)
+def test_what_nccl_takes(dtype, reduction, taken):
+    assert device_of_kind("cuda").vendor_takes(dtype, reduction) is taken
+    assert not device_of_kind("cpu").vendor_takes(dtype, reduction)

@@ -26,6 +26,12 @@ HAS_PYTHON_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_pyt
 TYPE, DISPATCH_KEY = ("fake", "PrivateUse1") if HAS_PYTHON_DEVICES else ("lazy", "Lazy")
 COPY = torch.ops.aten.copy_.default
 TO_COPY = torch.ops.aten._to_copy.default
+DIVISIONS = {
+    torch.ops.aten.div.Tensor: torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div.Tensor_mode: torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div_.Tensor: torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.div_.Tensor_mode: torch.ops.aten.mul_.Tensor,
+}
 GARBAGE = 0xAB
 LONGEST_WAIT_SEC = 60
 
@@ -134,6 +140,9 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self) -> str:
         return f"DeviceTensor({tuple(self.shape)})"
 
+    def __reduce_ex__(self, protocol):
+        return values(self).__reduce_ex__(protocol)  # a checkpoint is loaded to the host
+
     def record_stream(self, stream: Stream) -> None:
         self.memory.recorded.append(stream)
 
@@ -150,6 +159,7 @@ class DeviceTensor(torch.Tensor):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         raw_args, raw_kwargs = tree_map(_content, args), tree_map(_content, kwargs)
+        func, raw_args, raw_kwargs = _divided_as_on_a_gpu(func, raw_args, raw_kwargs)
         returns = func._schema.returns
         if func._schema.is_mutable and all(r.alias_info is not None for r in returns):
             current_stream().give(lambda: func(*raw_args, **raw_kwargs))
@@ -166,6 +176,17 @@ class DeviceTensor(torch.Tensor):
             return same.get(id(value)) or DeviceTensor(value, owners.get(_address(value)))
 
         return tree_map(wrap, func(*raw_args, **raw_kwargs))
+
+
+def _divided_as_on_a_gpu(func, args, kwargs):
+    """Turn the division by a number into a multiplication, which rounds otherwise, as CUDA does."""
+    if func not in DIVISIONS or kwargs.get("rounding_mode") is not None:
+        return func, args, kwargs
+    by = torch.as_tensor(args[1])
+    if by.ndim or not args[0].is_floating_point():
+        return func, args, kwargs
+    inverse = torch.tensor(1.0, dtype=torch.promote_types(args[0].dtype, torch.float32)) / by
+    return DIVISIONS[func], (args[0], inverse), {}
 
 
 def _content(value):
@@ -234,6 +255,8 @@ def install() -> torch.library.Library:
         is_initialized=lambda: True,
         manual_seed_all=lambda seed: None,
         _is_in_bad_fork=lambda: False,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     )
     if HAS_PYTHON_DEVICES:
