@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
+OPERATION = "{operation}"
+"""Stands in the text of a `CollectiveError` for what its raiser cannot know: what was called."""
+
+
+def listed_ranks(ranks: Sequence[int], size: int) -> str:
+    """Return `rank 2 of 4`, or `ranks 1, 3 of 4`; without any, `a rank of 4`."""
+    if not ranks:
+        return f"a rank of {size}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {size}"
+
 
 class UserError(Exception):
     """A mistake in the user's input: shown as one line, without a traceback, exit code 2.
@@ -38,6 +51,11 @@ class CollectiveError(RuntimeError):
 
     The process group cannot be used any more.
     """
+
+    def in_operation(self, name: str) -> Self:
+        """Return the same error with the operation named in it."""
+        text = str(self)
+        return type(self)(text.replace(OPERATION, name) if OPERATION in text else f"{name}: {text}")
 
 
 class RankLostError(CollectiveError):

@@ -19,7 +19,9 @@ from kaitian_mpi.collectives.staging import SideStreams
 from kaitian_mpi.collectives.vendor import VendorGroup
 from kaitian_mpi.collectives.worker import Calls, Method, Queued, Worker
 from kaitian_mpi.devices import Device
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.datatypes import reduction
+from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms
 
 Tensors = list[torch.Tensor]
@@ -44,10 +46,16 @@ class Dispatcher:
     """
 
     def __init__(
-        self, comms: GroupComms, own: OwnDevice, store: dist.Store, name: str, timeout: timedelta
+        self,
+        comms: GroupComms,
+        own: OwnDevice,
+        store: dist.Store,
+        arrivals: MPIStore,
+        name: str,
+        timeout: timedelta,
     ) -> None:
         """Prepare; the vendor's library and the thread start when they are first needed."""
-        self.roll_call = RollCall(comms.world, store, timeout)
+        self.roll_call = RollCall(comms.world, arrivals, timeout)
         self._comms = comms
         self._own = own
         self._store = store
@@ -63,6 +71,11 @@ class Dispatcher:
     def is_broken(self) -> bool:
         """Whether a collective has failed, so that no more can follow."""
         return self._worker.broken is not None
+
+    def fail(self, error: CollectiveError) -> None:
+        """Let no more collectives follow: a message of the group has failed."""
+        if self._worker.broken is None:
+            self._worker.broken = error
 
     def record_losses(self) -> None:
         """Complete the futures of operations that fail with the loss of a rank all the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,14 +26,16 @@ from kaitian_mpi.collectives.arguments import check_pieces, check_whole, element
 from kaitian_mpi.collectives.dispatch import Dispatcher, OwnDevice
 from kaitian_mpi.collectives.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.collectives.operations import HostOperations
-from kaitian_mpi.collectives.point_to_point import Mailbox
+from kaitian_mpi.collectives.point_to_point import ENDED, Mailbox
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.collectives.torch_releases import BackendQueries, with_names_before_2_13
-from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction
 from kaitian_mpi.mpi.fault_tolerance import is_revoked
 from kaitian_mpi.mpi.messages import ANY_SOURCE
+from kaitian_mpi.mpi.retired import retire
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
+from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms
 
 Tensors = list[torch.Tensor]
@@ -50,9 +53,24 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     """
 
     def __init__(
-        self, store: dist.Store, comms: GroupComms, own: OwnDevice, name: str, timeout: timedelta
+        self,
+        store: dist.Store,
+        arrivals: MPIStore,
+        comms: GroupComms,
+        own: OwnDevice,
+        name: str,
+        timeout: timedelta,
     ) -> None:
-        """Make the group from communicators of its own."""
+        """Make the group.
+
+        Args:
+            store: torch's for this group.
+            arrivals: the group's own part of the job's store, never busy: for who has come.
+            comms: communicators of its own.
+            own: this rank's device.
+            name: torch's.
+            timeout: how long one operation may take.
+        """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
         self.algorithm = "flat"
@@ -61,12 +79,18 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         self._name = name
         self._size = comms.world.size
         self._timeout = timeout
-        self._dispatcher = Dispatcher(comms, own, store, name, timeout)
-        self._run = self._dispatcher.run
+        self._dispatcher = Dispatcher(comms, own, store, arrivals, name, timeout)
+        self._run: Callable[..., Work] = self._dispatcher.run
         self._arrive = self._dispatcher.roll_call.arrive
         self._host = HostOperations(comms.world, self._dispatcher.roll_call)
         self._host_group = hybrid.HostGroup(comms)
-        self._mailbox = Mailbox(comms.messages, f"kaitian-messages-{name}")
+        self._mailbox = Mailbox(
+            comms.messages,
+            f"kaitian-messages-{name}",
+            self._dispatcher.roll_call,
+            timeout,
+            self._dispatcher.fail,
+        )
         self._monitored_barrier = MonitoredBarrier(comms.world)
         self._closed = False
         close_at_exit(self.shutdown)
@@ -296,17 +320,23 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         self._dispatcher.record_losses()
 
     def shutdown(self) -> None:
-        """Finish what is queued, end the threads, free the communicators. Collective."""
+        """Finish what is queued, end the threads, and give the communicators back.
+
+        Not collective: no other rank is waited for, but for what is queued, up to its time-out.
+        """
         if self._closed:
             return
         self._closed = True
         closed_early(self.shutdown)
+        self._run = _refuse
         self._dispatcher.close()
-        # After a failure the ranks do not agree on where they are.
-        together = not self.is_broken and self._dispatcher.roll_call.leave(self.comms.messages)
-        self._mailbox.close()
-        if together:
-            self.comms.free()
+        is_done = self._mailbox.close()
+        if is_revoked(self.comms.world):
+            return
+        self._dispatcher.roll_call.leave()
+        # Of a collective that has failed, and of a message nobody received, MPI is not done.
+        if is_done and not self.is_broken:
+            retire(self.comms)
 
     def _allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         algorithm = "flat" if self.single_kind else self.algorithm
@@ -320,3 +350,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         group = vendor or self._host_group
         hybrid.allreduce(algorithm, self.comms, group, lent.view(-1), op)
         from_host(lent, tensor)
+
+
+def _refuse(name: str, *_: Any) -> Work:
+    raise CollectiveError(f"{name}: {ENDED}")

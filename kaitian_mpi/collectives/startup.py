@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kaitian_mpi.collectives import BACKEND, SCHEME, autoload
 from kaitian_mpi.collectives.torch_functions import replace
 from kaitian_mpi.mpi.guard import guard_script
-from kaitian_mpi.mpi.rendezvous import close_store
+from kaitian_mpi.mpi.job_store import close_lost_job_store
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.world import World, join_world, keep_ranks
 
@@ -55,13 +55,13 @@ def go_on_with(world: World, ranks: Sequence[int]) -> World | None:
 
 
 def close_process_group() -> None:
-    """End this rank's default process group and its store, where there is one.
+    """End this rank's default process group, where there is one; after a loss the job's store, too.
 
-    Collective over its ranks; after the loss of a rank nobody is waited for.
+    Nobody is waited for.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    close_store()
+    close_lost_job_store()
 
 
 def use_backend_for(names: Iterable[str]) -> None:

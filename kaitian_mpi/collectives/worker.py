@@ -260,7 +260,7 @@ class Worker:
             for arguments in calls:
                 method(*arguments)
         except CollectiveError as error:
-            self.broken = type(error)(f"{name}: {error}")
+            self.broken = error.in_operation(name)
             raise self.broken from None
         except Exception as error:
             if not fault_tolerance.is_loss(error):

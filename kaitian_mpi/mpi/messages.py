@@ -28,6 +28,11 @@ class Transfer:
         """Return whether MPI is done with the buffer; helps it along."""
         return bool(self._request.Test(self._status))
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it is done without a message, since it was given up."""
+        return self._status.Is_cancelled()
+
     def cancel(self) -> None:
         """Give up a receive that nothing has matched."""
         self._request.Cancel()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.guard import guard_script
+from kaitian_mpi.mpi.job_store import open_session
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.world import World, current_world, join_world
@@ -16,7 +17,7 @@ from kaitian_mpi.mpi.world import World, current_world, join_world
 if TYPE_CHECKING:
     from kaitian_mpi.mpi.store import MPIStore
 
-_store: MPIStore | None = None  # torch keeps no Python reference, and needs one
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def world_or_join() -> World:
@@ -42,13 +43,23 @@ def world_of_size(size: int | None) -> World:
     Raises:
         UserError: MPI has another number of ranks.
     """
-    launched = read_launch(os.environ).world_size
-    if size is not None and launched > 1 and current_world() is None:
-        # Before MPI starts: that would wait for ranks that may never come here.
-        _check_size(size, launched)
+    check_launched(size)
     world = world_or_join()
     _check_size(world.size if size is None else size, world.size)
     return world
+
+
+def check_launched(size: int | None) -> None:
+    """Check the number of ranks that torch was told, before MPI starts.
+
+    Starting it would wait for ranks that may never come.
+
+    Raises:
+        UserError: mpirun started another number of ranks.
+    """
+    launched = read_launch(os.environ).world_size
+    if size is not None and launched > 1 and current_world() is None:
+        _check_size(size, launched)
 
 
 def rendezvous(
@@ -56,7 +67,8 @@ def rendezvous(
 ) -> Iterator[tuple[MPIStore, int, int]]:
     """Yield a store, this rank and the number of ranks, as torch asks of a rendezvous handler.
 
-    Collective. After a `destroy_process_group` a program may do it again, with a new store.
+    The first time it is collective. Later it waits for nobody, and every rank comes here as often;
+    after a `destroy_process_group` a program may do it again, with a new store.
 
     Args:
         rank: this rank's number where the script gives one; None: the one that MPI gave it.
@@ -67,23 +79,11 @@ def rendezvous(
         UserError: MPI has another number of ranks than the script, or than WORLD_SIZE where
             there is no mpirun.
     """
-    global _store
     if size is None and read_launch(os.environ).world_size == 1:
         size = _told_by_another_launcher()
     world = world_of_size(size)
-    from kaitian_mpi.mpi.store import DEFAULT_TIMEOUT, MPIStore  # MPI starts with the import
-
-    close_store()
-    _store = MPIStore(world.comm, timeout or DEFAULT_TIMEOUT)
-    yield _store, world.rank if rank is None else rank, world.size
-
-
-def close_store() -> None:
-    """End the store of the last rendezvous, if there is one. Collective over its ranks."""
-    global _store
-    if _store is not None:
-        _store.close()
-        _store = None
+    store = open_session(timeout or DEFAULT_TIMEOUT)
+    yield store, world.rank if rank is None else rank, world.size
 
 
 def _told_by_another_launcher() -> int | None:

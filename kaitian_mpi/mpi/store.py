@@ -7,8 +7,6 @@ torch's own bookkeeping and the bootstrap of the vendors' libraries.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,21 +15,10 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from kaitian_mpi.errors import RankLostError
-from kaitian_mpi.mpi.fault_tolerance import is_revoked, track
 from kaitian_mpi.mpi.runtime import close_at_exit, closed_early
-from kaitian_mpi.mpi.store_server import (
-    LOST,
-    REQUEST_TAG,
-    TIMED_OUT,
-    Fields,
-    StoreServer,
-    pack,
-    unpack,
-)
-from kaitian_mpi.mpi.waiting import wait_quietly
+from kaitian_mpi.mpi.store_link import StoreLink
+from kaitian_mpi.mpi.store_server import LOST, REFUSED, TIMED_OUT, Fields
 
-_FIRST_REPLY_TAG = REQUEST_TAG + 1
-_REPLY_TAGS = 16_384  # MPI promises tags up to 32,767
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -41,55 +28,72 @@ class MPIStore(dist.Store):
     Keep a Python reference to it as long as torch uses it: torch's own is to the C++ half only.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Start the server on rank 0 of `comm`. Collective."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm | StoreLink,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        prefix: str = "",
+    ) -> None:
+        """Start the server on rank 0 of `comm`. Collective, unless given another store's link.
+
+        Args:
+            comm: the ranks that share the store; or another store's link, to use its server.
+            timeout: how long `get` and `wait` wait.
+            prefix: what this store's keys begin with at the server; nobody sees it here.
+        """
         super().__init__()
-        self._comm = track(comm.Dup())
         self._timeout = timeout
-        self._tags = itertools.count()
-        self._server = StoreServer(self._comm) if comm.rank == 0 else None
-        self._closed = False
-        close_at_exit(self.close)
+        self._prefix = prefix
+        if isinstance(comm, StoreLink):
+            self.link = comm
+        else:
+            self.link = StoreLink(comm)
+            close_at_exit(self.close)
+
+    def view(self, prefix: str, timeout: timedelta = DEFAULT_TIMEOUT) -> MPIStore:
+        """Return a store of its own at the same server. Not collective."""
+        return MPIStore(self.link, timeout, f"{self._prefix}{prefix}/")
 
     def close(self) -> None:
-        """Stop the server once every rank has come here. Collective; safe to call again.
+        """Tell the server that this rank has departed; rank 0 waits here until all others have.
 
-        After the loss of a rank nobody is waited for.
+        Safe to call again. After the loss of a rank nobody is waited for.
         """
-        if self._closed:
-            return
-        self._closed = True
         closed_early(self.close)
-        if not is_revoked(self._comm):
-            wait_quietly(self._comm)
-        if self._server is not None:
-            self._server.close()
-        self._comm.Free()
+        self.link.close()
+
+    def departed(self) -> list[int]:
+        """Return the ranks of the store's communicator that have closed it: their script ended."""
+        return [int(rank) for rank in self._ask("departed")]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._ask("set", key, value)
+        self._ask("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """Return a key's value, waiting for it up to the store's time-out."""
         with _explained(key):
-            return self._ask("get", key)[0]
+            return self._ask("get", self._prefix + key)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, 0 if new, and return its value."""
-        return int(self._ask("add", key, str(amount))[0])
+        """Add to a counter, 0 if new, and return its value.
+
+        Raises:
+            DistStoreError: the key holds something else than a number.
+        """
+        return int(self._ask("add", self._prefix + key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a key's value."""
-        self._ask("append", key, value)
+        self._ask("append", self._prefix + key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it holds `expected`; return what it holds afterwards."""
-        return self._ask("compare_set", key, expected, desired)[0]
+        return self._ask("compare_set", self._prefix + key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
-        return bool(self._ask("check", *keys)[0])
+        return bool(self._ask("check", *self._placed(keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there.
@@ -98,28 +102,29 @@ class MPIStore(dist.Store):
             DistStoreError: they are not within the time-out.
         """
         with _explained(", ".join(keys)):
-            self._ask("wait", *keys, timeout=timeout)
+            self._ask("wait", *self._placed(keys), timeout=timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return several values, waiting for them."""
         with _explained(", ".join(keys)):
-            return list(self._ask("get", *keys))
+            return list(self._ask("get", *self._placed(keys)))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once."""
-        self._ask("set", *itertools.chain.from_iterable(zip(keys, values, strict=True)))
+        pairs = zip(self._placed(keys), values, strict=True)
+        self._ask("set", *itertools.chain.from_iterable(pairs))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it was there."""
-        return bool(self._ask("delete", key)[0])
+        return bool(self._ask("delete", self._prefix + key)[0])
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        return int(self._ask("count")[0])
+        return int(self._ask("count", self._prefix)[0])
 
     def list_keys(self) -> list[str]:
         """Return all keys."""
-        return [key.decode() for key in self._ask("list")]
+        return [key.decode()[len(self._prefix) :] for key in self._ask("list", self._prefix)]
 
     # torch's C++ side asks for these two by their C++ names.
     deleteKey = delete_key  # noqa: N815
@@ -144,47 +149,31 @@ class MPIStore(dist.Store):
         """How long `get` and `wait` wait."""
         return self._timeout
 
+    def _placed(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
+
     def _ask(
         self, operation: str, *arguments: str | bytes, timeout: timedelta | None = None
     ) -> Fields:
-        fields = tuple(a.encode() if isinstance(a, str) else bytes(a) for a in arguments)
+        fields = tuple(_as_bytes(argument) for argument in arguments)
         limit_sec = (timeout or self._timeout).total_seconds()
-        if self._server is not None:
-            status, *result = self._ask_here(self._server, operation, fields, limit_sec)
-        else:
-            status, *result = self._ask_by_message(operation, fields, limit_sec)
+        status, *result = self.link.ask(operation, fields, limit_sec)
         if status == TIMED_OUT:
             raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")
+        if status == REFUSED:
+            key = fields[0].decode()[len(self._prefix) :] if fields else ""
+            raise dist.DistStoreError(f"store {operation} of key {key}: {result[0].decode()}")
         if status == LOST:
             raise RankLostError("the store has ended: a rank is lost")
         return tuple(result)
 
-    def _ask_here(
-        self, server: StoreServer, operation: str, fields: Fields, limit_sec: float
-    ) -> Fields:
-        answered = threading.Event()
-        answer: list[Fields] = []
 
-        def reply(result: Fields) -> None:
-            answer.append(result)
-            answered.set()
-
-        server.submit(operation.encode(), fields, limit_sec, reply)
-        answered.wait()
-        return answer[0]
-
-    def _ask_by_message(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
-        tag = _FIRST_REPLY_TAG + next(self._tags) % _REPLY_TAGS
-        request = pack((operation.encode(), b"%d" % tag, str(limit_sec).encode(), *fields))
-        self._comm.Send([request, MPI.BYTE], 0, REQUEST_TAG)
-        pause = 20e-6
-        status = MPI.Status()
-        while (message := self._comm.Improbe(0, tag, status)) is None:
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([buffer, MPI.BYTE])
-        return unpack(bytes(buffer))
+def _as_bytes(argument: str | bytes) -> bytes:
+    if isinstance(argument, str):
+        return argument.encode()
+    if isinstance(argument, bytes | bytearray | memoryview):
+        return bytes(argument)
+    raise TypeError(f"a store holds str or bytes, found {type(argument).__name__}")
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.fault_tolerance import is_loss, is_revoked
+from kaitian_mpi.mpi.fault_tolerance import are_lost, is_loss, is_on, is_revoked
+from kaitian_mpi.mpi.guard import end_with_traceback
+from kaitian_mpi.mpi.waiting import abandon
 
 REQUEST_TAG = 1
-OK, TIMED_OUT, LOST = b"ok", b"timed out", b"lost"
+OK, TIMED_OUT, REFUSED, LOST = b"ok", b"timed out", b"refused", b"lost"
 
 Fields = tuple[bytes, ...]
 
@@ -56,7 +58,11 @@ class Table:
         return tuple(self._values[key] for key in keys)
 
     def _add(self, key: bytes, amount: bytes) -> Fields:
-        total = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
+        current = self._values.get(key, b"0")
+        try:
+            total = b"%d" % (int(current) + int(amount))
+        except ValueError:
+            raise ValueError(f"its value {current[:40]!r} is not a number") from None
         self._values[key] = total
         return (total,)
 
@@ -77,11 +83,11 @@ class Table:
     def _delete(self, key: bytes) -> Fields:
         return (b"1" if self._values.pop(key, None) is not None else b"",)
 
-    def _count(self) -> Fields:
-        return (b"%d" % len(self._values),)
+    def _list(self, prefix: bytes) -> Fields:
+        return tuple(key for key in self._values if key.startswith(prefix))
 
-    def _list(self) -> Fields:
-        return tuple(self._values)
+    def _count(self, prefix: bytes) -> Fields:
+        return (b"%d" % len(self._list(prefix)),)
 
     def _wait(self, *_: bytes) -> Fields:
         return ()
@@ -105,11 +111,14 @@ class StoreServer:
     """
 
     _SHORTEST_SEC, _LONGEST_SEC = 20e-6, 10e-3
+    _LAST_REPLIES_SEC = 2.0
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._table = Table()
         self._pending: list[_Pending] = []
+        self._replies: list[tuple[MPI.Request, bytes]] = []
+        self._departed: set[int] = set()
         self._lock = threading.Lock()
         self._lost = False
         self._stop = threading.Event()
@@ -117,7 +126,11 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and wait until it has ended."""
+        """Stop the thread once every other rank has departed or is lost, and wait for its end."""
+        pause = self._SHORTEST_SEC
+        while not self._is_alone():
+            time.sleep(pause)
+            pause = min(2 * pause, self._LONGEST_SEC)
         self._stop.set()
         self._thread.join()
 
@@ -137,8 +150,21 @@ class StoreServer:
                 deadline = time.monotonic() + timeout_sec
                 self._pending.append(_Pending(operation, arguments, deadline, reply))
                 return
-            reply((OK, *self._table.apply(operation, arguments)))
+            try:
+                result = self._carry_out(operation, arguments)
+            except Exception as error:  # the fault of one rank's request, and told to that rank
+                reply((REFUSED, str(error).encode()))
+                return
+            reply((OK, *result))
             self._answer_pending()
+
+    def _carry_out(self, operation: bytes, arguments: Fields) -> Fields:
+        if operation == b"depart":
+            self._departed.add(int(arguments[0]))
+            return ()
+        if operation == b"departed":
+            return tuple(b"%d" % rank for rank in sorted(self._departed))
+        return self._table.apply(operation, arguments)
 
     def _answer_pending(self) -> None:
         still: list[_Pending] = []
@@ -151,19 +177,31 @@ class StoreServer:
                 still.append(request)
         self._pending = still
 
+    def _is_alone(self) -> bool:
+        """Return whether no other rank will ask for anything any more."""
+        with self._lock:
+            if self._lost or not self._thread.is_alive():
+                return True
+            others = set(range(self._comm.size)) - self._departed - {self._comm.rank}
+        return not others or (is_on() and are_lost(self._comm, sorted(others)))
+
     def _serve(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._look_for_requests()
-            except MPI.Exception as error:
-                if not is_loss(error):
-                    raise
-                if is_revoked(self._comm):
-                    self._give_up()
-                    return
-                # The others may still need the table until somebody revokes the communicator.
-                self._comm.Ack_failed()
-                self._stop.wait(self._LONGEST_SEC)
+        try:
+            while not self._stop.is_set():
+                try:
+                    self._look_for_requests()
+                except MPI.Exception as error:
+                    if not is_loss(error):
+                        raise
+                    if is_revoked(self._comm):
+                        self._give_up()
+                        return
+                    # The others may still need the table until somebody revokes the communicator.
+                    self._comm.Ack_failed()
+                    self._stop.wait(self._LONGEST_SEC)
+            self._finish_replies()
+        except BaseException:  # without this thread every rank would wait for an answer
+            end_with_traceback("the store failed:\n")
 
     def _give_up(self) -> None:
         """Let nobody on this rank wait for a key that a lost rank should have set."""
@@ -184,6 +222,7 @@ class StoreServer:
                 continue
             with self._lock:
                 self._answer_pending()
+                self._forget_sent_replies()
             self._stop.wait(pause)
             pause = min(2 * pause, self._LONGEST_SEC)
 
@@ -194,10 +233,33 @@ class StoreServer:
         source, reply_tag = status.Get_source(), int(tag)
 
         def reply(fields: Fields) -> None:
+            answer = pack(fields)
             try:
-                self._comm.Send([pack(fields), MPI.BYTE], source, reply_tag)
+                # Nonblocking: a rank that is stopped must not keep the answers from the others.
+                sent = self._comm.Isend([answer, MPI.BYTE], source, reply_tag)
             except MPI.Exception as error:
                 if not is_loss(error):  # else there is nobody to answer to
                     raise
+            else:
+                self._replies.append((sent, answer))
 
         self.submit(operation, tuple(arguments), float(timeout), reply)
+
+    def _forget_sent_replies(self) -> None:
+        self._replies = [item for item in self._replies if not _is_over(item[0])]
+
+    def _finish_replies(self) -> None:
+        deadline = time.monotonic() + self._LAST_REPLIES_SEC
+        while self._replies and time.monotonic() < deadline:
+            self._forget_sent_replies()
+            time.sleep(self._SHORTEST_SEC)
+        abandon(self._replies)
+
+
+def _is_over(request: MPI.Request) -> bool:
+    try:
+        return bool(request.Test())
+    except MPI.Exception as error:
+        if not is_loss(error):
+            raise
+        return True

@@ -15,6 +15,7 @@ from kaitian_mpi.devices.emulation import parse_kinds
 from kaitian_mpi.mpi.agreement import check_same, faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.fault_tolerance import shrink, track
+from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import share_cores
 from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, positions
@@ -130,6 +131,7 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
         "install the same version on every host",
     )
     infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
+    open_job_store(own)
     _current = World(own, infos, device, choice.index, _use_cores(own), own.size)
     return _current
 
@@ -143,6 +145,7 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
             `RankInfo.world_rank` keeps the number that MPI gave.
     """
     global _current
+    reopen_job_store(world.comm)
     kept = world.rank in ranks
     comm = cast("MPI.Intracomm", world.comm.Split(0 if kept else 1, world.rank))
     if not kept:
