@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.collectives.meeting import Party, meet
+from kaitian_mpi.collectives.meeting import Party, clear, meet
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.job_store import departed_ranks, job_store
@@ -39,6 +39,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     # The import would start MPI, and its settings must be made before.
     from kaitian_mpi.collectives.process_group import KaitianProcessGroup
 
+    clear(options.store, _party(options, ""))  # to make a communicator all came out of the meeting
     free_retired()
     places = positions(comm, world.comm)
     comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
@@ -98,10 +99,11 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
 
 
 def _meet(options: Any, name: str, departed: Callable[[list[int]], list[int]]) -> str:
-    party = Party(
-        name, str(options.group_id), options.group_rank, options.group_size, options.timeout
-    )
-    return meet(options.store, party, departed)
+    return meet(options.store, _party(options, name), departed)
+
+
+def _party(options: Any, name: str) -> Party:
+    return Party(name, options.group_rank, options.group_size, options.timeout)
 
 
 def _departed(world: World | None) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 _SHORTEST_SEC, _LONGEST_SEC = 1e-3, 0.25
 _LOOKING_SEC = 0.5
 _COMPLETE = b"complete "
-
-_meetings: Counter[str] = Counter()
+_PLACE = "kaitian"
+_COUNT, _OUTCOME = f"{_PLACE}/count", f"{_PLACE}/outcome"
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class Party:
 
     name: str
     """What they do, for errors: `new_group`, say."""
-    group: str
-    """torch's name of the group."""
     rank: int
     size: int
     timeout: timedelta
@@ -59,48 +56,53 @@ def meet(store: dist.Store, party: Party, departed: Callable[[list[int]], list[i
     unique = uuid.uuid4().hex
     if party.size == 1:
         return unique
-    # A script's own store may have served a group of this name before.
-    _meetings[party.group] += 1
-    place = f"kaitian/{_meetings[party.group]}"
-    store.set(f"{place}/{party.rank}", "")
-    if store.add(f"{place}/count", 1) == party.size:
-        store.compare_set(f"{place}/outcome", "", _COMPLETE.decode() + unique)
-    outcome = _wait(store, party, place, departed)
+    store.set(f"{_PLACE}/{party.rank}", "")
+    if store.add(_COUNT, 1) == party.size:
+        store.compare_set(_OUTCOME, "", _COMPLETE.decode() + unique)
+    outcome = _wait(store, party, departed)
     if not outcome.startswith(_COMPLETE):
         raise CollectiveError(outcome.decode())
     return outcome.removeprefix(_COMPLETE).decode()
 
 
-def _wait(
-    store: dist.Store, party: Party, place: str, departed: Callable[[list[int]], list[int]]
-) -> bytes:
-    outcome = f"{place}/outcome"
+def clear(store: dist.Store, party: Party) -> None:
+    """Forget the meeting: a script may use its store again for a group of the same name.
+
+    To be called when every rank is known to have come out of it.
+    """
+    if party.size > 1:
+        keys = [_COUNT, _OUTCOME] if party.rank == 0 else []
+        for key in (*keys, f"{_PLACE}/{party.rank}"):
+            store.delete_key(key)
+
+
+def _wait(store: dist.Store, party: Party, departed: Callable[[list[int]], list[int]]) -> bytes:
     limit_sec = party.timeout.total_seconds()
     began = looked = time.monotonic()
     # Asked rather than waited for: a wait would keep other threads from a TCPStore's client, and
     # its end without success would be logged.
-    while not store.check([outcome]):
+    while not store.check([_OUTCOME]):
         now = time.monotonic()
         failure = ""
         if now - began > limit_sec:
-            missing = _missing(store, party, place)
+            missing = _missing(store, party)
             failure = (
                 f"timed out after {limit_sec:g} s in {party.name}: "
                 f"waiting for {listed_ranks(missing, party.size)}"
             )
         elif now - looked > _LOOKING_SEC:
             looked = now
-            left = departed(_missing(store, party, place))
+            left = departed(_missing(store, party))
             if left:
                 failure = (
                     f"{party.name}: {listed_ranks(left, party.size)} left the job before coming "
-                    "here; every rank of the group must call it"
+                    "here; every rank must call it"
                 )
         if failure:  # unless the last rank has come at this moment
-            return bytes(store.compare_set(outcome, "", failure))
+            return bytes(store.compare_set(_OUTCOME, "", failure))
         time.sleep(min(max((now - began) / 50, _SHORTEST_SEC), _LONGEST_SEC))
-    return bytes(store.get(outcome))
+    return bytes(store.get(_OUTCOME))
 
 
-def _missing(store: dist.Store, party: Party, place: str) -> list[int]:
-    return [rank for rank in range(party.size) if not store.check([f"{place}/{rank}"])]
+def _missing(store: dist.Store, party: Party) -> list[int]:
+    return [rank for rank in range(party.size) if not store.check([f"{_PLACE}/{rank}"])]

@@ -62,6 +62,46 @@ def test_append_check_delete_and_several_at_once(store, world):
     assert not store.delete_key(f"a{world.rank}")
 
 
+@pytest.mark.parametrize("asks", ["first", "last"])
+def test_a_request_that_cannot_be_carried_out_is_told_to_who_asked(store, world, asks):
+    if world.rank == (0 if asks == "first" else world.size - 1):
+        store.set("text", "abc")
+        with pytest.raises(dist.DistStoreError, match="key text: its value b'abc' is not a number"):
+            store.add("text", 1)
+        with pytest.raises(ValueError, match="zip"):
+            store.multi_set(["a", "b"], ["1"])
+        with pytest.raises(TypeError, match="a store holds str or bytes, found int"):
+            store.set("number", 5)
+    world.comm.Barrier()
+    store.set(f"after/{world.rank}", "1")
+    assert store.get(f"after/{world.size - 1}") == b"1"
+
+
+def test_views_share_a_server_but_no_keys(store, world):
+    one, two = store.view("one"), store.view("two", timedelta(seconds=0.3))
+    one.set(f"key{world.rank}", "1")
+    world.comm.Barrier()
+    assert one.num_keys() == world.size
+    assert sorted(one.list_keys()) == [f"key{rank}" for rank in range(world.size)]
+    assert two.num_keys() == 0
+    with pytest.raises(dist.DistStoreError, match=r"store key key0: .* within 0\.3 s"):
+        two.get("key0")
+    world.comm.Barrier()
+
+
+def test_who_has_departed_is_known_to_those_who_stay(store, world):
+    assert store.departed() == []
+    world.comm.Barrier()
+    leaves = world.rank == world.size - 1 > 0
+    if leaves:
+        store.close()
+    world.comm.Barrier()
+    if not leaves:
+        departed = store.departed()
+        assert (world.size - 1 in departed) == (world.size > 1)
+        assert world.rank not in departed
+
+
 def test_through_torchs_prefix_store(store, world):
     prefixed = dist.PrefixStore("p", store)
     prefixed.set(f"k{world.rank}", "v")

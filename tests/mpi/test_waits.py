@@ -1,0 +1,245 @@
+"""Every wait ends: it names who is waited for in vain, and ending a group needs nobody."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.mpi import retired
+
+SHORT = timedelta(seconds=1)
+LONG = timedelta(seconds=60)
+SOON_SEC = 20  # where the time-out is LONG
+
+pytestmark = pytest.mark.ranks(2)
+
+
+@pytest.fixture
+def last(world):
+    return world.size - 1
+
+
+@pytest.fixture
+def short(world):
+    """Return a group of all ranks that waits for a second."""
+    made = dist.new_group(timeout=SHORT)
+    yield made
+    dist.destroy_process_group(made)
+
+
+def add(group=None):
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+def seconds_until_error(call, message):
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=message):
+        call()
+    return time.monotonic() - began
+
+
+def test_groups_end_in_another_order_on_every_rank(world):
+    groups = [dist.new_group() for _ in range(world.size + 1)]
+    for group in groups:
+        add(group)
+    for index in range(len(groups)):
+        dist.destroy_process_group(groups[(index + world.rank) % len(groups)])
+    assert add() == world.size
+    retired.free_retired()
+    assert retired._retired == []
+
+
+def test_a_rank_ends_a_group_and_goes_on_while_others_keep_it(world):
+    group = dist.new_group()
+    add(group)
+    if world.rank == 0:
+        dist.destroy_process_group(group)
+    assert add() == world.size
+    if world.rank == 0:
+        with pytest.raises((CollectiveError, ValueError)):
+            add(group)
+        with pytest.raises(CollectiveError, match="this process group has been destroyed"):
+            group.recv([torch.zeros(1)], 1, 0)
+    else:
+        dist.destroy_process_group(group)
+    assert add() == world.size
+
+
+@pytest.mark.parametrize("length", [3, 300_000], ids=["short", "long"])
+def test_who_waits_for_a_rank_that_has_ended_the_group_is_told_so(world, last, length):
+    group = dist.new_group(timeout=LONG)
+    add(group)
+    if world.rank == last:
+        dist.destroy_process_group(group)
+    else:
+        took = seconds_until_error(
+            lambda: dist.all_reduce(torch.ones(length), group=group),
+            rf"^rank {last} of {world.size} ended the group before all_reduce #2",
+        )
+        assert took < SOON_SEC
+        dist.destroy_process_group(group)
+    assert add() == world.size
+
+
+def test_a_receive_that_nobody_serves_ends_at_the_time_out(world, last, short):
+    if world.rank == last:
+        named = rf"^timed out after 1 s in recv: waiting for a message from rank 0 of {world.size}$"
+        took = seconds_until_error(lambda: dist.recv(torch.zeros(3), 0, group=short), named)
+        assert 0.9 < took < SOON_SEC
+        with pytest.raises(
+            CollectiveError, match=r"^send: this process group failed before: timed"
+        ):
+            dist.send(torch.zeros(3), 0, group=short)
+        with pytest.raises(CollectiveError, match=r"^all_reduce: this process group failed before"):
+            add(short)
+    assert add() == world.size
+
+
+def test_a_send_that_nobody_takes_ends_at_the_time_out(world, last, short):
+    if world.rank == last:
+        named = rf"^timed out after 1 s in send: waiting for rank 0 of {world.size} to receive$"
+        took = seconds_until_error(lambda: dist.send(torch.zeros(2_000_000), 0, group=short), named)
+        assert 0.9 < took < SOON_SEC
+    assert add() == world.size
+
+
+def test_a_receive_may_be_posted_long_before_it_is_waited_for(world, last, short):
+    if world.rank == last:
+        received = torch.zeros(3)
+        work = dist.irecv(received, 0, group=short)
+        time.sleep(1.5)
+        add()
+        work.wait()
+        assert received.tolist() == [7.0] * 3
+    else:
+        add()
+        if world.rank == 0:
+            dist.send(torch.full((3,), 7.0), last, group=short)
+
+
+def test_a_receive_from_a_rank_that_has_ended_the_group_is_told_so(world, last):
+    group = dist.new_group(timeout=LONG)
+    if world.rank == 0:
+        dist.send(torch.ones(1), last, group=group)
+        dist.destroy_process_group(group)
+    elif world.rank == last:
+        time.sleep(0.5)
+        dist.recv(torch.zeros(1), 0, group=group)  # sent before the end
+        took = seconds_until_error(
+            lambda: dist.recv(torch.zeros(1), 0, group=group),
+            rf"^waiting for a message from rank 0 of {world.size}, which has ended the group$",
+        )
+        assert took < SOON_SEC
+    if world.rank != 0:
+        dist.destroy_process_group(group)
+    assert add() == world.size
+
+
+def test_a_receive_given_up_at_the_end_of_its_group_has_not_succeeded(world, last):
+    group = dist.new_group()
+    work = dist.irecv(torch.zeros(3), (world.rank + 1) % world.size, group=group)
+    dist.destroy_process_group(group)
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(CollectiveError, match=r"^the group ended while it waited for a message"):
+        work.wait()
+
+
+def test_a_group_that_a_rank_does_not_come_to_make(world, last):
+    """The rank that comes late is told the same, and the next group is made."""
+    began = time.monotonic()
+    if world.rank == last:
+        add()
+    with pytest.raises(
+        CollectiveError,
+        match=rf"^timed out after 1 s in new_group: waiting for rank {last} of {world.size}$",
+    ):
+        dist.new_group(timeout=SHORT)
+    if world.rank != last:
+        assert 0.9 < time.monotonic() - began < SOON_SEC
+        add()
+    group = dist.new_group(timeout=LONG)
+    assert add(group) == world.size
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group, size: dist.all_reduce(torch.ones(3), group=group),
+        lambda group, size: dist.all_reduce(torch.ones(300_000), group=group),
+        lambda group, size: dist.all_gather(
+            [torch.zeros(9) for _ in range(size)], torch.ones(9), group=group
+        ),
+        lambda group, size: dist.barrier(group),
+    ],
+    ids=["short", "long", "all_gather", "barrier"],
+)
+def test_a_rank_that_comes_after_the_others_time_out_is_told(world, last, short, call):
+    call(short, world.size)
+    if world.rank == last:
+        add()  # when the others have given up
+        took = seconds_until_error(
+            lambda: call(short, world.size),
+            rf"^rank {last} of {world.size} came too late to \w+ #2: the others timed out",
+        )
+        assert took < SOON_SEC
+    else:
+        with pytest.raises(CollectiveError, match=rf"waiting for rank {last} of {world.size}$"):
+            call(short, world.size)
+        add()
+    assert add() == world.size
+
+
+def test_a_key_waited_for_in_a_tcp_store_does_not_stop_a_collective(world, last):
+    """Its client answers one thread at a time, and the collective's must not need it."""
+    dist.destroy_process_group()
+    port = world.comm.bcast(_free_port() if world.rank == 0 else None)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    numbers = {"rank": world.rank, "world_size": world.size, "timeout": LONG}
+    dist.init_process_group("kaitian", init_method="env://", **numbers)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        tensor = torch.ones(2)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert store.get("hello") == b"x"  # set after the collective
+        work.wait()
+        assert tensor[0].item() == world.size
+    else:
+        time.sleep(1.5)  # rank 0 has noted by then that it waits
+        assert add() == world.size
+        if world.rank == last:
+            store.set("hello", "x")
+    dist.destroy_process_group()
+    dist.init_process_group("kaitian", init_method="mpi://")
+
+
+def test_threads_that_wait_for_keys_keep_nobody_from_the_store(world):
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    waiting = [
+        threading.Thread(target=lambda n=n: found.append(store.get(f"{world.rank}/{n}")))
+        for n in range(4)
+    ]
+    for thread in waiting:
+        thread.start()
+    for number in range(4):
+        store.set(f"{world.rank}/{number}", str(number))
+    for thread in waiting:
+        thread.join()
+    assert sorted(found) == [b"0", b"1", b"2", b"3"]
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
