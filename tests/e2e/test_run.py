@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 SCRIPT = """
 import argparse, os, sys
 import psutil
@@ -64,3 +66,61 @@ def test_a_mistake_that_only_one_rank_meets_is_said_by_it(mpirun, tmp_path):
     )
     assert ended.code == 2, ended.text
     assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
+
+
+LEAVING = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+leaves = rank == int(sys.argv[2])
+if how == "before init" and leaves:
+    print(f"left at {time.time()}", flush=True)
+    sys.exit(0)
+dist.init_process_group("nccl")
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+if how == "in the middle":
+    if leaves:
+        print(f"left at {time.time()}", flush=True)
+        sys.exit(0)
+    dist.all_reduce(tensor)
+groups = [dist.new_group() for _ in range(6)]
+for group in groups:
+    dist.all_reduce(tensor, group=group)
+pending = [dist.irecv(torch.ones(1), (rank + 1) % 3) for _ in range(3)]
+for group in groups[:: -1 if rank == 1 else 1][: 2 * rank]:
+    dist.destroy_process_group(group)
+if leaves:
+    dist.destroy_process_group()
+    sys.exit(0)
+time.sleep(rank / 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "told"),
+    [
+        ("before init", 1, r"init_process_group: rank 1 of 3 left the job before coming here"),
+        ("before init", 0, r"init_process_group: rank 0 of 3 left the job before coming here"),
+        ("in the middle", 2, r"rank 2 of 3 ended the group before all_reduce #2"),
+    ],
+)
+def test_a_rank_that_leaves_with_0_before_the_others_are_done_is_named(
+    mpirun, tmp_path, how, rank, told
+):
+    (tmp_path / "theirs.py").write_text(LEAVING)
+    ended = mpirun(3, *"kaitian-run --backend-override nccl theirs.py".split(), how, rank)
+    assert ended.code not in (0, None), ended.text
+    assert re.search(rf"^\[\d@[^\]]+\] .*{told}", ended.err, re.MULTILINE), ended.text
+    left_at = float(re.search(r"left at (\S+)", ended.out)[1])
+    assert ended.ended_at - left_at < 5 + 5  # 5 s more for busy machines
+
+
+def test_ranks_may_end_in_any_order_with_groups_and_messages_left(mpirun, tmp_path):
+    (tmp_path / "theirs.py").write_text(LEAVING)
+    command = "kaitian-run --backend-override nccl theirs.py well 0".split()
+    ended = mpirun(3, *command)
+    assert ended.code == 0, ended.text
+    assert ended.err == ""
