@@ -1,0 +1,56 @@
+"""The releases of torch and Python that users are promised, and the scripts that choose another."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def release(text):
+    return tuple(int(part) for part in text.split("."))
+
+
+def test_the_readme_names_the_torch_releases_that_pip_admits():
+    (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
+    oldest, beyond = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()
+    major, minor = release(beyond)
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch {oldest} to {major}.{minor - 1} and Python" in readme
+    pinned = re.search(r"^torch==(.*)$", (ROOT / ".ci/constraints.txt").read_text(), re.M)[1]
+    tested = re.search(r"every suite passes with torch ([\d., and]+)\.\n", readme)[1]
+    assert pinned in tested
+    for each in re.findall(r"[\d.]+\d", tested):
+        assert release(oldest) <= release(each) < release(beyond)
+
+
+def test_the_readme_names_the_pythons_that_pypi_shows():
+    shown = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
+    assert PROJECT["requires-python"] == f">={shown[0]}"
+    assert f"Python {shown[0]} to {shown[-1]}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "why"),
+    [
+        ("bin/test --torch", {}, "usage: bin/test"),
+        ("bin/test 2.8.0", {}, "usage: bin/test"),
+        ("bin/test --torch ../2.8", {}, "needed one such as 2.8.0"),
+        ("bin/test --python 3.1", {}, "found no Python 3.11 or newer as python3.1;"),
+        ("bin/setup", {"KAITIAN_PYTHON": "/nowhere/python"}, "newer as /nowhere/python;"),
+    ],
+)
+def test_a_version_that_cannot_be_is_refused_before_anything_is_made(command, settings, why):
+    before = sorted(ROOT.glob(".venv*"))
+    result = subprocess.run(
+        command.split(), cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert sorted(ROOT.glob(".venv*")) == before
