@@ -42,6 +42,10 @@ class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             return _collate(self.dataset.__getitems__(indices))
         return _collate([self.dataset[index] for index in indices])
 
+    def one(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch of one sample, fetched by itself."""
+        return _collate([self.dataset[index]])
+
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = default_collate(pairs)

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Dataset
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import DataSource, load_data
+from kaitian_mpi.data.digest import digest_samples
 from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
@@ -77,11 +79,40 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
         model = build_model(config.model, data.num_classes)
     length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
     check_same(world.comm, "the data set", length, "give every host the same files")
+    for name, part in (("training", data.train), ("validation", data.validation)):
+        check_same_samples(world, name, part)
     check_same(world.comm, "the model", describe_model(model), "give every host the same code")
     broadcast_model(model)
     # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
     return Ingredients(data, model, NoFolder(), slowdowns)
+
+
+def check_same_samples(world: World, name: str, data: Dataset) -> None:
+    """Compare some samples between the ranks, and warn where only the inputs differ. Collective.
+
+    Inputs may differ by random augmentation, or by a decoder's release.
+
+    Raises:
+        AgreedError: classes, shapes or types differ, as where hosts list files in another order.
+    """
+    from kaitian_mpi.training.report import say  # which imports the benchmark, and that this
+
+    by_rank = gather_values(world.comm, digest_samples(data))
+    same_samples = list(zip(*by_rank, strict=False))  # a slow rank may have read fewer
+    for of_ranks in same_samples:
+        if len({text for text, _ in of_ranks}) > 1:
+            advice = "give every host the same files, in the same order"
+            own, _ = of_ranks[world.rank]
+            check_same(world.comm, f"the {name} data", own, advice)
+    differing = sum(len({digest for _, digest in of_ranks}) > 1 for of_ranks in same_samples)
+    if differing:
+        say(
+            world,
+            f"warning: the inputs of {differing} of {len(same_samples)} {name} samples differ "
+            "between ranks, their classes do not; unless they are augmented at random, give every "
+            "host the same files",
+        )
 
 
 @torch.no_grad()

@@ -1,13 +1,17 @@
 """What the ranks make by themselves, before training, is made the same on all of them."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from kaitian_mpi import data_parallel
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.factory_data import Collated
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.training.preparation import prepare_without_folder
+from kaitian_mpi.training.preparation import check_same_samples, prepare_without_folder
 
 
 class Unseeded(nn.Module):
@@ -58,3 +62,23 @@ def test_data_parallel_begins_with_rank_0s_too(world):
     model = Unseeded()
     first = gather_values(world.comm, values_of(model))[0]
     assert values_of(data_parallel(model).module) == first
+
+
+def make_data(inputs, labels):
+    return Collated(TensorDataset(inputs, labels))
+
+
+def test_data_that_hosts_list_in_another_order_is_refused(world, capfd):
+    inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
+    check_same_samples(world, "training", make_data(inputs, labels))
+    if world.size == 1:
+        return
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(min(world.rank, 1)))
+    with pytest.raises(
+        AgreedError, match=r"the training data differs .* class \d, 1 float32 on rank 0"
+    ):
+        check_same_samples(world, "training", make_data(inputs[order], labels[order]))
+    capfd.readouterr()
+    check_same_samples(world, "training", make_data(inputs + world.rank, labels))
+    said = "warning: the inputs of 16 of 16 training samples differ" in capfd.readouterr().out
+    assert said == (world.rank == 0)

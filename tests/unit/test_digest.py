@@ -1,0 +1,78 @@
+"""What samples of a data set are compared by."""
+
+import random
+import time
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from kaitian_mpi.data import digest
+from kaitian_mpi.data.digest import digest_samples
+from kaitian_mpi.data.factory_data import Collated
+
+
+class Samples(Dataset):
+    """Sample i is [i, i], its class i % 3; augmented at random if asked for."""
+
+    def __init__(self, order, is_random=False):
+        self.order, self.is_random = list(order), is_random
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        value = self.order[index]
+        if value == -1:
+            raise OSError("cannot be read")
+        inputs = torch.full((2,), float(value))
+        if self.is_random:
+            inputs += torch.rand(2) + np.random.rand() + random.random()
+        return inputs, value % 3
+
+    def __getitems__(self, indices):
+        raise AssertionError("counts what is fetched for training")
+
+
+def digests(order, **options):
+    return digest_samples(Collated(Samples(order, **options)))
+
+
+def test_the_same_data_has_the_same_digests_and_another_order_other_ones():
+    assert digests(range(100)) == digests(range(100))
+    assert len(digests(range(100))) == 16
+    shuffled = random.Random(1).sample(range(100), 100)
+    texts = [[text for text, _ in digests(order)] for order in (range(100), shuffled)]
+    assert texts[0] != texts[1]
+    assert texts[0][0] == "sample 99 of class 0, 2 float32"
+
+
+def test_where_only_inputs_differ_only_the_digests_do():
+    one, other = digests(range(0, 300, 3)), digests(range(3, 303, 3))
+    assert [text for text, _ in one] == [text for text, _ in other]
+    assert {digest for _, digest in one}.isdisjoint(digest for _, digest in other)
+
+
+def test_random_augmentation_looks_the_same_and_changes_no_random_numbers():
+    data = Collated(Samples(range(20), is_random=True))
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    one = digest_samples(data)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after
+    torch.rand(7), np.random.rand(7), random.random()
+    assert digests(range(20), is_random=True) == one
+    assert one != digests(range(20))
+
+
+def test_small_and_broken_data_sets():
+    assert len(digests(range(1))) == 1
+    assert len(digests(range(2, 5))) == 3
+    assert digests([0, -1, 2])[-1] == ("sample 1 raises OSError", "")
+
+
+def test_no_more_is_read_than_there_is_time_for(monkeypatch):
+    monkeypatch.setattr(digest, "_MAX_SEC", 0.02)
+    monkeypatch.setattr(Samples, "__len__", lambda self: time.sleep(0.01) or len(self.order))
+    data = Collated(Samples(range(100)))
+    monkeypatch.setattr(digest, "_digest", lambda data, index: (time.sleep(0.01), ("", ""))[1])
+    assert 1 <= len(digest_samples(data)) <= 3
