@@ -162,7 +162,8 @@ class TrainConfig:
 
     resume: str = _flag(
         "",
-        "auto: go on from the newest good checkpoint in --run-dir, or begin where there is none; "
+        "auto: resume from the newest good checkpoint in --run-dir, or start from scratch where "
+        "there is none; "
         "or a checkpoint's .pt file",
         metavar="auto|FILE",
     )

@@ -28,11 +28,11 @@ from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark import benchmark_ranks
 from kaitian_mpi.training.computation import Computation, make_optimizer
-from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.loop import Trainer
 from kaitian_mpi.training.planning import Plan, plan_by_benchmark
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.state import TrainingState, count_steps
 
 FACTOR = 3.0
 WARM_UP = 3

@@ -16,11 +16,11 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.loop import Trainer
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.state import TrainingState, count_steps
 
 
 def make_config(model: str, batch: int) -> TrainConfig:

@@ -14,6 +14,8 @@ from kaitian_mpi.errors import CollectiveError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_MOST_BYTES = 1 << 30  # in one call of MPI, which counts in 31 bits
+
 
 def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     """Return every rank's value (anything JSON can hold), by rank. Collective."""
@@ -31,7 +33,7 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
-    """Return the content that rank `root` gives, on every rank; fewer than 2 GiB. Collective."""
+    """Return the content that rank `root` gives, on every rank. Collective."""
     from mpi4py import MPI
 
     length = np.array([len(content or b"")], dtype=np.int64)
@@ -39,7 +41,8 @@ def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
     buffer = np.empty(int(length[0]), dtype=np.uint8)
     if content is not None:
         buffer[:] = np.frombuffer(content, dtype=np.uint8)
-    comm.Bcast((buffer, MPI.BYTE), root)
+    for begin in range(0, buffer.size, _MOST_BYTES):
+        comm.Bcast((buffer[begin : begin + _MOST_BYTES], MPI.BYTE), root)
     return buffer.tobytes()
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.mpi.exchange import gather_bytes
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.agreement import faults_agreed
+from kaitian_mpi.mpi.exchange import gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.snapshot_folder import (
     is_private,
@@ -157,6 +159,52 @@ class Checkpointing:
                     return f"step {step} could not be saved: {error.strerror or error}; {kept}"
             return f"step {step} could not be saved: {error.strerror or error}"
         return f"step {step} is saved: --resume auto goes on from there"
+
+    def begin_course(
+        self, world: World, state: TrainingState, memory: Memory, origin: Path
+    ) -> Path | None:
+        """Let `--resume auto` return to where the run begins now, not to where it was. Collective.
+
+        Args:
+            world: the ranks that train.
+            state: as it was loaded.
+            memory: what goes with it.
+            origin: the checkpoint that it was loaded from, which the user has named.
+
+        Returns:
+            The folder that later checkpoints of the run are in now, on the rank that owns the
+            files; None elsewhere, or where there were none.
+
+        Raises:
+            AgreedError: the run's folder cannot be written.
+        """
+        folder, step = None, state.progress.step
+        is_own = gather_values(world.comm, self._files.holds(origin))[0]
+        if not is_own:
+            self.save(world, state, memory)
+        snapshots = self._snapshot_files
+        with faults_agreed(world.comm):
+            if world.rank == 0:
+                folder = self._leave_other_courses(step, origin if is_own else None)
+            if snapshots is not None and is_private(snapshots.folder):
+                snapshots.remove_after(step if is_own else -1)
+        return folder
+
+    def _leave_other_courses(self, step: int, origin: Path | None) -> Path | None:
+        self._writer.wait()
+        if origin is None and self._writer.last_written != step:
+            raise UserError(
+                f"--resume: the checkpoint could not be copied to {self._files.folder}; make room "
+                "there, or name another --run-dir"
+            )
+        try:
+            path = origin or self._files.newest_of(step)
+            return self._files.set_aside(path, earlier=origin is None)
+        except OSError as error:
+            raise UserError(
+                f"--resume: the later checkpoints in {self._files.folder} could not be moved "
+                f"aside: {error.strerror}; name another --run-dir"
+            ) from error
 
     def snapshot(self, world: World, state: TrainingState, memory: Callable[[], Memory]) -> None:
         """Keep the state in this host's memory, every few steps. Not collective.

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.training.folder_lock import writing_in
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had buffers in float64, whatever they were
 _BUFFER_BYTES = 1 << 20  # each call of write() and hash drops the GIL and must win it back
 _FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
@@ -141,7 +142,7 @@ class CheckpointFiles:
             say: is given a line for each one that is passed over, with the reason.
 
         Raises:
-            UserError: a newer version of this package wrote it.
+            UserError: another version of this package wrote it.
             OSError: the folder cannot be read.
         """
         for name in reversed(self._names("pt", "json")):
@@ -156,7 +157,7 @@ class CheckpointFiles:
         """Return the checkpoint of this .pt file, which may have any name and be in any folder.
 
         Raises:
-            UserError: it is not whole, or a newer version of this package wrote it.
+            UserError: it is not whole, or another version of this package wrote it.
         """
         try:
             return _read(path)
@@ -174,6 +175,48 @@ class CheckpointFiles:
         for name in self._names("pt", "json"):
             if name.step > step:
                 self._remove(name)
+
+    def set_aside(self, path: Path, earlier: bool = False) -> Path | None:
+        """Move the checkpoints that are later than this one to a folder beside them.
+
+        So `newest_good` returns this one from now on, until there is a later one.
+
+        Args:
+            path: a .pt file here.
+            earlier: whether to move the earlier ones, too: they are of another run.
+
+        Returns:
+            The folder that they are in now; None where there were none.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
+        of_path = _FILE_NAME.fullmatch(path.name)
+        assert of_path is not None
+        last = _Name(int(of_path[1]), int(of_path[2] or 0))
+        names = self._names("pt", "json")
+        aside = [name for name in names if name > last or (earlier and name < last)]
+        if not aside:
+            return None
+        numbers = itertools.count(1)
+        folder = next(f for n in numbers if not (f := self.folder / f"abandoned-{n}").exists())
+        folder.mkdir()
+        for name in aside:
+            for suffix in ("json", "pt"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self.folder / f"{name}.{suffix}", folder / f"{name}.{suffix}")
+        _sync_folder(self.folder)
+        return folder
+
+    def newest_of(self, step: int) -> Path:
+        """Return the .pt file that was written last of those of a step, of which there is one."""
+        name = max(name for name in self._names("json") if name.step == step)
+        return self.folder / f"{name}.pt"
+
+    def holds(self, path: Path) -> bool:
+        """Return whether a .pt file is one of these checkpoints."""
+        of_path = _FILE_NAME.fullmatch(path.name)
+        return of_path is not None and path.resolve().parent == self.folder.resolve()
 
     def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
         """Write a file, whole or not at all; return its bytes and their SHA-256 in hex."""
@@ -332,6 +375,11 @@ def _read_about(path: Path) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed at "
             f"most {FORMAT_VERSION}; install a newer kaitian-mpi"
+        )
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed "
+            f"{FORMAT_VERSION}; finish that run with the kaitian-mpi that began it"
         )
     if content != _seal(content):
         raise _UnusableError(f"{path.name} was altered after it was written")

@@ -18,7 +18,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.waiting import Call, call
 from kaitian_mpi.mpi.world import World, survivors_of
-from kaitian_mpi.training.roles import Roles, plan_recovery, spare_roles
+from kaitian_mpi.training.roles import Roles, plan_recovery, plan_roles
 
 Result = TypeVar("Result")
 
@@ -137,11 +137,7 @@ class Crew:
             spares: how many of the last.
             left_out: positions in `whole` of those that the job is faster without.
         """
-        names = [info.world_rank for info in self.whole.infos]
-        roles = Roles(
-            spare_roles(self.whole.infos, spares).spares,
-            frozenset(names[rank] for rank in left_out),
-        )
+        roles = plan_roles(self.whole.infos, spares, left_out)
         if roles == Roles():
             return
         self._roles = roles

@@ -17,7 +17,6 @@ from kaitian_mpi.collectives.gradients import WeightedSum
 from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import LoadAdaptiveSampler, make_loader, steps_ahead
-from kaitian_mpi.data.sampler import count_steps_of_epoch
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.watchdog import StepLimit, enter_phase, set_phase_limit
 from kaitian_mpi.mpi.world import World
@@ -32,14 +31,6 @@ from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.state import Progress, TrainingState
 
 _STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
-
-
-def count_steps(
-    config: TrainConfig, samples: int, global_batch_size: int, min_batch: int = 1
-) -> int:
-    """Return the steps of a whole run over so many training samples."""
-    steps = config.epochs * count_steps_of_epoch(samples, global_batch_size, min_batch)
-    return min(steps, config.max_steps or steps)
 
 
 class Trainer:
@@ -190,7 +181,7 @@ class Trainer:
             data_sec: seconds that getting them took.
         """
         samples = self.sampler.samples_of_step(self.progress.position)
-        self._set_rate()
+        self._set_rate(samples)
         if self._commit is not None:
             self.state.begin_piece()
         step_in_epoch = self.progress.step_in_epoch
@@ -290,9 +281,9 @@ class Trainer:
         if is_last:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 
-    def _set_rate(self) -> None:
-        # In the middle of the step: neither the first nor the last is made with a rate of 0.
-        rate = self._rate((self.progress.step + 0.5) / self.progress.total_steps)
+    def _set_rate(self, samples: int) -> None:
+        of_epoch = len(self._data.train)  # type: ignore[arg-type]
+        rate = self._rate(self.progress.fraction_done(self._config, samples, of_epoch))
         self.progress.learning_rate = rate
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate

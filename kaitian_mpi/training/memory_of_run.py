@@ -28,6 +28,7 @@ class Memory:
         crew: the places of the ranks that train.
         batch_sizes: of these.
         failures: the losses that the run has lived through, as in `summary.json`.
+        data_set: what tells the data set from others; empty where it is not known.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Memory:
         crew: list[str],
         batch_sizes: list[int],
         failures: list[dict[str, Any]],
+        data_set: str = "",
     ) -> None:
         self.config = config if isinstance(config, dict) else asdict(config)
         self.profiles = profiles
@@ -47,6 +49,7 @@ class Memory:
         self.crew = crew
         self.batch_sizes = batch_sizes
         self.failures = failures
+        self.data_set = data_set
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON can hold."""

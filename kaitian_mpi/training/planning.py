@@ -96,7 +96,8 @@ def make_plan(
         UserError: the global batch is too small for so many ranks.
     """
     costs = [profile.cost for profile in profiles if profile.cost is not None]
-    measured = len(costs) == len(profiles)
+    # With `--balance off` an earlier job of the run may have measured them.
+    measured = len(costs) == len(profiles) and config.balance != "off"
     share = equal_share(config, world.size)
     times = [cost.model.seconds(share) for cost in costs]
     by_rank = scores(times) if measured else [1.0] * world.size

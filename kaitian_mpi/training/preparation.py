@@ -34,6 +34,8 @@ class Ingredients:
     """Emulated slowdown of every rank; empty where there is none."""
     path: Path = Path()
     """The run folder, as rank 0 has it."""
+    data_set: str = ""
+    """What tells the data set from others, the same on every rank."""
 
 
 def prepare(config: TrainConfig, world: World) -> Ingredients:
@@ -48,14 +50,19 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
         given = Path(config.run_dir) if config.run_dir else None
         made.folder = open_run_folder(config, given, world.rank)
     made.path = Path(gather_values(world.comm, str(made.folder.path))[0])
-    made.folder.write(
+    return made
+
+
+def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None:
+    """Write what this job is told and where it runs, once it is clear that it will train."""
+    folder.write("config.json", asdict(config))
+    folder.write(
         "topology.json",
         {
             "ranks": [asdict(info) for info in world.infos],
             "groups": [{**asdict(group), "leader": group.leader} for group in world.groups],
         },
     )
-    return made
 
 
 def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
@@ -85,7 +92,7 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
     broadcast_model(model)
     # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
-    return Ingredients(data, model, NoFolder(), slowdowns)
+    return Ingredients(data, model, NoFolder(), slowdowns, data_set=length)
 
 
 def check_same_samples(world: World, name: str, data: Dataset) -> None:

@@ -62,7 +62,11 @@ class Profiles:
         """
         self.min_batch = find_min_batch(self._config, world, made.model, made.data.train)
         places = [place_of(info) for info in world.infos]
-        self.are_remembered = memory is not None and set(places) <= set(memory.profiles)
+        known = {} if memory is None else memory.profiles
+        # An earlier job with `--balance off` has measured nobody.
+        self.are_remembered = set(places) <= set(known) and (
+            self._config.balance == "off" or all(known[place].cost for place in places)
+        )
         if memory is not None and self.are_remembered:
             self.by_place = memory.profiles
         elif self._config.balance == "off":

@@ -103,12 +103,18 @@ def progress_line(
     )
 
 
-def result_line(epoch: int, step: int, loss: float, accuracy: float) -> str:
-    """Return the line that ends an epoch, with what the held-out samples gave."""
-    return (
-        f"epoch {epoch} done | step {step} | "
-        f"held-out loss {loss:.4f} | held-out accuracy {accuracy:.4f}"
-    )
+def result_line(epochs: int, samples: int, step: int, loss: float, accuracy: float) -> str:
+    """Return the line that ends an epoch, with what the held-out samples gave.
+
+    Args:
+        epochs: that are done.
+        samples: of the next epoch, where the run stops in its middle.
+        step: that is done.
+        loss: of the held-out samples.
+        accuracy: of the held-out samples.
+    """
+    where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
+    return f"{where} | step {step} | held-out loss {loss:.4f} | held-out accuracy {accuracy:.4f}"
 
 
 def lost_line(lost: Sequence[RankInfo]) -> str:

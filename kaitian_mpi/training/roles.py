@@ -29,6 +29,19 @@ def spare_roles(infos: Sequence[RankInfo], spares: int) -> Roles:
     return Roles(spares=frozenset(names[len(names) - spares :]))
 
 
+def plan_roles(infos: Sequence[RankInfo], spares: int, left_out: Collection[int]) -> Roles:
+    """Return the roles of a job's ranks.
+
+    Args:
+        infos: the ranks.
+        spares: how many of the last stand by to take the place of one that is lost.
+        left_out: positions in `infos` of those that the job is faster without.
+    """
+    names = [info.world_rank for info in infos]
+    excluded = frozenset(names[rank] for rank in left_out)
+    return Roles(spare_roles(infos, spares).spares, excluded)
+
+
 def plan_recovery(roles: Roles, alive: Sequence[RankInfo], lost: Collection[RankInfo]) -> Roles:
     """Return the roles after a loss.
 

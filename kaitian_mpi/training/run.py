@@ -12,7 +12,6 @@ from typing import Any
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import AgreedError, StorageError
-from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.signals import last_words, requests
 from kaitian_mpi.mpi.waiting import wait_quietly
@@ -25,7 +24,7 @@ from kaitian_mpi.training.crew import Crew
 from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.evaluation import Evaluation
 from kaitian_mpi.training.exit_save import ExitSave
-from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.loop import Trainer
 from kaitian_mpi.training.memory_of_run import Memory, place_of
 from kaitian_mpi.training.participation import ranks_to_leave_out, tell_left_out
 from kaitian_mpi.training.planning import BY_BENCHMARK, Plan, is_emulated, tell_plan
@@ -33,15 +32,11 @@ from kaitian_mpi.training.preparation import Ingredients, prepare
 from kaitian_mpi.training.profiles import Profiles
 from kaitian_mpi.training.report import lost_line, result_line, say, show_topology
 from kaitian_mpi.training.results import write_results
-from kaitian_mpi.training.resume import (
-    Found,
-    check_resumable,
-    find_checkpoint,
-    load_content,
-    restore,
-)
+from kaitian_mpi.training.resume_rules import Renewed
+from kaitian_mpi.training.resumption import Resumption
+from kaitian_mpi.training.roles import plan_roles
 from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, check_run_folder
-from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
+from kaitian_mpi.training.state import TrainingState, count_steps, from_bytes, to_bytes
 from kaitian_mpi.training.summary import failures, opening, standing
 
 
@@ -61,10 +56,14 @@ def train(config: TrainConfig, world: World) -> dict[str, Any]:
     crew.attempt(run.check_folder)
     crew.attempt(run.prepare)
     crew.attempt(run.find_checkpoint)
+    if run.earlier.was_finished:
+        return run.earlier.summary
     crew.attempt(run.benchmark)
     crew.attempt(run.choose_ranks)
     crew.attempt(run.make_state)
+    crew.attempt(run.hand_over)
     crew.set_aside(config.spares, run.left_out)
+    run.earlier.stood_by = crew.world is None
     crew.attempt(run.train)
     crew.dismiss()
     if run.fault:  # only now, for those that stand by would wait for ever
@@ -80,7 +79,7 @@ class _Run:
     slowdown: Slowdown
     state: TrainingState
     checkpoints: Checkpointing
-    found: Found
+    earlier: Resumption
 
     def __init__(self, config: TrainConfig, crew: Crew) -> None:
         self.config, self.crew = config, crew
@@ -101,25 +100,28 @@ class _Run:
         self.made = prepare(self.config, world)
         self.path = self.made.path
         self.checkpoints = Checkpointing(self.config, self.path)
+        self.earlier = Resumption(self.config, self.path)
         self.slowdown = Slowdown(self.made.slowdowns[world.info.world_rank])
         self.summary["emulated"] = is_emulated(world, self.made)
 
     def find_checkpoint(self, world: World) -> None:
         """Look for what an earlier job has left, if it is asked for."""
-        self.found = find_checkpoint(self.config, world, self.path)
-        if self.found.memory is not None:
-            check_resumable(self.config, world, self.found.memory)
+        self.earlier.find(world, self.made)
+        self.summary = self.earlier.summary | self.summary
 
     def benchmark(self, world: World) -> None:
         """Find out what a step costs each rank, unless that is known or not asked for."""
-        self.profiles.find_out(world, self.made, self.slowdown, self.found.memory)
+        known = self.earlier.remembers(Renewed.COSTS)
+        self.profiles.find_out(world, self.made, self.slowdown, known)
 
     def choose_ranks(self, world: World) -> None:
         """Choose how gradients are summed, and which ranks the job is faster without."""
-        memory, buckets = self.found.memory, gradient_buckets(self.made.model)
+        buckets = gradient_buckets(self.made.model)
         places = [place_of(info) for info in world.infos]
+        memory = self.earlier.remembers(Renewed.ALLREDUCE)
         known = memory.algorithm if memory is not None and memory.crew == places else ""
         self.allreduce = choose_allreduce(known or self.config.allreduce, world, buckets)
+        memory = self.earlier.remembers_exclusion(world)
         if memory is not None and self.profiles.are_remembered:
             self.left_out = {
                 rank: "as in the job before"
@@ -134,6 +136,11 @@ class _Run:
             {"rank": world.infos[rank].world_rank, "why": why}
             for rank, why in self.left_out.items()
         ]
+
+    def hand_over(self, world: World) -> None:
+        """Have the checkpoint at a rank that will train: the one that read it may be excluded."""
+        roles = plan_roles(world.infos, self.config.spares, self.left_out)
+        self.earlier.hand_over(world, to=roles.working(world.infos)[0])
 
     def make_state(self, world: World) -> None:
         """Make what is trained, also on those that stand by: the first time takes a second."""
@@ -156,6 +163,7 @@ class _Run:
         ) as trainer:
             self.trainer = trainer
             self._tell_start(world, trainer, plan)
+            self.earlier.begin_course(world, self.checkpoints, state, self._memory())
             with self._saved_at_signals():
                 while not state.progress.is_done:
                     trainer.train_epoch()
@@ -183,9 +191,17 @@ class _Run:
             say(world, f"results in {self.path}")
 
     def _end_epoch(self, trainer: Trainer, result: Evaluation) -> None:
-        progress = trainer.progress
-        progress.epoch_done(self.config.epochs)
-        say(trainer.world, result_line(progress.epoch, progress.step, result.loss, result.accuracy))
+        progress, samples = trainer.progress, len(self.made.data.train)  # type: ignore[arg-type]
+        if progress.position >= samples:
+            progress.epoch_done(self.config.epochs)
+        else:
+            progress.stopped()
+        say(
+            trainer.world,
+            result_line(
+                progress.epoch, progress.position, progress.step, result.loss, result.accuracy
+            ),
+        )
         self.made.folder.save_model(trainer.state.weights())
         self.summary |= standing(trainer, result)
         self._write_summary()
@@ -222,7 +238,7 @@ class _Run:
     def _find_left_out(self, world: World, buckets: list[int]) -> dict[int, str]:
         """Return the ranks without which the job is faster; none where any is to stand by."""
         costs = self.profiles.costs(world.infos)
-        asked = not (self.config.keep_all or self.config.spares)
+        asked = not (self.config.keep_all or self.config.spares) and self.config.balance != "off"
         if costs is None or not asked or self.config.batch_policy == "paper" or world.size == 1:
             return {}
         return ranks_to_leave_out(self.config, world, costs, buckets, self.profiles.min_batch)
@@ -233,7 +249,7 @@ class _Run:
         infos = before.world.infos if before is not None else ()
         costs = before.balancing.costs() if before is not None else None
         self.profiles.learn(world, infos, costs)
-        plan, memory = self.profiles.plan(world), self.found.memory
+        plan, memory = self.profiles.plan(world), self.earlier.remembers(Renewed.PLAN)
         places = [place_of(info) for info in world.infos]
         is_same_crew = memory is not None and memory.crew == places and not self.crew.losses
         if memory is not None and is_same_crew and min(memory.batch_sizes) >= plan.min_batch:
@@ -243,32 +259,21 @@ class _Run:
     def _state_on(self, world: World, plan: Plan) -> TrainingState:
         """Give every rank the state that the run has come to."""
         state, samples = self.state, len(self.made.data.train)  # type: ignore[arg-type]
-        state.progress.total_steps = count_steps(
-            self.config, samples, sum(plan.batch_sizes), plan.min_batch
-        )
         if any(gather_values(world.comm, state.is_begun)):
             state.even_out(world)
         else:
-            self._restore(world, state)
+            self.earlier.restore(world, state, self.made, lost=bool(self.crew.losses))
         if self.crew.losses:
             self.crew.share_history(world)
             repair_divergence(world, state)
+        progress = state.progress
+        # The steps that are done may have had another global batch.
+        batch = sum(plan.batch_sizes)
+        steps = count_steps(self.config, samples, batch, plan.min_batch, progress)
+        progress.total_steps = steps
+        has_results = all(gather_values(world.comm, self.summary.get("steps") == progress.step))
+        progress.is_done = progress.is_done and progress.step >= steps and has_results
         return state
-
-    def _restore(self, world: World, state: TrainingState) -> None:
-        """Begin, or go on from what was found."""
-        found = self.found
-        if self.crew.losses:  # whoever had read the checkpoint, or had trained, may be lost
-            found = self.found = find_checkpoint(self.config, world, self.path, always=True)
-        if found.memory is None:
-            state.is_begun = True
-            return
-        is_same_crew = found.memory.crew == [place_of(info) for info in world.infos]
-        shares = found.memory.batch_sizes
-        with faults_agreed(world.comm):
-            content = load_content(state, found.content, None if is_same_crew else shares)
-        restore(world, state, content, is_same_crew, self.config.seed)
-        say(world, f"goes on after step {state.progress.step}, from {found.name}")
 
     def _memory(self) -> Memory:
         assert self.trainer is not None
@@ -281,10 +286,11 @@ class _Run:
             [place_of(info) for info in infos],
             self.trainer.sampler.batch_sizes,
             self._failures(),
+            self.made.data_set,
         )
 
     def _failures(self) -> list[dict[str, Any]]:
-        memory = self.found.memory
+        memory = self.earlier.memory
         return failures(self.crew, memory.failures if memory is not None else [])
 
     @contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -49,6 +50,14 @@ class RunFolder(Protocol):
         """Raise `StorageError` if a file's last content is not on disk."""
         ...
 
+    def cut_after(self, step: int) -> None:
+        """Drop the lines about later steps from the JSON lines files: they are trained again."""
+        ...
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return what a JSON file holds; nothing where there is none that can be read."""
+        ...
+
 
 class NoFolder:
     """Writes nothing: only one rank owns the files."""
@@ -70,6 +79,13 @@ class NoFolder:
 
     def require(self, name: str) -> None:
         """Do nothing."""
+
+    def cut_after(self, step: int) -> None:
+        """Do nothing."""
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
 
 
 class DiskFolder:
@@ -134,6 +150,22 @@ class DiskFolder:
                 content = file.read()
                 file.truncate(content.rfind(b"\n") + 1)
 
+    def cut_after(self, step: int) -> None:
+        """Drop the lines about later steps from the JSON lines files: they are trained again."""
+        for path in self.path.glob("*.jsonl"):
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= step]
+            if len(kept) < len(lines):
+                self._replace(path, b"".join(kept))
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return what a JSON file holds; nothing where there is none that can be read."""
+        try:
+            content = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
         buffer = io.BytesIO()  # torch.save turns a full disk into an error of another kind
@@ -169,6 +201,14 @@ class DiskFolder:
                     partial.unlink(missing_ok=True)
                 raise
             self._faults[target] = ""
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step that a line is about; below any step where it names none."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return -math.inf
 
 
 @contextlib.contextmanager
@@ -248,7 +288,8 @@ def open_run_folder(config: TrainConfig, path: Path | None, rank: int) -> RunFol
     folder = DiskFolder(make_new_folder(config.choose_folder()) if path is None else path)
     folder.mend()
     is_new = folder.claim() if not config.resume else not (folder.path / "config.json").exists()
-    folder.write("config.json", dataclasses.asdict(config))
+    if is_new or not config.resume:  # or else once it is clear that this job may resume the run
+        folder.write("config.json", dataclasses.asdict(config))
     if is_new:
         folder.require("config.json")  # a disk that is full now would lose the whole training
     return folder

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.sampler import count_steps_of_epoch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
@@ -24,6 +25,7 @@ class Progress:
     """How far the run is: what has been done on every rank."""
 
     total_steps: int
+    """Steps of the whole run: those done, and those left with the present batch sizes."""
     epoch: int = 0
     """Epochs trained and evaluated."""
     step: int = 0
@@ -39,6 +41,7 @@ class Progress:
     """Seconds spent on training, without benchmarks, evaluations and recoveries."""
     learning_rate: float = 0.0
     is_done: bool = False
+    """Whether nothing is left to train, and the model has been evaluated since."""
 
     def step_done(self, samples: int) -> None:
         """Count a step of so many samples, over all ranks."""
@@ -52,6 +55,55 @@ class Progress:
         self.epoch += 1
         self.step_in_epoch = self.position = 0
         self.is_done = self.epoch >= epochs or self.step >= self.total_steps
+
+    def stopped(self) -> None:
+        """Note that the run stops in mid-epoch, evaluated: more steps would train the rest."""
+        self.is_done = True
+
+    def fraction_done(self, config: TrainConfig, samples: int, epoch_samples: int) -> float:
+        """Return how much of the run is done in the middle of the next step, from 0 to 1.
+
+        In the middle, so that neither the first nor the last is made with a learning rate of 0.
+        Counted in samples, so that it goes on from where it was when the global batch changes; or
+        in steps, where `--max-steps` ends the run before its epochs do.
+
+        Args:
+            config: the epochs and steps of the run.
+            samples: of the next step.
+            epoch_samples: of an epoch.
+        """
+        fraction = (self.samples + samples / 2) / (config.epochs * epoch_samples)
+        if config.max_steps:
+            fraction = max(fraction, (self.step + 0.5) / config.max_steps)
+        return min(1.0, fraction)
+
+
+def count_steps(
+    config: TrainConfig,
+    samples: int,
+    global_batch_size: int,
+    min_batch: int = 1,
+    progress: Progress | None = None,
+) -> int:
+    """Return the steps of a whole run: those that are done, and those that are left.
+
+    Args:
+        config: the epochs and steps of the run.
+        samples: of an epoch.
+        global_batch_size: of the steps that are left; those before may have had another.
+        min_batch: the fewest samples that a rank can train on.
+        progress: what is done; None: nothing.
+    """
+    done = progress or Progress(0)
+    left = 0
+    if done.epoch < config.epochs:
+        rest = samples - done.position
+        left = count_steps_of_epoch(rest, global_batch_size, min_batch)
+        epochs = config.epochs - done.epoch - 1
+        left += epochs * count_steps_of_epoch(samples, global_batch_size, min_batch)
+    if config.max_steps:
+        left = min(left, max(0, config.max_steps - done.step))
+    return done.step + left
 
 
 class TrainingState:
@@ -123,10 +175,13 @@ class TrainingState:
     def load_shared(self, state: dict[str, Any]) -> None:
         """Take over what `shared` returned, here or on another rank.
 
+        What the flags of this job say stays: the optimizer's settings and the number of all steps.
+
         Raises:
             UserError: it belongs to another model.
         """
         with self.lock:
+            settings = [_settings(group) for group in self.optimizer.param_groups]
             try:
                 self.model.load_state_dict(state["model"])
                 self.optimizer.load_state_dict(state["optimizer"])
@@ -135,6 +190,8 @@ class TrainingState:
                     f"cannot resume: the checkpoint is of another model ({error}); give the same "
                     "--model, or another --run-dir"
                 ) from error
+            for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(own)
             if self.computation.scaler.is_enabled() and state["scaler"]:
                 self.computation.scaler.load_state_dict(state["scaler"])
             total_steps = self.progress.total_steps
@@ -146,9 +203,8 @@ class TrainingState:
     def own(self) -> dict[str, Any]:
         """Return what belongs to this rank alone: its buffers, and its random numbers."""
         device = self.computation.device
-        flat = [buffer.flatten().double().cpu() for buffer in self.model.buffers()]
         return {
-            "buffers": torch.cat(flat) if flat else torch.empty(0),
+            "buffers": [buffer.detach().clone().cpu() for buffer in self.model.buffers()],
             "parts": self.statistics.parts,
             "random": torch.get_rng_state(),
             "device_random": None
@@ -181,12 +237,10 @@ class TrainingState:
         weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
         self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
 
-    def _load_buffers(self, flat: torch.Tensor) -> None:
-        buffers = list(self.model.buffers())
+    def _load_buffers(self, values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+            for buffer, value in zip(self.model.buffers(), values, strict=True):
+                buffer.copy_(value)
 
     def even_out(self, world: World) -> int:
         """Give the ranks that are behind the state of one that is furthest. Collective.
@@ -225,6 +279,11 @@ def from_bytes(content: bytes) -> dict[str, Any]:
     """Return the state of tensors and plain values that `to_bytes` was given."""
     state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer group's settings, without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 @torch.no_grad()

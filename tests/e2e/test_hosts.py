@@ -52,7 +52,7 @@ def test_a_host_is_lost_and_then_the_link_to_another(hosts, tmp_path):
             before = max(int(job.wait_for(r"\| step (\d+)/")[1]) for _ in range(7))
             lose(number)
             lost_at = time.time()
-            job.wait_for(r"goes on after step")
+            job.wait_for(r"resuming from step")
             first = int(job.wait_for(r"\| step (\d+)/")[1])
             lost.append((before - first + 1, time.time() - lost_at))
         ended = job.finish()

@@ -125,7 +125,7 @@ def test_other_ranks_go_on_from_its_checkpoint_in_mid_epoch(killed, undisturbed,
         TAKEN_IN=str(tmp_path / "taken"),
     )
     assert ended.code == 0, ended.text
-    assert "goes on after step 5, from step-00000005.pt" in ended.text
+    assert "resuming from step 5 (step-00000005.pt on " in ended.text
     assert steps_shown(ended) == list(range(6, 5 * STEPS_PER_EPOCH + 1))
     summary = summary_of(tmp_path)
     assert summary["global_batch_size"] == BATCH
@@ -209,7 +209,7 @@ def test_a_job_that_was_cut_off_goes_on_to_the_same_weights(tmp_path):
 
     with Job(2, *often, cwd=cut, survives=False) as job:
         job.wait_for("fault tolerance: off")
-        job.wait_for("found no checkpoint in run: the run begins")
+        job.wait_for("found no checkpoint in run: starting from scratch")
         job.wait_for(r"step 18/")
         killed_at = time.time()
         job.kill(1)
@@ -223,11 +223,40 @@ def test_a_job_that_was_cut_off_goes_on_to_the_same_weights(tmp_path):
     ended = run_ranks(2, *often, cwd=cut)
     assert ended.code == 0, ended.text
     assert f"checkpoint {newest.name} is passed over: " in ended.out
-    step = int(re.search(r"goes on after step (\d+), from step-", ended.out)[1])
+    step = int(re.search(r"resuming from step (\d+) \(step-", ended.out)[1])
     assert step % 12 != 0, "not in the middle of an epoch"
     assert steps_shown(ended) == list(range(step + 1, 37))
     assert summary_of(cut)["steps"] == 36
     assert largest_difference(weights_in(cut), weights_in(whole)) == 0
+
+
+def test_a_run_resumes_whose_rank_0_is_excluded(tmp_path):
+    """That rank reads the checkpoint and does not train; with it alone, it does."""
+    command = "kaitian-train --model cnn --global-batch-size 16 --benchmark-seconds 1".split()
+    command += "--run-dir run --log-interval 0 --resume auto".split()
+    slow = "--emulate-slowdown 0:200".split()
+    ended = run_ranks(2, *command, *slow, "--max-steps", "4", cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert summary_of(tmp_path)["ranks"] == [1]
+    ended = run_ranks(2, *command, *slow, "--max-steps", "7", cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert "resuming from step 4 (step-00000004.pt on " in ended.out
+    assert summary_of(tmp_path)["ranks"] == [1]
+    assert steps_shown(ended) == [5, 6, 7]
+    ended = run_ranks(2, *command, "--keep-all", "--max-steps", "9", cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert "--keep-all was False before, and is True from here on" in ended.out
+    assert summary_of(tmp_path)["ranks"] == [0, 1]
+    assert steps_shown(ended) == [8, 9]
+    alone = (*command, "--max-steps", "11")
+    (tmp_path / "run" / "checkpoints" / "step-00000009.json").unlink()
+    ended = finish(start(*alone, cwd=tmp_path), time.time())
+    assert ended.code == 0, ended.text
+    assert "resuming from step 7 (" in ended.out
+    assert summary_of(tmp_path)["ranks"] == [0]
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(
+        range(1, 12)
+    )
 
 
 def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):

@@ -18,11 +18,11 @@ from kaitian_mpi.data import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.loop import Trainer
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.state import TrainingState, count_steps
 
 EPOCHS = 2
 STEPS = math.ceil(LENGTH / BATCH)

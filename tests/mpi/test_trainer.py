@@ -16,11 +16,11 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.training.batch_norm import RunningStatistics
 from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.divergence import repair_divergence
-from kaitian_mpi.training.loop import Trainer, count_steps
+from kaitian_mpi.training.loop import Trainer
 from kaitian_mpi.training.planning import Plan
 from kaitian_mpi.training.preparation import Ingredients
 from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.state import TrainingState, count_steps
 
 LENGTH, BATCH = 150, 24
 

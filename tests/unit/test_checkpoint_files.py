@@ -230,14 +230,21 @@ def test_files_of_killed_writers_are_no_checkpoints_and_go(two):
 
 def test_a_newer_format_is_not_passed_over(two):
     path = two.folder / "step-00000120.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
-    reason = r"found format version 2, needed at most 1; install a newer kaitian-mpi"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 3}))
+    reason = r"found format version 3, needed at most 2; install a newer kaitian-mpi"
     with pytest.raises(UserError, match=reason):
         two.newest_good(silent)
     with pytest.raises(UserError, match=reason):
         two.load(path.with_suffix(".pt"))
     two.write(small(140), {"step": 140})  # counts it among the others
     assert two.steps() == [120, 140]
+
+
+def test_an_older_format_is_not_passed_over(two):
+    path = two.folder / "step-00000120.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 1}))
+    with pytest.raises(UserError, match=r"found format version 1, needed 2; finish that run with"):
+        two.newest_good(silent)
 
 
 def test_a_checkpoint_that_the_user_names(two, tmp_path):
@@ -350,6 +357,27 @@ def test_a_run_that_leaves_its_course_forgets_it(two):
     two.remove_after(100)
     assert names(two.folder) == ["step-00000100.json", "step-00000100.pt"]
     two.remove_after(100)
+
+
+def test_later_checkpoints_are_set_aside_and_not_lost(two):
+    two.keep = 9
+    two.write(small(130), {"step": 130})
+    first = two.folder / "step-00000100.pt"
+    assert two.holds(first)
+    assert not two.holds(two.folder / "mine.pt")
+    assert not two.holds(two.folder.parent / "step-00000100.pt")
+    aside = two.set_aside(first)
+    assert aside == two.folder / "abandoned-1"
+    found = two.newest_good(silent)
+    assert_same((found.path, found.state), (first, small(100)))
+    assert CheckpointFiles(aside, keep=9).steps() == [120, 130]
+    assert_same(CheckpointFiles(aside, keep=9).newest_good(silent).state, small(130))
+    assert two.set_aside(first) is None
+    last = two.write(small(110), {"step": 110})
+    assert two.newest_of(110) == last
+    assert two.set_aside(last, earlier=True) == two.folder / "abandoned-2"
+    assert two.steps() == [110]
+    assert names(two.folder / "abandoned-2") == ["step-00000100.json", "step-00000100.pt"]
 
 
 def fill_disk_after(monkeypatch, size):

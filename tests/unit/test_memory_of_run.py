@@ -25,7 +25,9 @@ def make_memory():
     }
     crew = list(profiles)
     config = TrainConfig(model="cnn", lr=0.3, run_dir="run")
-    return Memory(config, profiles, [crew[2]], "leader", crew[:2], [100, 156], [FAILURE])
+    return Memory(
+        config, profiles, [crew[2]], "leader", crew[:2], [100, 156], [FAILURE], "8 + 2 samples"
+    )
 
 
 def test_it_comes_back_from_json_as_it_was():

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this run, and what of its settings may change."""
+"""Whether a checkpoint is of this run, and whether the run has come to its end."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -8,15 +8,18 @@ import pytest
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.training.memory_of_run import Memory
-from kaitian_mpi.training.resume import check_resumable
+from kaitian_mpi.training.resume import Found, check_resumable, is_over, results_until
+from kaitian_mpi.training.resume_rules import Renewed
+from kaitian_mpi.training.state import Progress
 
 THEN = TrainConfig(model="cnn", run_dir="run", lr=0.1)
+DATA = "80 + 20 samples"
 
 
-def check(config=None, **changes):
-    memory = Memory(THEN, {}, [], "", [], [], [])
+def check(config=None, found=None, data_set=DATA, **changes):
+    found = found or Found(Memory(THEN, {}, [], "", [], [], [], DATA))
     config = config or TrainConfig(**{**asdict(THEN), **changes})
-    check_resumable(config, SimpleNamespace(rank=0), memory)
+    return check_resumable(config, SimpleNamespace(rank=0, infos=()), found, data_set)
 
 
 @pytest.mark.parametrize(
@@ -26,36 +29,60 @@ def check(config=None, **changes):
         ({"dataset": "mnist"}, "--dataset: found 'mnist', needed 'digits', with which"),
         ({"val_split": 0.5}, "--val-split: found 0.5, needed 0.2, with which"),
         ({"seed": 1}, "--seed: found 1, needed 0, with which"),
+        (
+            {"data_set": "90 + 20 samples"},
+            "the data set: found 90 + 20 samples, needed 80 + 20 samples, with which",
+        ),
     ],
 )
-def test_another_run_is_refused(changes, message, capsys):
+def test_another_run_is_refused(changes, message):
     with pytest.raises(AgreedError) as error:
         check(**changes)
     assert message in str(error.value)
-    assert capsys.readouterr().out == ""
 
 
-def test_what_may_change_is_said(capsys):
-    check(lr=0.2, global_batch_size=128)
-    assert capsys.readouterr().out.splitlines() == [
+def test_what_may_change_is_said():
+    found = Found(Memory(THEN, {}, [], "", [], [], [], DATA))
+    assert check(found=found, lr=0.2, global_batch_size=128) == [
         "--global-batch-size was 256 before, and is 128 from here on",
         "--lr was 0.1 before, and is 0.2 from here on",
     ]
+    assert found.renewed == {Renewed.PLAN, Renewed.EXCLUSION}
 
 
-def test_what_does_not_matter_is_not_said(capsys):
-    check(
+def test_what_does_not_matter_is_not_said():
+    lines = check(
         run_dir="other",
         resume="run/checkpoints/step-00000001.pt",
         snapshots="name",
         emulate_kinds="a,b",
         emulate_slowdown="1:2",
     )
-    check()
-    assert capsys.readouterr().out == ""
+    assert lines == check() == []
 
 
-def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_the_same(capsys):
-    memory = Memory({"model": "cnn"}, {}, [], "", [], [], [])
-    check_resumable(THEN, SimpleNamespace(rank=0), memory)
-    assert capsys.readouterr().out == ""
+def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_the_same():
+    assert check(THEN, Found(Memory({"model": "cnn"}, {}, [], "", [], [], []))) == []
+
+
+@pytest.mark.parametrize(
+    ("done", "flags", "over"),
+    [
+        ({"epoch": 3, "is_done": True}, {"epochs": 3}, True),
+        ({"epoch": 3, "is_done": True}, {"epochs": 2}, True),
+        ({"epoch": 3, "is_done": True}, {"epochs": 4}, False),
+        ({"epoch": 3, "is_done": False}, {"epochs": 3}, False),
+        ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3, "max_steps": 9}, True),
+        ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3, "max_steps": 10}, False),
+        ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3}, False),
+    ],
+)
+def test_a_run_is_over_where_nothing_is_left_to_train_and_to_evaluate(done, flags, over):
+    assert is_over(TrainConfig(**flags), asdict(Progress(0, **done))) is over
+
+
+def test_results_of_later_steps_are_of_a_course_that_the_run_leaves():
+    summary = {"steps": 10, "val_loss": 0.5}
+    assert results_until(10, summary) == results_until(12, summary) == summary
+    assert results_until(9, summary) == {}
+    assert results_until(9, {"finished": False}) == results_until(0, {"steps": "7"}) == {}

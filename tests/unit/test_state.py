@@ -9,7 +9,13 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.state import TrainingState, from_bytes, to_bytes
+from kaitian_mpi.training.state import (
+    Progress,
+    TrainingState,
+    count_steps,
+    from_bytes,
+    to_bytes,
+)
 
 
 class Buffered(nn.Module):
@@ -24,6 +30,8 @@ class Buffered(nn.Module):
         self.register_buffer("switch", torch.zeros(2, dtype=torch.bool))
         self.register_buffer("fine", torch.zeros((), dtype=torch.float64))
         self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+        self.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("fine_turns", torch.zeros(2, dtype=torch.complex128))
 
     def forward(self, x):
         return self.norm(self.linear(x))
@@ -46,10 +54,12 @@ def train(state, steps=3):
 
 def fill_buffers(model):
     model.short.copy_(torch.tensor([[0.1, -3.0, 1e30], [1e-30, 7.0, float("inf")]]))
-    model.whole.copy_(torch.tensor([0, -1, 2**31, 2**53, -(2**53)]))
+    model.whole.copy_(torch.tensor([0, -1, 2**53 + 1, 2**62 + 12345, -(2**63) + 1]))
     model.switch.copy_(torch.tensor([True, False]))
     model.fine.fill_(1 / 3)
     model.unsaved.copy_(torch.tensor([1.5, -2.5]))
+    model.turns.copy_(torch.tensor([1 - 2j, 0.5j]))
+    model.fine_turns.copy_(torch.tensor([1 / 3 - 1j, 1j / 3], dtype=torch.complex128))
 
 
 def parameters(state):
@@ -95,6 +105,17 @@ def test_the_number_of_all_steps_is_this_jobs_own():
     assert other.progress.total_steps == 99
 
 
+def test_the_optimizers_settings_are_this_jobs_own():
+    state, other = make_state(), make_state()
+    train(state)
+    for group in state.optimizer.param_groups:
+        group |= {"lr": 7.0, "momentum": 0.1, "nesterov": False, "weight_decay": 0.3}
+    before = [dict(group, params=None) for group in other.optimizer.param_groups]
+    other.load_shared(from_bytes(to_bytes(state.shared())))
+    assert [dict(group, params=None) for group in other.optimizer.param_groups] == before
+    assert len(other.optimizer.state) == 4, "the momentum is the checkpoint's"
+
+
 def test_the_state_of_another_model_is_refused():
     with pytest.raises(UserError, match="the checkpoint is of another model"):
         make_state(nn.Linear(4, 2)).load_shared(make_state().shared())
@@ -118,7 +139,7 @@ def test_a_model_without_buffers_has_little_of_its_own():
     state.load_own(from_bytes(to_bytes(state.own())))
     state.begin_piece()
     state.undo_piece()
-    assert state.own()["buffers"].numel() == 0
+    assert state.own()["buffers"] == []
 
 
 def test_an_interrupted_piece_is_undone():
@@ -194,3 +215,47 @@ def test_progress_counts_steps_samples_and_epochs():
     assert (progress.step, progress.samples) == (3, 21)
     progress.epoch_done(epochs=2)
     assert progress.is_done
+
+
+@pytest.mark.parametrize(
+    ("done", "flags", "batch", "steps"),
+    [
+        ({}, {"epochs": 4}, 25, 16),
+        ({}, {"epochs": 4}, 30, 16),
+        ({}, {"epochs": 4, "max_steps": 7}, 30, 7),
+        ({}, {"epochs": 4, "max_steps": 70}, 30, 16),
+        # half of the second epoch was done in steps of 10; what is left is in steps of 25
+        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 4}, 25, 15 + 2 + 8),
+        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 4, "max_steps": 16}, 25, 16),
+        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 4, "max_steps": 5}, 25, 15),
+        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 1}, 25, 15),
+        ({"step": 10, "epoch": 0, "position": 100}, {"epochs": 1}, 25, 10),
+        ({"step": 40, "epoch": 4}, {"epochs": 4}, 25, 40),
+        ({"step": 40, "epoch": 4}, {"epochs": 6}, 25, 48),
+    ],
+)
+def test_steps_are_those_that_are_done_and_those_that_are_left(done, flags, batch, steps):
+    assert count_steps(TrainConfig(**flags), 100, batch, 1, Progress(0, **done)) == steps
+
+
+def test_the_schedule_goes_by_samples_whatever_the_global_batch():
+    config = TrainConfig(epochs=4)
+    for batch in (10, 20, 50):
+        progress, done = Progress(0), []
+        while progress.samples < 400:
+            done.append(progress.fraction_done(config, batch, 100))
+            progress.step_done(batch)
+        assert done == [batch * (n + 0.5) / 400 for n in range(400 // batch)]
+    progress = Progress(0, step=15, epoch=1, position=50, samples=150)
+    assert progress.fraction_done(config, 50, 100) == 175 / 400
+    assert progress.fraction_done(TrainConfig(epochs=4, max_steps=20), 50, 100) == 15.5 / 20
+    assert progress.fraction_done(TrainConfig(epochs=1), 50, 100) == 1.0
+
+
+def test_a_run_that_stops_in_mid_epoch_can_train_the_rest_later():
+    progress = Progress(2)
+    progress.step_done(8)
+    progress.step_done(8)
+    progress.stopped()
+    assert progress.is_done
+    assert (progress.epoch, progress.position, progress.step_in_epoch) == (0, 16, 2)

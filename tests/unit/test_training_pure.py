@@ -101,6 +101,31 @@ def test_rank_0_writes_whole_files(tmp_path):
     assert not list((tmp_path / "run").rglob("*.partial"))
 
 
+def test_lines_of_steps_that_are_trained_again_go(tmp_path):
+    folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=0)
+    for name in ("metrics.jsonl", "plan.jsonl"):
+        for step in (0, 4, 8, 12):
+            folder.append(name, {"step": step})
+    (folder.path / "metrics.jsonl").open("a").write('"no step"\n{"other": 1}\nbroken\n')
+    folder.cut_after(8)
+    kept = '{"step": 0}\n{"step": 4}\n{"step": 8}\n'
+    assert (folder.path / "metrics.jsonl").read_text() == kept + '"no step"\n{"other": 1}\nbroken\n'
+    assert (folder.path / "plan.jsonl").read_text() == kept
+    folder.cut_after(-1)
+    assert (folder.path / "plan.jsonl").read_text() == ""
+
+
+def test_a_file_that_cannot_be_read_holds_nothing(tmp_path):
+    folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=0)
+    assert folder.read("summary.json") == {}
+    for text in ("{", "[1]", "\0"):
+        (folder.path / "summary.json").write_text(text)
+        assert folder.read("summary.json") == {}
+    folder.write("summary.json", {"steps": 3})
+    assert folder.read("summary.json") == {"steps": 3}
+    assert NoFolder().read("summary.json") == {}
+
+
 def test_other_ranks_write_nothing(tmp_path):
     folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=1)
     assert isinstance(folder, NoFolder)

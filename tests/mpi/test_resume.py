@@ -1,0 +1,297 @@
+"""Runs that are resumed, each a whole training on the ranks of the session."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer import Points
+from torch import nn
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.training.computation import make_schedule
+from kaitian_mpi.training.resume import find_checkpoint, hand_over, restore
+from kaitian_mpi.training.run import train
+from kaitian_mpi.training.state import Progress
+
+LENGTH, BATCH = 60, 12
+STEPS = LENGTH // BATCH
+
+
+class Some(Points):
+    """Some of the points; how many, the environment can say."""
+
+    num_classes = 4
+
+    def __len__(self):
+        return int(os.environ.get("POINTS", LENGTH))
+
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__([index])
+        return inputs[0], int(label[0])
+
+
+def points():
+    return Some(), Some()
+
+
+def small(num_classes):
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, num_classes)).double()
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    return Path(gather_values(world.comm, str(tmp_path))[0]) / "run"
+
+
+def run(world, folder, **flags):
+    """Train, or go on with it if there is something to go on with; return the summary."""
+    usual = {
+        "model": "test_resume:small",
+        "dataset": "test_resume:points",
+        "run_dir": str(folder),
+        "resume": "auto",
+        "balance": "off",
+        "global_batch_size": BATCH,
+        "epochs": 2,
+        "log_interval": 0.0,
+        "keep_checkpoints": 99,
+    }
+    summary = train(TrainConfig(**usual | flags), world)
+    world.comm.Barrier()  # rank 0 writes the last file when the others have left
+    return summary
+
+
+def cut_back(world, folder, step):
+    """Let the run be as it was when it died after a step, with lines about more of them."""
+    if world.rank == 0:
+        for path in folder.glob("checkpoints/step-*"):
+            if int(path.name[5:13]) > step:
+                path.unlink()
+    world.comm.Barrier()
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def steps_in(folder):
+    return [line["step"] for line in lines(folder, "metrics.jsonl")]
+
+
+def summary_in(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def newest(folder):
+    return torch.load(max(folder.glob("checkpoints/step-*.pt")), weights_only=True)
+
+
+def weights_in(folder):
+    state = torch.load(folder / "checkpoints" / "model.pt", weights_only=True)
+    return torch.cat([value.flatten() for value in state.values()])
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_stays_as_it_is_and_trains_more_epochs(world, folder, capsys):
+    first = run(world, folder)
+    before = contents(folder)
+    capsys.readouterr()
+    assert run(world, folder, lr=0.3).keys() == first.keys()
+    assert contents(folder) == before
+    if world.rank == 0:
+        out = capsys.readouterr().out
+        assert f"{folder} is finished (2 epochs, {2 * STEPS} steps): nothing left to train" in out
+    run(world, folder, epochs=4)
+    summary = summary_in(folder)
+    assert (summary["finished"], summary["epochs"], summary["steps"]) == (True, 4, 4 * STEPS)
+    assert math.isfinite(summary["val_loss"])
+    assert steps_in(folder) == list(range(1, 4 * STEPS + 1))
+
+
+def test_results_that_are_missing_are_made_by_an_evaluation(world, folder):
+    run(world, folder)
+    expected = summary_in(folder)
+    if world.rank == 0:
+        (folder / "summary.json").unlink()
+        (folder / "checkpoints" / "model.pt").unlink()
+    world.comm.Barrier()
+    run(world, folder)
+    found = summary_in(folder)
+    for key in ("finished", "epochs", "steps", "val_loss", "val_accuracy"):
+        assert found[key] == expected[key]
+    assert (folder / "checkpoints" / "model.pt").exists()
+
+
+def test_a_run_that_was_stopped_in_mid_epoch_trains_the_rest_of_it(world, folder):
+    flat = {"schedule": "constant", "warmup": 0.0}
+    run(world, folder / "whole", **flat)
+    run(world, folder / "cut", **flat, max_steps=3)
+    summary = summary_in(folder / "cut")
+    assert (summary["finished"], summary["epochs"], summary["steps"]) == (True, 0, 3)
+    run(world, folder / "cut", **flat)
+    summary = summary_in(folder / "cut")
+    assert (summary["finished"], summary["epochs"], summary["steps"]) == (True, 2, 2 * STEPS)
+    difference = (weights_in(folder / "cut") - weights_in(folder / "whole")).abs().max()
+    assert difference < 1e-12
+
+
+@pytest.mark.parametrize("other", [6, 20])
+def test_another_global_batch_trains_all_epochs_and_keeps_to_the_schedule(world, folder, other):
+    run(world, folder, epochs=3, checkpoint_every=1)
+    cut_back(world, folder, step=7)  # in mid-epoch
+    run(world, folder, epochs=3, global_batch_size=other)
+    summary = summary_in(folder)
+    left = math.ceil((LENGTH - 2 * BATCH) / other) + math.ceil(LENGTH / other)
+    assert (summary["epochs"], summary["steps"]) == (3, 7 + left)
+    assert summary["global_batch_size"] == other
+    assert newest(folder)["progress"]["samples"] == 3 * LENGTH
+    rate = make_schedule(TrainConfig())
+    samples = 0
+    for line in lines(folder, "metrics.jsonl"):
+        epoch_left = LENGTH - samples % LENGTH
+        of_step = min(epoch_left, BATCH if line["step"] <= 7 else other)
+        middle = (samples + of_step / 2) / (3 * LENGTH)
+        assert line["learning_rate"] == pytest.approx(rate(middle))
+        samples += of_step
+    assert samples == 3 * LENGTH
+
+
+def test_flags_that_have_changed_hold(world, folder, capsys):
+    run(world, folder, checkpoint_every=1)
+    cut_back(world, folder, step=3)
+    capsys.readouterr()
+    changed = {"momentum": 0.3, "weight_decay": 0.2, "precision": "bf16", "micro_batch_size": 1}
+    run(world, folder, **changed, nesterov=False, allreduce="flat")
+    if world.rank == 0:
+        out = capsys.readouterr().out
+        for name, value in changed.items():
+            assert f"--{name.replace('_', '-')} was " in out
+            assert f"and is {value!r} from here on" in out
+    content = newest(folder)
+    group = content["optimizer"]["param_groups"][0]
+    held = [group[name] for name in ("momentum", "weight_decay", "nesterov")]
+    assert held == [0.3, 0.2, False]
+    profiles = content["memory"]["profiles"].values()
+    assert {profile["precision"] for profile in profiles} == {"bf16"}
+    assert content["memory"]["algorithm"] == ("flat" if world.size > 1 else "direct")
+
+
+def test_balance_can_be_turned_on_and_off(world, folder, capsys):
+    measured = {"balance": "static", "benchmark_seconds": 0.5, "keep_all": True}
+    run(world, folder, max_steps=2)
+    run(world, folder, max_steps=4, **measured)
+    profiles = newest(folder)["memory"]["profiles"].values()
+    assert all(profile["cost"] for profile in profiles)
+    capsys.readouterr()
+    run(world, folder, max_steps=6, **measured | {"benchmark_seconds": 0.6})
+    if world.rank == 0:
+        assert "0.6 is ignored: no rank is benchmarked" in capsys.readouterr().out
+    run(world, folder)
+    sizes = newest(folder)["memory"]["batch_sizes"]
+    assert sum(sizes) == BATCH
+    assert max(sizes) - min(sizes) <= 1
+    assert summary_in(folder)["steps"] == 2 * STEPS
+
+
+def test_what_is_resumed_from_a_file_is_not_left_for_the_old_course(world, folder):
+    run(world, folder, checkpoint_every=2)
+    if world.rank == 0:
+        shutil.copytree(folder, folder.with_name("other"))
+    old = weights_in(folder)
+    checkpoints = folder / "checkpoints"
+    third = str(checkpoints / "step-00000004.pt")
+    run(world, folder, resume=third, lr=1e-5, max_steps=6)
+    assert steps_in(folder) == list(range(1, 7))
+    aside = {path.name[:13] for path in (checkpoints / "abandoned-1").glob("*.pt")}
+    assert aside == {f"step-{step:08d}" for step in (5, 6, 8, 10)}
+    run(world, folder, lr=1e-5)
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+    assert (weights_in(folder) - old).abs().max() > 1e-4
+    # A checkpoint of another folder comes to this one, whose own are of another run.
+    other = folder.with_name("other")
+    expected = newest(folder)["model"]["0.weight"]
+    run(world, other, resume=str(max(checkpoints.glob("step-*.pt"))), epochs=1)
+    assert torch.equal(newest(other)["model"]["0.weight"], expected)
+    left = {path.name[:13] for path in (other / "checkpoints").glob("step-*.pt")}
+    assert left == {f"step-{2 * STEPS:08d}"}
+
+
+def test_another_length_of_the_data_set_is_refused(world, folder, monkeypatch):
+    run(world, folder, max_steps=3)
+    before = contents(folder)
+    monkeypatch.setenv("POINTS", "40")
+    with pytest.raises(AgreedError, match=r"the data set: found 40 \+ 40 .*, needed 60 \+ 60 "):
+        run(world, folder)
+    with pytest.raises(AgreedError, match="--seed: found 3, needed 0"):
+        run(world, folder, seed=3)
+    assert contents(folder) == before
+
+
+def test_no_step_is_in_the_metrics_twice(world, folder):
+    run(world, folder, checkpoint_every=2)
+    cut_back(world, folder, step=4)
+    run(world, folder)
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+    assert [plan["step"] for plan in lines(folder, "plan.jsonl")] == [0, 4]
+    cut_back(world, folder, step=0)
+    run(world, folder)  # from scratch
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+    assert [plan["step"] for plan in lines(folder, "plan.jsonl")] == [0]
+
+
+def test_checkpoints_of_which_none_can_be_read_are_no_fresh_start(world, folder):
+    run(world, folder)
+    if world.rank == 0:
+        for path in folder.glob("checkpoints/step-*.pt"):
+            path.write_bytes(b"not what it was")
+    world.comm.Barrier()
+    before = contents(folder)
+    needed = rf"found 2 checkpoints in {folder}/checkpoints of which none can be used; restore"
+    with pytest.raises(AgreedError, match=needed) as caught:
+        run(world, folder)
+    assert "\n" not in str(caught.value)
+    assert contents(folder) == before
+
+
+class Loaded:
+    """As much of a training state as `restore` asks for."""
+
+    def __init__(self):
+        self.progress, self.content = Progress(0), None
+
+    def load_shared(self, content):
+        self.content, self.progress = content, Progress(**content["progress"])
+
+    def load_own(self, own):
+        self.own = own
+
+    def even_out(self, world):
+        steps = gather_values(world.comm, self.progress.step if self.content else -1)
+        if self.content is None:
+            self.progress.step = max(steps)
+        return steps.index(max(steps))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_has_read_the_checkpoint_hands_it_to_one_that_trains(world, folder):
+    run(world, folder, max_steps=3)
+    found = find_checkpoint(TrainConfig(), world, folder, "auto")
+    assert [world.rank == 0, 3] == [found.content is not None, found.progress["step"]]
+    last = world.size - 1
+    found = hand_over(world, found, to=last)
+    assert gather_values(world.comm, found.content is not None) == [False] * last + [True]
+    state = Loaded()
+    restore(world, state, found, seed=0)
+    assert state.progress.step == 3
+    if world.rank == last:
+        expected = newest(folder)["model"]
+        assert all(torch.equal(state.content["model"][name], expected[name]) for name in expected)

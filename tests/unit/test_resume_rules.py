@@ -1,0 +1,142 @@
+"""What every flag means that is given another value when a run is resumed."""
+
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.training.resume_rules import RULES, OnChange, Renewed, compare_flags
+
+THEN = TrainConfig(model="cnn", run_dir="run", resume="auto")
+COSTS = {Renewed.COSTS, Renewed.EXCLUSION, Renewed.PLAN}
+PLAN = {Renewed.EXCLUSION, Renewed.PLAN}
+
+REFUSED = {"model": "resnet18", "dataset": "mnist", "val_split": 0.5, "seed": 1}
+UNSAID = {
+    "data_dir": "moved",
+    "devices": "cpu",
+    "emulate_kinds": "a,b",
+    "emulate_slowdown": "1:2",
+    "resume": "run/checkpoints/step-00000001.pt",
+    "run_dir": "other",
+    "snapshots": "name",
+}
+# name: another value, what it has found out again, and what is said behind "from here on"
+APPLIES = {
+    "augment": ("none", set(), ""),
+    "workers": (2, set(), ""),
+    "global_batch_size": (128, PLAN, ""),
+    "batch_policy": ("paper", PLAN, ""),
+    "balance": ("static", PLAN, ""),
+    "micro_batch_size": (8, COSTS, "; the ranks are benchmarked again"),
+    "keep_all": (True, PLAN, ""),
+    "allreduce": ("flat", {Renewed.ALLREDUCE, Renewed.EXCLUSION}, ""),
+    "epochs": (20, set(), ""),
+    "max_steps": (7, set(), ""),
+    "lr": (0.2, set(), ""),
+    "momentum": (0.5, set(), ""),
+    "nesterov": (False, set(), ""),
+    "weight_decay": (0.1, set(), ""),
+    "label_smoothing": (0.1, set(), ""),
+    "schedule": ("constant", set(), ""),
+    "warmup": (0.5, set(), ""),
+    "precision": ("bf16", COSTS, "; the ranks are benchmarked again"),
+    "memory_format": ("contiguous", COSTS, "; the ranks are benchmarked again"),
+    "max_bad_steps": (5, set(), ""),
+    "check_every": (5, set(), ""),
+    "checkpoint_every": (5, set(), ""),
+    "checkpoint_minutes": (1.0, set(), ""),
+    "keep_checkpoints": (5, set(), ""),
+    "spares": (1, PLAN, ""),
+    "step_timeout": (9.0, set(), ""),
+    "snapshot_every": (5, set(), ""),
+    "log_interval": (1.0, set(), ""),
+}
+# name: another value, what it has found out again, and why it is ignored
+IGNORED = {
+    "batch_size": (32, PLAN, "it goes with --batch-policy paper"),
+    "benchmark_seconds": (3.0, set(), "no rank is benchmarked; all ranks have been"),
+    "benchmark_cache": ("cache", set(), "no rank is benchmarked; all ranks have been"),
+}
+
+
+def compare(ranks_are_known=True, then=THEN, **changes):
+    return compare_flags(asdict(then), TrainConfig(**asdict(then) | changes), ranks_are_known)
+
+
+def test_every_flag_has_a_decision_and_a_test_of_it():
+    names = {field.name for field in fields(TrainConfig)}
+    assert set(RULES) == names
+    tested = [*REFUSED, *UNSAID, *APPLIES, *IGNORED]
+    assert sorted(tested) == sorted(names)
+
+
+def test_the_documents_table_has_every_flag():
+    text = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
+    table = text.partition("| flags | meaning |")[2].partition("\n\n")[0]
+    meanings = {
+        OnChange.REFUSED: "refused",
+        OnChange.APPLIES: "holds from there on|the same",
+        OnChange.OF_THIS_START: "each job's own",
+    }
+    for name, rule in RULES.items():
+        rows = [row for row in table.splitlines()[2:] if f"`{flag_name(name)}`" in row]
+        assert any(re.search(meanings[rule.on_change], row) for row in rows), name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_run_is_refused(name):
+    changes = compare(**{name: REFUSED[name]}, lr=0.5)
+    flag = "--" + name.replace("_", "-")
+    assert changes.refused.startswith(f"{flag}: found {REFUSED[name]!r}, needed ")
+    assert "give the same, or another --run-dir" in changes.refused
+    assert not changes.lines
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_where_and_how_a_job_runs_is_its_own(name):
+    changes = compare(**{name: UNSAID[name]})
+    assert (changes.refused, changes.lines, changes.renewed) == ("", (), set())
+
+
+@pytest.mark.parametrize("name", APPLIES)
+def test_what_applies_is_said_and_has_found_out_again_what_depends_on_it(name):
+    value, renewed, note = APPLIES[name]
+    changes = compare(**{name: value})
+    flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
+    assert changes.refused == ""
+    assert changes.lines == (f"{flag} was {before!r} before, and is {value!r} from here on{note}",)
+    assert changes.renewed == renewed
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_has_no_effect_is_said_to_be_ignored(name):
+    value, renewed, why = IGNORED[name]
+    changes = compare(**{name: value})
+    flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
+    assert changes.lines == (f"{flag} was {before!r} before; {value!r} is ignored: {why}",)
+    assert changes.renewed == renewed
+
+
+def test_what_is_ignored_at_times_applies_at_others():
+    unknown = compare(ranks_are_known=False, benchmark_seconds=3.0)
+    assert unknown.lines == ("--benchmark-seconds was 10.0 before, and is 3.0 from here on",)
+    again = compare(precision="bf16", benchmark_seconds=3.0)
+    assert "--benchmark-seconds was 10.0 before, and is 3.0 from here on" in again.lines
+    off = TrainConfig(balance="off")
+    (line,) = compare(ranks_are_known=False, then=off, benchmark_seconds=3.0).lines
+    assert line.endswith("3.0 is ignored: no rank is benchmarked; --balance off needs none")
+    (line,) = compare(then=off, precision="bf16").lines
+    assert line.endswith("and is 'bf16' from here on")
+    paper = TrainConfig(batch_policy="paper")
+    (line,) = compare(then=paper, batch_size=32).lines
+    assert line == "--batch-size was 64 before, and is 32 from here on"
+    (line,) = compare(then=paper, global_batch_size=32).lines
+    assert line.endswith("32 is ignored: it goes with --batch-policy global")
+
+
+def test_nothing_changed_and_a_setting_that_is_newer_than_the_checkpoint():
+    assert compare() == compare_flags({"model": "cnn"}, THEN, ranks_are_known=True)
+    assert compare().lines == ()
