@@ -23,6 +23,8 @@ _FORWARDING_SEC = 0.1
 _RANK_0_SEC = 2.0
 _COMMANDS = "OMPI_NUM_APP_CTX"  # how many different ones mpirun was given
 
+_guarded = 0  # the process whose uncaught exceptions end the job
+
 
 @contextmanager
 def abort_guard(program: str) -> Iterator[None]:
@@ -31,19 +33,27 @@ def abort_guard(program: str) -> Iterator[None]:
     A `UserError` prints one line and ends with its exit code, 2 as a rule; any other exception
     prints its traceback, each line labelled `[rank@host]`, and ends with code 1; `sys.exit(n)`
     inside the block ends with code n, and even `sys.exit(0)` ends the job, because the other ranks
-    would wait for this one.
+    would wait for this one. A process that is forked inside the block is no rank, and ends alone.
     """
     die_with_launcher()
+    rank = os.getpid()
     try:
         yield
-    except UserError as error:
+    except BaseException as error:
+        if os.getpid() == rank:
+            _end_after(program, error)
+        raise
+
+
+def _end_after(program: str, error: BaseException) -> None:
+    if isinstance(error, UserError):
         _end_after_user_error(program, error)
-    except SystemExit as error:
+    elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         reason = "" if isinstance(error.code, int | None) else f": {error.code}"
         say(f"{label()} sys.exit({code}) before the run was complete{reason}; ending the job")
         end_job(code or 1)
-    except BaseException:
+    else:
         end_with_traceback()
 
 
@@ -66,14 +76,19 @@ def guard_script() -> None:
 
     A plain `sys.exit` of one rank cannot be told from a good end here; `abort_guard` can.
     """
+    global _guarded
     if sys.excepthook is sys.__excepthook__ and read_launch(os.environ).world_size > 1:
         sys.excepthook = _end_after_exception
+        _guarded = os.getpid()
         die_with_launcher()
 
 
 def _end_after_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    if os.getpid() != _guarded:  # a forked process is no rank, and ends alone
+        sys.__excepthook__(kind, error, trace)
+        return
     say_labelled("".join(traceback.format_exception(kind, error, trace)))
     end_job(1)
 

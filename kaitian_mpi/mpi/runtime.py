@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _closers: list[Callable[[], None]] = []
+# What is to be closed is the parent's: its threads, and its connections with other ranks.
+os.register_at_fork(after_in_child=_closers.clear)
 
 
 def start_mpi() -> MPI.Intracomm:
@@ -33,6 +35,7 @@ def start_mpi() -> MPI.Intracomm:
     shorten_naps()
     prepare_environment(os.environ, launch, usable_cores())
     try:
+        _leave_finalizing_to_us()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
@@ -52,6 +55,28 @@ def start_mpi() -> MPI.Intracomm:
     if fault_tolerance.is_on() and not ending.listens():
         close_at_exit(ending.listen(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
+
+
+def _leave_finalizing_to_us() -> None:
+    """Have MPI finalized when this process ends, but not by processes forked from it.
+
+    mpi4py would finalize it in them as well, and that hangs.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None:
+        mpi4py.rc.finalize = False
+        # Registered before all that uses MPI, and so called after it.
+        atexit.register(_finalize, os.getpid())
+
+
+def _finalize(process: int) -> None:
+    if os.getpid() != process or "mpi4py.MPI" not in sys.modules:
+        return
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def share_cores(comm: MPI.Comm) -> int:

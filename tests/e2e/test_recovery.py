@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from jobs import EVEN, Job, finish, run_ranks, start, steps_shown, summary_of
@@ -46,6 +47,10 @@ def order_of_samples(epoch):
 
 def newest_checkpoint(folder):
     return max((folder / "run" / "checkpoints").glob("step-*.json")).with_suffix(".pt")
+
+
+def steps_saved(folder):
+    return {path.stem for path in (folder / "run" / "checkpoints").glob("step-*.json")}
 
 
 # One of three ranks, the first
@@ -260,7 +265,7 @@ def test_a_run_resumes_whose_rank_0_is_excluded(tmp_path):
 
 
 def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):
-    command = "kaitian-train --model planted:slow --global-batch-size 24".split()
+    command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
     with Job(2, *command, *EVEN, cwd=tmp_path, survives=False) as job:
         job.wait_for(r"step 2/")
         job.signal(signal.SIGUSR1, 1)
@@ -270,6 +275,17 @@ def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):
             time.sleep(0.05)
         assert 2 <= int(saved[0].stem[5:])
         job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training goes on
+        # mpirun passes these on to every process of a rank: to its watchdog, and what loads data.
+        processes = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(processes) >= 2 * 4
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            steps = steps_saved(tmp_path)
+            job.process.send_signal(number)
+            asked_at = time.time()
+            while not steps_saved(tmp_path) - steps:
+                assert time.time() - asked_at < 6 * LIMIT_SEC
+                time.sleep(0.05)
+        assert all(process.is_running() for process in processes)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """`kaitian-run`: somebody's torch.distributed script, unmodified."""
 
 import re
+import sys
+
+import pytest
 
 import pytest
 
@@ -43,6 +46,58 @@ def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun, tmp_
     for line in lines:
         assert re.fullmatch(r"kaitian 3 \['--exit', '0'\] torch listens: False", line)
     assert ended.err == ""
+
+
+SIGNALS = """
+import multiprocessing, os, signal, sys, time
+import torch, torch.distributed as dist
+
+def square(x):
+    return x * x
+
+caught = []
+signal.signal(signal.SIGTERM, lambda *_: caught.append("TERM"))
+signal.signal(signal.SIGUSR1, lambda *_: caught.append("USR1"))
+dist.init_process_group("kaitian", init_method="mpi://")
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    os.kill(os.getpid(), number)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except KeyboardInterrupt:
+    caught.append("INT")
+
+forked = multiprocessing.get_context("fork")
+child = forked.Process(target=signal.pause)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+child.start()
+child.terminate()
+child.join()
+with forked.Pool(2) as pool:  # which terminates its processes
+    squares = pool.map(square, range(3))
+
+leaving = os.fork()
+if leaving == 0:
+    sys.exit(7)
+raising = os.fork()
+if raising == 0:
+    raise ValueError("planted")
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (leaving, raising)]
+
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print(int(tensor), caught, child.exitcode, squares, codes)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("command", [["kaitian-run"], [sys.executable]])
+def test_a_scripts_signals_and_forks_are_its_own(mpirun, tmp_path, command):
+    (tmp_path / "theirs.py").write_text(SIGNALS)
+    ended = mpirun(2, *command, "theirs.py")
+    assert ended.code == 0, ended.text
+    assert ended.out.splitlines() == 2 * ["2 ['USR1', 'TERM', 'INT'] -15 [0, 1, 4] [7, 1]"]
+    assert ended.err.count("ValueError: planted") == 2  # of the children alone
 
 
 def test_a_script_that_leaves_with_a_code_ends_the_job_with_it(mpirun, tmp_path):
