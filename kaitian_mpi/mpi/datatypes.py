@@ -154,6 +154,15 @@ def as_units(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MOVED[unit_bytes]
 
 
+def placed(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
+    """Return bytes `start` to `end` of a contiguous host tensor as a type with their address.
+
+    To be freed.
+    """
+    memory = MPI.buffer.fromaddress(tensor.data_ptr() + start, end - start)
+    return _one_of(end - start).Create_hindexed([1], [MPI.Get_address(memory)]).Commit()
+
+
 @functools.cache
 def _one_of(size_bytes: int) -> MPI.Datatype:
     """Return a type as long as that, for sizes that are more than a C int can count."""

@@ -9,18 +9,18 @@ are until the request is done.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import (
     LARGEST_COUNT,
     Reduction,
     as_units,
     moved,
+    placed,
     typed,
 )
 
@@ -67,25 +67,27 @@ def all_to_all(
     sent: torch.Tensor,
     sent_counts: Sequence[int],
 ) -> MPI.Request:
-    """Start sending piece r of `sent` to rank r, and receiving its pieces in order; any dtype.
+    """Start sending piece r of `sent` to rank r, and receiving its pieces in order; any dtype."""
+    source, target = _by_rank(sent, sent_counts), _by_rank(received, received_counts)
+    request = comm.Ialltoallw(source, target)
+    for kind in (*source[-1], *target[-1]):
+        if not kind.is_predefined:
+            kind.Free()  # MPI keeps it as long as it needs it
+    return request
 
-    Raises:
-        UnsupportedError: there is more than MPI can count.
+
+def _by_rank(
+    tensor: torch.Tensor, counts: Sequence[int]
+) -> tuple[MPI.buffer | MPI.BottomType, list[int], list[int], list[MPI.Datatype]]:
+    """Return a tensor's pieces as `Ialltoallw` takes them: memory, counts, places and types.
+
+    Its counts and places are C ints, so each piece of a tensor that they could not reach becomes
+    one value of a type of its own, which has the piece's place in it. Each rank may decide alone.
     """
-    unit = math.gcd(
-        16, *(count * sent.element_size() for count in (*sent_counts, *received_counts))
-    )
-    source, target = _in_units(sent, sent_counts, unit), _in_units(received, received_counts, unit)
-    return comm.Ialltoallv(source, target)
-
-
-def _in_units(
-    tensor: torch.Tensor, counts: Sequence[int], unit_bytes: int
-) -> tuple[MPI.buffer, list[int], MPI.Datatype]:
-    if tensor.nbytes // unit_bytes > LARGEST_COUNT:
-        raise UnsupportedError(
-            f"all_to_all_single: found {tensor.nbytes} bytes to cut in units of {unit_bytes}, "
-            "needed fewer, or parts of a multiple of 16 bytes; all_to_all takes lists of any size"
-        )
-    memory, kind = as_units(tensor, unit_bytes)
-    return memory, [count * tensor.element_size() // unit_bytes for count in counts], kind
+    places = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
+    if tensor.nbytes <= LARGEST_COUNT:
+        memory, kind = as_units(tensor, tensor.element_size())
+        return memory, list(counts), places[:-1], [kind] * len(counts)
+    pieces = list(itertools.pairwise(places))
+    kinds = [placed(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]
+    return MPI.BOTTOM, [int(end > start) for start, end in pieces], [0] * len(pieces), kinds

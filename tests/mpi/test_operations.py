@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fake_accelerator import on_device, values
 
 from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi import nonblocking
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -121,6 +122,25 @@ def test_all_to_all_single_with_splits(world, place):
     dist.all_to_all_single(output, tensor, taken, given)
     expected = torch.arange(world.size).repeat_interleave(world.rank + 1).float()
     assert torch.equal(values(output), expected[:, None].expand(-1, 3))
+
+
+def test_all_to_all_single_of_more_than_mpi_counts(world, place, monkeypatch):
+    """Of which the other ranks, whose own part is small, know nothing."""
+    if world.rank == 0:
+        monkeypatch.setattr(nonblocking, "LARGEST_COUNT", 16)
+    given = [(world.rank + target) % 3 for target in range(world.size)]
+    taken = [(world.rank + source) % 3 for source in range(world.size)]
+    tensor = place(torch.arange(sum(given) * 5, dtype=torch.uint8).view(-1, 5) + 50 * world.rank)
+    output = place(torch.zeros(sum(taken), 5, dtype=torch.uint8))
+    for in_background in (False, True):
+        work = dist.all_to_all_single(output, tensor, taken, given, async_op=in_background)
+        if in_background:
+            work.wait()
+        pieces = values(output).split(taken)
+        for source, piece in enumerate(pieces):
+            start = 5 * sum((source + target) % 3 for target in range(world.rank))
+            expected = torch.arange(start, start + piece.numel(), dtype=torch.uint8) + 50 * source
+            assert torch.equal(piece.reshape(-1), expected)
 
 
 def test_operations_that_torch_groups(world):
