@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kaitian_mpi.collectives import BACKEND, DEVICE_TYPES, SCHEME
 from kaitian_mpi.collectives.torch_functions import admit_to_monitored_barrier
+from kaitian_mpi.mpi.threads import note_threads
 
 
 def register() -> None:
@@ -22,6 +23,7 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICE_TYPES)
     register_rendezvous_handler(SCHEME, _rendezvous)
+    note_threads()
     admit_to_monitored_barrier()
 
 

@@ -18,6 +18,7 @@ from kaitian_mpi.mpi.fault_tolerance import shrink, track
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import share_cores
+from kaitian_mpi.mpi.threads import use_threads
 from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, positions
 
 if TYPE_CHECKING:
@@ -167,10 +168,11 @@ def survivors_of(world: World) -> World:
 
 
 def _use_cores(comm: MPI.Intracomm) -> int:
-    """Compute with this rank's part of the host's cores, and return how many threads that is."""
-    threads = share_cores(comm)
-    torch.set_num_threads(threads)
-    return threads
+    """Compute with this rank's part of the host's cores, and return how many threads that is.
+
+    Collective. A number of threads that the script has set stays.
+    """
+    return use_threads(share_cores(comm))
 
 
 def _host_name() -> str:

@@ -24,6 +24,17 @@ print(json.dumps({
 }))
 """
 
+THREADS = """
+import torch
+
+from kaitian_mpi.mpi.threads import use_threads
+
+given = torch.get_num_threads()
+chosen = [use_threads(given + 1), use_threads(given + 2)]
+torch.set_num_threads(given + 5)
+assert [*chosen, use_threads(given)] == [given + 1, given + 2, given + 5], chosen
+"""
+
 TIMED = """
 import time
 import torch
@@ -55,8 +66,8 @@ def test_importing_torch_makes_the_backend_known_and_loads_nothing_else():
     assert "mpi" in seen["schemes"]
     assert not seen["mpi4py"]
     # The modules that register, and their packages.
-    package = "kaitian_mpi.collectives"
-    names = [package, f"{package}.autoload", f"{package}.torch_functions"]
+    package, mpi = "kaitian_mpi.collectives", "kaitian_mpi.mpi"
+    names = [package, f"{package}.autoload", f"{package}.torch_functions", mpi, f"{mpi}.threads"]
     assert seen["ours"] == ["kaitian_mpi", *names]
     assert ended.stderr == ""
 
@@ -68,6 +79,10 @@ def test_registering_takes_no_time_to_speak_of():
     while min(times, default=LIMIT_MS) >= LIMIT_MS and len(times) < 5:
         times.append(next(tries))
     assert min(times) < LIMIT_MS, times
+
+
+def test_a_number_of_threads_that_the_script_has_set_stays():
+    run(THREADS)
 
 
 def test_registering_twice_is_harmless():
