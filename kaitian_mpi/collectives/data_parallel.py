@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.collectives.gradients import WeightedSum
+from kaitian_mpi.collectives.torch_tools import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
@@ -91,6 +92,7 @@ def _first_length(values: Iterable[Any]) -> int | None:
     return None
 
 
+@not_compiled
 class _Weights:
     """Keeps the hook's weight at this rank's part of the samples that a backward is about.
 

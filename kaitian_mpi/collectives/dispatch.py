@@ -16,8 +16,9 @@ from kaitian_mpi.collectives.agreement_check import AgreementCheck
 from kaitian_mpi.collectives.arguments import check_dense
 from kaitian_mpi.collectives.roll_call import RollCall
 from kaitian_mpi.collectives.staging import SideStreams
+from kaitian_mpi.collectives.torch_tools import count_for_debugging
 from kaitian_mpi.collectives.vendor import VendorGroup
-from kaitian_mpi.collectives.worker import Calls, Method, Queued, Worker
+from kaitian_mpi.collectives.worker import Calls, Finished, Method, Queued, Worker
 from kaitian_mpi.devices import Device
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.datatypes import reduction
@@ -101,9 +102,10 @@ class Dispatcher:
             method: what does it through host memory.
             calls: the arguments of each call of `method`; where there is an `op`, of all but the
                 last, which is how to reduce the first.
-            result: the dense tensors it writes; empty for what no vendor's library does.
-            given: the name and the arguments of the vendor's method that does the same. The last
-                are torch's options; with `asyncOp` false the caller will wait for it anyway.
+            result: the tensors it writes.
+            given: the name and the arguments of the vendor's method that does the same; the name
+                is empty where there is none, and the tensors may then be sparse. The last are
+                torch's options; with `asyncOp` false the caller will wait for it anyway.
             details: what ranks may not differ in besides the tensors' types and shapes.
             op: how to reduce, as torch has it; None where nothing is reduced.
 
@@ -111,10 +113,14 @@ class Dispatcher:
             UnsupportedError: a tensor is not dense, or cannot be reduced so.
             CollectiveError: it failed in the caller's thread.
         """
-        for tensor in result:
-            check_dense(tensor, name)
+        if result and result[0].is_meta:
+            return Finished(result)  # there is nothing to carry, as torch's other backends find
+        if given[0]:
+            for tensor in result:
+                check_dense(tensor, name)
+        count_for_debugging(given[0] or "allreduce")
         vendor = None
-        if self._is_single_kind and result:
+        if self._is_single_kind and result and given[0]:
             vendor = self.vendor_for([tensor.dtype for tensor in result], op)
         if vendor is None and op is not None:
             calls = [(*call, reduction(call[0].dtype, op)) for call in calls]
@@ -126,6 +132,15 @@ class Dispatcher:
             if isinstance(work, Queued):
                 work.end_with(record)
         return work
+
+    def run_beside(self, name: str, method: Method, *arguments: Any) -> None:
+        """Carry out what need not wait for what is queued, at once and in the caller's thread.
+
+        Raises:
+            RankLostError: a rank is lost.
+        """
+        with torch.autograd.profiler.record_function(f"{BACKEND}:{name}"):
+            self._worker.run_beside(name, method, *arguments)
 
     def vendor_for(self, dtypes: Iterable[torch.dtype], op: Any = None) -> VendorGroup | None:
         """Return what joins the ranks of this rank's kind; None where that is MPI.

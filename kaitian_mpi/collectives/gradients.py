@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from kaitian_mpi.collectives.torch_tools import not_compiled
+
 
 def _nothing(is_last: bool) -> None:
     pass
 
 
+@not_compiled
 class WeightedSum:
     """Sums each bucket over the ranks, each weighted by its part of the global batch.
 

@@ -20,7 +20,10 @@ _MARGIN_SEC = 2.0  # for rank 0's answer after its own time-out
 
 
 class MonitoredBarrier:
-    """Every rank reports to rank 0, and goes on at its word. May be tried again after a failure."""
+    """Every rank reports to rank 0, and goes on at its word. May be tried again after a failure.
+
+    By messages with tags of its own, so that it may go on beside collectives over the same ranks.
+    """
 
     def __init__(self, comm: MPI.Comm) -> None:
         """Prepare for the ranks of `comm`."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kaitian_mpi.collectives.staging import SideStreams, Streams, from_host, to_host
+from kaitian_mpi.collectives.torch_tools import not_compiled
 from kaitian_mpi.collectives.worker import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, listed_ranks
 from kaitian_mpi.mpi.guard import end_with_traceback
@@ -36,6 +37,7 @@ _PATIENCE_SEC = 5.0  # for a message that is still on its way when its group end
 _LOOKING_SEC = 1.0
 
 
+@not_compiled
 class Message(Queued):
     """A message under way; done when its buffer may be used again.
 
@@ -70,12 +72,7 @@ class Message(Queued):
     def get_future(self) -> torch.futures.Future:
         """Return a future of the tensors."""
         self._begin_time()
-        return self._shown
-
-    def fail(self, error: CollectiveError, *, is_recorded: bool = False) -> None:
-        """Mark it failed, for `wait` and the future to raise."""
-        self._error = error
-        self._future.set_exception(error)
+        return super().get_future()
 
     def _begin_time(self) -> None:
         self.awaited_since = min(self.awaited_since, time.perf_counter())

@@ -29,6 +29,7 @@ from kaitian_mpi.collectives.operations import HostOperations
 from kaitian_mpi.collectives.point_to_point import ENDED, Mailbox
 from kaitian_mpi.collectives.staging import from_host, to_host
 from kaitian_mpi.collectives.torch_releases import BackendQueries, with_names_before_2_13
+from kaitian_mpi.collectives.torch_tools import not_compiled
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction
 from kaitian_mpi.mpi.fault_tolerance import is_revoked
@@ -41,6 +42,7 @@ from kaitian_mpi.mpi.topology import GroupComms
 Tensors = list[torch.Tensor]
 
 
+@not_compiled
 @with_names_before_2_13
 class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     """Collectives over the ranks of `comms.world`.
@@ -117,7 +119,8 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         calls = [(tensor,) for tensor in tensors]
         given = ("allreduce", tensors, opts)
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
-            return self._run("all_reduce", self._host.sum_sparse, calls, [], given, op.op)
+            given = ("", tensors, opts)  # no vendor's library does it
+            return self._run("all_reduce", self._host.sum_sparse, calls, tensors, given, op.op)
         return self._run("all_reduce", self._allreduce, calls, tensors, given, op.op, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -288,11 +291,10 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         """Wait for every rank; rank 0 raises an error that names those who do not come in time."""
         if isinstance(timeout, float):  # seconds, as torch takes them too
             timeout = timedelta(seconds=timeout)
-        options = BarrierOptions()
-        options.asyncOp = False
-        calls = [(self._timeout if timeout is None else timeout, wait_all_ranks)]
-        given = ("monitored_barrier", options)
-        self._run("monitored_barrier", self._monitored_barrier.run, calls, [], given).wait()
+        limit = self._timeout if timeout is None else timeout
+        # Beside the queue: what hangs there, this is to name.
+        barrier = self._monitored_barrier.run
+        self._dispatcher.run_beside("monitored_barrier", barrier, limit, wait_all_ranks)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""

@@ -139,7 +139,16 @@ def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = 
     """
     if host.device == tensor.device and is_plain(tensor):
         return
-    tensor.detach().copy_(host, non_blocking=non_blocking)
+    with writing([tensor]):
+        tensor.detach().copy_(host, non_blocking=non_blocking)
+
+
+def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which tensors may be written, also those of `torch.inference_mode()`.
+
+    torch refuses that outside of the mode, and another thread than the caller's is outside.
+    """
+    return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -4,165 +4,42 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from kaitian_mpi.collectives.staging import SideStreams, Streams, ordered_devices, settle
-from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.collectives.staging import SideStreams, Streams, writing
+from kaitian_mpi.collectives.works import Finished, Queued
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.mpi import fault_tolerance
-from kaitian_mpi.mpi.guard import end_job, end_with_traceback, say_labelled
-from kaitian_mpi.mpi.waiting import nap
+from kaitian_mpi.mpi.guard import end_with_traceback, say_labelled
 
 Method = Callable[..., None]
 Calls = Sequence[tuple[Any, ...]]
 
 _KEPT_WORKS = 16
 
-
-class Finished(Work):
-    """A collective that is already done."""
-
-    def __init__(self, result: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True: a collective that fails raises instead."""
-        return True
-
-    def exception(self) -> None:
-        """Return None."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensors the collective wrote."""
-        return self._result
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def get_future(self) -> torch.futures.Future:
-        """Return a completed future of the tensors."""
-        future: torch.futures.Future = _future_for(self._result)
-        future.set_result(self._result)
-        return future
-
-
-class Queued(Work):
-    """A collective that another thread carries out."""
-
-    def __init__(self, result: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._result = result
-        self._future = _future_for(result)
-        self._shown = self._future
-        self._error: CollectiveError | None = None
-        self._is_watched = False
-
-    def end_with(self, record: torch.autograd.profiler.record_function) -> None:
-        """End a profiler's record when it is done, and let nobody go on before."""
-        self._shown = record._call_end_callbacks_on_future(self._future)
-
-    def finish(self) -> None:
-        """Mark it done; on an accelerator, once the streams of this thread are."""
-        settle(self._result)
-        self._future.set_result(self._result)
-
-    def fail(self, error: CollectiveError, *, is_recorded: bool) -> None:
-        """Mark it failed, for `wait` to raise.
-
-        Where somebody has its future, the exception would crash DDP's reducer, without a word: the
-        job ends instead. Where the loss of a rank `is_recorded` and will be asked for before the
-        result is used, the future is completed with whatever there is.
-        """
-        self._error = error
-        if self._is_watched and is_recorded and isinstance(error, RankLostError):
-            self._future.set_result(self._result)
-            return
-        if self._is_watched:
-            say_labelled(f"a collective failed: {error}")
-            end_job(1)
-        self._future.set_exception(error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done.
-
-        Raises:
-            CollectiveError: it failed, or was not done within `timeout`, after which it goes on.
-        """
-        if timeout:
-            self._wait_at_most(timeout.total_seconds())
-        self._shown.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether it is done or has failed."""
-        return self._shown.done()
-
-    def is_success(self) -> bool:
-        """Return whether it is done."""
-        return self._shown.done() and self._error is None
-
-    def exception(self) -> CollectiveError | None:
-        """Return why it failed."""
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensors the collective writes."""
-        return self._result
-
-    def synchronize(self) -> None:
-        """Block until it is done."""
-        self._shown.wait()
-
-    def get_future(self) -> torch.futures.Future:
-        """Return a future of the tensors."""
-        self._is_watched = True
-        return self._shown
-
-    def _wait_at_most(self, limit_sec: float) -> None:
-        began = time.perf_counter()
-        while not self._shown.done():
-            waited = time.perf_counter() - began
-            if waited > limit_sec:
-                raise CollectiveError(f"Timed out after {limit_sec:g} s, waiting for a collective")
-            nap(waited)
-
-
-def _future_for(tensors: list[torch.Tensor]) -> torch.futures.Future:
-    # With its devices named, a future makes the waiter's stream wait for the writer's.
-    return torch.futures.Future(devices=ordered_devices(tensors))
+# What is wrong with the call itself, found before anything is sent.
+_REFUSALS = (UnsupportedError, TypeError, ValueError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class _Task:
-    name: str
-    method: Method
-    calls: Calls
-    work: Queued
+    run: Callable[[], None]
     streams: Streams
+    is_callback: bool = False
 
 
 class Worker:
     """Runs tasks one after the other; in the caller's thread where it may, else in its own.
 
-    After a `CollectiveError` the ranks no longer agree on what comes next, so all that follows
-    fails with it. Any other error in the worker's thread ends the job with its traceback: a rank
-    that went on alone would leave the others waiting.
+    After a failure the ranks no longer agree on what comes next, so all that follows fails with it.
+    An error in the worker's thread is for whoever waits for the collective.
     """
 
     def __init__(self, name: str, streams: SideStreams) -> None:
@@ -172,7 +49,7 @@ class Worker:
         self.records_losses = False
         """Whether somebody asks for `broken` before using what a future delivers."""
         self._streams = streams
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._waiting = 0
         self._count_lock = threading.Lock()
@@ -180,7 +57,11 @@ class Worker:
         # DDP's join keeps only the C++ half of the work of its one-element all_reduce, which then
         # needs the Python half to live on.
         self._kept: deque[Queued] = deque(maxlen=_KEPT_WORKS)
+        self._failed: Queued | None = None
         self._thread: threading.Thread | None = None
+        # Of the worker's thread alone:
+        self._in_callback = False
+        self._is_closing = False
 
     def run(
         self,
@@ -191,6 +72,9 @@ class Worker:
         in_background: bool,
     ) -> Work:
         """Carry out a collective, after all those given before it.
+
+        In a callback of a future it is carried out at once, in its thread: that is the callback's
+        place in the order (see `OrderedFuture`), the same on every rank.
 
         Args:
             name: the operation, for errors.
@@ -203,68 +87,149 @@ class Worker:
         Raises:
             CollectiveError: it failed in the caller's thread, or the worker is broken.
         """
-        if self._thread is not None and threading.current_thread() is self._thread:
-            # A future's callback asks for more, as PowerSGD's hook does, and may wait: queued,
-            # it would never come. Here and now is the same place in the order on every rank.
-            self._attempt(name, method, calls)
-            return Finished(result)
-        if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
+        if self._is_own_thread():
+            if self._in_callback:
+                self._attempt(name, method, calls, result)
+                return Finished(result)
+        elif not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
-                self._attempt(name, method, calls)
+                self._attempt(name, method, calls, result)
             finally:
                 self._turn.release()
             return Finished(result)
-        work = Queued(result)
+        work = Queued(result, self)
         if sum(tensor.numel() for tensor in result) <= 1:
             self._kept.append(work)
-        task = _Task(name, method, calls, work, self._streams.after_caller(result, calls))
+
+        def carry_out() -> None:
+            self._finish(work, self._error_of(name, method, calls, result))
+
+        self._put(_Task(carry_out, self._streams.after_caller(result, calls)))
+        return work
+
+    def run_beside(self, name: str, method: Method, *arguments: Any) -> None:
+        """Call `method` at once in the caller's thread, whatever is queued.
+
+        Raises:
+            RankLostError: a rank is lost.
+        """
+        try:
+            method(*arguments)
+        except Exception as error:
+            self._check_for_loss(name, error)
+            raise
+
+    def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
+        """Run `callback` after all that has been given, and before all that will be."""
+
+        def call() -> None:
+            callback()
+            self._count(-1)
+
+        self._put(_Task(call, self._streams.after_caller(tensors), is_callback=True))
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """In the worker's thread, where a callback waits, go on with what is queued until `done`.
+
+        Raises:
+            RuntimeError: nothing is queued any more: it waits for itself.
+        """
+        if not self._is_own_thread():
+            return
+        while not done():
+            task = self._next_queued()
+            if task is None:
+                raise RuntimeError("a future's callback waits for its own end, or what follows it")
+            self._do(task)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread; say what failed if nobody has asked for it."""
+        if self._thread is not None:
+            self._put(_Task(self._begin_closing, nullcontext()))
+            self._thread.join()
+            self._thread, self._is_closing = None, False
+        failed, self._failed = self._failed, None
+        if failed is not None and not failed.is_error_seen:
+            say_labelled(f"a collective failed that nobody waited for: {failed.exception()}")
+
+    def _is_own_thread(self) -> bool:
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _put(self, task: _Task) -> None:
         with self._count_lock:
             self._waiting += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
         self._tasks.put(task)
-        return work
 
-    def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
+    def _begin_closing(self) -> None:
+        self._is_closing = True
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._count_lock:
+            self._waiting += change
 
     def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            with self._turn, task.streams:
-                error = self._error_of(task)
-                with self._count_lock:
-                    self._waiting -= 1
-                if error is None:
-                    task.work.finish()
-                else:
-                    task.work.fail(error, is_recorded=self.records_losses)
-
-    def _error_of(self, task: _Task) -> CollectiveError | None:
         try:
-            self._attempt(task.name, task.method, task.calls)
-        except CollectiveError as error:
+            while not self._is_closing or not self._tasks.empty():
+                task = self._tasks.get()
+                with self._turn:
+                    self._do(task)
+        except BaseException:  # without this thread nobody's collectives would come any more
+            end_with_traceback("collectives failed:\n")
+
+    def _next_queued(self) -> _Task | None:
+        """Return the next task without waiting for one; None if there is none."""
+        try:
+            return self._tasks.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _do(self, task: _Task) -> None:
+        outer, self._in_callback = self._in_callback, task.is_callback
+        try:
+            with task.streams:
+                task.run()
+        finally:
+            self._in_callback = outer
+
+    def _finish(self, work: Queued, error: Exception | None) -> None:
+        self._count(-1)
+        if error is None:
+            work.finish()
+            return
+        self._failed = self._failed or work
+        work.fail(error, is_recorded=self.records_losses)
+
+    def _error_of(
+        self, name: str, method: Method, calls: Calls, result: list[torch.Tensor]
+    ) -> Exception | None:
+        try:
+            self._attempt(name, method, calls, result)
+        except Exception as error:
             return error
-        except BaseException:
-            end_with_traceback("a collective failed:\n")
         return None
 
-    def _attempt(self, name: str, method: Method, calls: Calls) -> None:
+    def _attempt(self, name: str, method: Method, calls: Calls, result: list[torch.Tensor]) -> None:
         if self.broken is not None:
             raise type(self.broken)(f"{name}: this process group failed before: {self.broken}")
         try:
-            for arguments in calls:
-                method(*arguments)
+            with writing(result):
+                for arguments in calls:
+                    method(*arguments)
         except CollectiveError as error:
             self.broken = error.in_operation(name)
             raise self.broken from None
         except Exception as error:
-            if not fault_tolerance.is_loss(error):
-                raise
+            self._check_for_loss(name, error)
+            if not isinstance(error, _REFUSALS):
+                self.broken = CollectiveError(f"{name}: {type(error).__name__}: {error}")
+            raise
+
+    def _check_for_loss(self, name: str, error: Exception) -> None:
+        if fault_tolerance.is_loss(error):
             fault_tolerance.revoke_all()
             self.broken = RankLostError(f"{name}: a rank is lost ({error})")
             raise self.broken from None

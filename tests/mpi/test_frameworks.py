@@ -1,5 +1,7 @@
 """What torch builds on a process group, unmodified, between ranks of two device kinds."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,8 @@ from torch import nn
 from torch.distributed import nn as autograd_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import data_parallel
 
 # torch's own notes about its older parts.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -130,6 +134,113 @@ def test_ddp_with_torchs_own_hooks(world):
     gradient = low_rank.module.weight.grad.clone()
     dist.all_reduce(gradient, dist.ReduceOp.AVG)
     assert torch.allclose(gradient, low_rank.module.weight.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, data_parallel])
+def test_ddp_with_sparse_gradients(world, wrap):
+    model = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([[world.rank, 9]])).sum().backward()
+    gradient = model.module[0].weight.grad
+    assert gradient.is_sparse
+    rows = gradient.to_dense()
+    assert all(rows[rank].any() for rank in [*range(world.size), 9])
+    assert not rows[world.size : 9].any()
+    row = model.module[1].weight.detach().sum(0)
+    assert torch.allclose(rows[9], row)
+    assert torch.allclose(rows[0], row / world.size)
+
+
+def test_sparse_tensors_in_the_background(world):
+    tensor = torch.sparse_coo_tensor([[world.rank]], [1.0], (4,))
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert work.result()[0] is work.get_future().value()[0]
+    ones = [1.0] * world.size + [0.0] * (4 - world.size)
+    assert work.result()[0].to_dense().tolist() == ones
+
+
+def test_comm_debug_mode_counts(world):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    tensor, pieces = torch.ones(2), [torch.ones(2) for _ in range(world.size)]
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    with CommDebugMode() as counted:
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.broadcast(tensor, 0)
+        dist.all_gather(pieces, tensor)
+        dist.all_gather_single(torch.ones(2 * world.size), tensor)
+        functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
+        dist.barrier()
+    assert counted.get_total_counts() == 6
+    assert counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 2
+    with CommDebugMode() as counted:
+        one_step(model)
+    assert counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 1
+
+
+def test_what_the_compiler_and_its_cache_ask_of_a_group(world):
+    from torch.distributed import distributed_c10d
+
+    # Called by torch's inductor when it finds a result in its cache on the disk.
+    distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+
+
+def in_background(x, group):
+    y = x * 2
+    work = dist.all_reduce(y, group=group, async_op=True)
+    work.wait()
+    return y + 1
+
+
+def in_sync_after_a_break(x, group):
+    y = x * 2
+    torch._dynamo.graph_break()
+    dist.all_reduce(y, group=group)
+    return y + 1
+
+
+def by_messages(x, group):
+    y, rank, size = torch.zeros_like(x), dist.get_rank(), dist.get_world_size()
+    sent = dist.isend(x, (rank + 1) % size, group=group)
+    received = dist.irecv(y, (rank - 1) % size, group=group)
+    for work in (sent, received):
+        work.wait()
+    return y + 1
+
+
+def by_a_future(x, group):
+    y = x * 2
+    work = dist.all_reduce(y, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] + 1).wait()
+
+
+@pytest.mark.parametrize(
+    "function", [in_background, in_sync_after_a_break, by_messages, by_a_future]
+)
+def test_collectives_in_the_eager_parts_of_what_is_compiled(world, function):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    for _ in range(2):
+        x = torch.ones(4) * (world.rank + 1)
+        expected = function(x.clone(), dist.group.WORLD)
+        assert torch.equal(compiled(x, dist.group.WORLD), expected)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, data_parallel])
+def test_ddp_inside_what_is_compiled(world, wrap):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager, model = wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 4))
+    model.load_state_dict(eager.state_dict())
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        for network in (eager, compiled):
+            network.zero_grad()
+            network(torch.full((2, 4), float(world.rank))).sum().backward()
+        assert torch.equal(eager.module.weight.grad, model.module.weight.grad)
 
 
 def test_join_with_uneven_inputs(world):

@@ -226,6 +226,29 @@ def test_monitored_barrier_tells_those_who_came(world, last):
             dist.monitored_barrier()
 
 
+@pytest.mark.ranks(2)
+def test_monitored_barrier_does_not_wait_for_what_is_queued(world, last):
+    """It is there to name the rank for which that waits, within its own time-out."""
+    tensor = torch.ones(3)
+    if world.rank != last:
+        work = dist.all_reduce(tensor, async_op=True)
+        began = time.monotonic()
+        with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        assert time.monotonic() - began < 5
+        assert not work.is_completed()
+        dist.send(torch.ones(1), last)
+    else:
+        for rank in range(last):
+            dist.recv(torch.ones(1), rank)  # which they send after that
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
+            dist.monitored_barrier()
+    dist.monitored_barrier()
+    work.wait()
+    assert tensor.tolist() == [float(world.size)] * 3
+
+
 def test_monitored_barrier_of_another_backend_is_torchs(world):
     group = dist.new_group(backend="gloo")
     dist.monitored_barrier(group, timeout=timedelta(seconds=30))
@@ -288,6 +311,43 @@ def test_tensors_that_require_a_gradient_are_taken(world):
         assert received.tolist() == tensor.tolist()
     for work in works:
         work.wait()
+
+
+@pytest.mark.parametrize("mode_outside", [True, False])
+def test_tensors_of_inference_mode(world, mode_outside):
+    """Also where another thread, or code outside of the mode, writes them."""
+    with torch.inference_mode():
+        strided = [torch.zeros(4, 2)[:, 0].fill_(1.0) for _ in range(2)]
+        narrow = torch.ones(300_000, dtype=torch.bfloat16)
+        whole, part = torch.ones(200_000 * world.size), torch.zeros(200_000)
+        pieces = [torch.zeros(300_000) for _ in range(world.size)]
+        ring = torch.zeros(4, 2)[:, 1]
+        average = torch.full((3,), float(world.rank + 1))
+    with torch.inference_mode(mode_outside):
+        for in_background in (True, False):
+            works = [
+                dist.all_reduce(strided[in_background], async_op=in_background),
+                dist.all_reduce(narrow, async_op=in_background),
+                dist.all_reduce(average, dist.ReduceOp.AVG, async_op=in_background),
+                dist.reduce_scatter_single(part, whole, async_op=in_background),
+                dist.all_gather(pieces, pieces[0].new_ones(300_000), async_op=in_background),
+            ]
+            if in_background:
+                for work in works:
+                    work.wait()
+        received = dist.irecv(ring, (world.rank - 1) % world.size)
+        dist.send(torch.ones(4), (world.rank + 1) % world.size)
+        received.wait()
+    assert [tensor.tolist() for tensor in strided] == [[float(world.size)] * 4] * 2
+    assert narrow.unique().tolist() == [float(world.size) ** 2]
+    assert average.tolist() == [(world.size + 1) / 2] * 3
+    assert part.unique().tolist() == [float(world.size)]
+    assert all(piece.unique().tolist() == [1.0] for piece in pieces)
+    assert ring.tolist() == [1.0] * 4
+
+
+def test_meta_tensors_have_nothing_to_carry(world):
+    assert dist.all_reduce(torch.ones(4, device="meta")) is None
 
 
 def test_a_negative_view_is_read_as_what_it_shows(world):

@@ -1,0 +1,121 @@
+"""Futures of asynchronous collectives: the order of their callbacks, and how errors arrive."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import data_parallel
+from kaitian_mpi.errors import CollectiveError
+
+# torch's own note about a future whose callback failed.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def filled(value, length=10):
+    return torch.full((length,), float(value))
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["async", "sync"])
+def test_what_a_callback_asks_for_comes_after_what_was_given_before_it(world, in_background):
+    """Also where the future is done on one rank, and not on another, when it is attached."""
+    for _ in range(20):
+        first, second, third, last = filled(1), filled(10, 2_000), filled(100, 2_000), filled(5)
+        work = dist.all_reduce(first, async_op=True)
+        between = dist.all_reduce(second, async_op=True)
+        if world.rank == 0:
+            between.wait()
+
+        def ask(_, third=third):
+            asked = dist.all_reduce(third, async_op=in_background)
+            return asked.get_future().wait()[0] if in_background else third
+
+        asked = work.get_future().then(ask)
+        dist.all_reduce(last)
+        assert asked.wait() is third
+        between.wait()
+        sums = [tensor.unique().tolist() for tensor in (first, second, third, last)]
+        assert sums == [[value * world.size] for value in (1, 10, 100, 5)]
+
+
+def test_callbacks_in_a_chain_keep_their_places(world):
+    for _ in range(20):
+        tensors = [filled(1 + number, 100 * number + 1) for number in range(4)]
+        work = dist.all_reduce(tensors[0], async_op=True)
+        if world.rank == 0:
+            work.wait()
+
+        def ask(future, number):
+            assert future.value() is not None
+            return dist.all_reduce(tensors[number], async_op=True).get_future().wait()  # noqa: B023
+
+        chained = work.get_future().then(lambda f: ask(f, 1)).then(lambda f: ask(f, 2))
+        later = dist.all_reduce(tensors[3], async_op=True)
+        assert chained.wait()[0] is tensors[2]
+        later.wait()
+        assert [t.unique().tolist() for t in tensors] == [[(1 + n) * world.size] for n in range(4)]
+
+
+def test_an_error_in_a_callback_is_its_futures_alone(world):
+    work = dist.all_reduce(filled(1), async_op=True)
+
+    def fail(_):
+        raise KeyError("planted")
+
+    failed = work.get_future().then(fail)
+    with pytest.raises((KeyError, RuntimeError), match="planted"):
+        failed.wait()
+    dist.all_reduce(filled(1))
+
+
+def test_an_error_in_a_queued_collective_is_raised_where_it_is_waited_for(world, monkeypatch):
+    group = dist.new_group()
+
+    def fail(*_):
+        raise OSError("planted")
+
+    monkeypatch.setattr(group._host, "broadcast", fail)
+    work = dist.broadcast(filled(1), 0, group=group, async_op=True)
+    with pytest.raises(OSError, match="planted"):
+        work.wait()
+    assert isinstance(work.exception(), OSError)
+    with pytest.raises(CollectiveError, match="failed before: broadcast: OSError: planted"):
+        dist.all_reduce(filled(1), group=group)
+    dist.barrier()  # other groups go on
+    dist.destroy_process_group(group)
+
+
+def _stock(model, group):
+    return DistributedDataParallel(model, process_group=group)
+
+
+def _with_bare_hook(model, group):
+    def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
+
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(group, hook)
+    return wrapped
+
+
+WRAPPED = {
+    "stock": _stock,
+    "bare hook": _with_bare_hook,
+    "data_parallel": lambda model, group: data_parallel(model, group=group),
+}
+
+
+@pytest.mark.ranks(2)
+def test_backward_raises_where_a_rank_does_not_come(world):
+    """And neither ends the job nor crashes in DDP's reducer."""
+    last = world.size - 1
+    for wrap in WRAPPED.values():
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        model = wrap(torch.nn.Linear(3, 2), group)
+        if world.rank != last:
+            with pytest.raises(RuntimeError, match=r"(?i)timed out after"):
+                model(torch.ones(1, 3)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group(group)

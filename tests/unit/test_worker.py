@@ -1,0 +1,175 @@
+"""The thread of a process group, its order and its errors; without MPI."""
+
+import threading
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kaitian_mpi.collectives.staging import SideStreams
+from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
+
+# torch's own note about a future whose callback failed.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Queue:
+    """A worker that writes down what it carries out, and does nothing before `gate` is set."""
+
+    def __init__(self):
+        self.worker = Worker("test", SideStreams())
+        self.order = []
+        self.gate = threading.Event()
+        self.held = self.give("held", lambda: self.gate.wait(10))
+
+    def give(self, name, method=lambda: None, in_background=True):
+        def carry_out():
+            method()
+            self.order.append(name)
+
+        return self.worker.run(name, carry_out, [()], [torch.ones(1)], in_background)
+
+    def let_go(self):
+        self.gate.set()
+        self.worker.close()
+        return self.order
+
+
+@pytest.fixture
+def queue():
+    made = Queue()
+    yield made
+    made.let_go()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_callback_comes_between_what_was_given_before_it_and_after_it(queue, in_background):
+    queue.give("before")
+    asked = queue.held.get_future().then(
+        lambda _: queue.give("asked", in_background=in_background).wait()
+    )
+    queue.give("after")
+    assert queue.let_go() == ["held", "before", "asked", "after"]
+    assert asked.wait() is True
+
+
+def test_callbacks_of_callbacks_follow_them(queue):
+    chained = queue.held.get_future().then(lambda _: queue.give("first"))
+    chained.then(lambda _: queue.give("second"))
+    queue.give("after")
+    queue.held.get_future().add_done_callback(lambda _: queue.give("last"))
+    assert queue.let_go() == ["held", "first", "second", "after", "last"]
+
+
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_a_callback_may_wait_for_what_is_queued_behind_it(queue, how):
+    late = []
+
+    def wait(_):
+        (late[0] if how == "wait" else late[0].get_future()).wait()
+        queue.give("asked")
+
+    waited = queue.held.get_future().then(wait)
+    late.append(queue.give("late"))
+    queue.give("later")
+    assert queue.let_go() == ["held", "late", "asked", "later"]
+    waited.wait()
+
+
+def test_a_callback_that_waits_for_itself_gets_an_error(queue):
+    futures = []
+    futures.append(queue.held.get_future().then(lambda _: futures[0].wait()))
+    queue.let_go()
+    with pytest.raises(RuntimeError, match="waits for its own end"):
+        futures[0].wait()
+
+
+def test_what_a_native_callback_asks_for_is_queued(queue):
+    """Such as one of `torch.futures.collect_all`, which knows nothing of the order."""
+    asked = []
+    queue.give("before")
+    both = torch.futures.collect_all([queue.held.get_future()])
+    both.then(lambda _: asked.append(queue.give("asked", in_background=False).wait()))
+    queue.give("after")
+    assert queue.let_go() == ["held", "before", "after", "asked"]
+    assert asked == [True]
+
+
+def test_an_error_is_for_whoever_waits(queue, capfd):
+    def fail():
+        raise OSError("planted")
+
+    failed = queue.give("failed", fail)
+    seen = failed.get_future().then(lambda future: future.value())
+    refused = queue.give("next")
+    queue.let_go()
+    for waiting in (failed, failed.get_future(), seen, seen.then(lambda future: future.wait())):
+        with pytest.raises((OSError, RuntimeError), match="planted"):
+            waiting.wait()
+    assert isinstance(failed.exception(), OSError)
+    assert failed.is_completed()
+    assert not failed.is_success()
+    with pytest.raises(CollectiveError, match=r"next: .* failed before: failed: OSError: planted"):
+        refused.wait()
+    assert "nobody waited" not in capfd.readouterr().err
+
+
+def test_a_refused_call_leaves_the_group_in_use(queue):
+    def refuse():
+        raise UnsupportedError("not that")
+
+    refused = queue.give("refused", refuse)
+    good = queue.give("good")
+    queue.let_go()
+    with pytest.raises(UnsupportedError, match="not that"):
+        refused.wait()
+    assert good.wait()
+
+
+def test_an_error_that_nobody_has_seen_is_told_at_the_end(queue, capfd):
+    def fail():
+        raise OSError("planted")
+
+    queue.give("failed", fail)
+    queue.let_go()
+    assert "a collective failed that nobody waited for: planted" in capfd.readouterr().err
+
+
+def test_recorded_losses_do_not_fail_a_future(queue):
+    def lose():
+        raise RankLostError("gone")
+
+    queue.worker.records_losses = True
+    watched, unwatched = queue.give("watched", lose), queue.give("unwatched")
+    assert not watched.get_future().done()
+    queue.let_go()
+    watched.get_future().wait()
+    assert isinstance(queue.worker.broken, RankLostError)
+    with pytest.raises(RankLostError):
+        unwatched.wait()
+
+
+def test_tensors_of_inference_mode_are_written_by_the_thread(queue):
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+    work = queue.worker.run("add", tensor.add_, [(1,)], [tensor], in_background=True)
+    queue.gate.set()
+    work.wait()
+    assert tensor.tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="outside InferenceMode"):
+        tensor.add_(1)
+
+
+def test_a_profile_has_what_ended_in_the_thread(queue):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        record = torch.autograd.profiler.record_function("planted")
+        with record:
+            work = queue.give("seen")
+            work.end_with(record)
+        late = torch.autograd.profiler.record_function("late")
+        with late:
+            queue.gate.set()
+            work.wait()
+            work.end_with(late)
+    assert {"planted", "late"} <= {event.name for event in seen.events()}
