@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -59,7 +60,7 @@ class BenchmarkCache:
         if self._file is None:
             return None
         try:
-            kept = json.loads(self._file.read_text())
+            kept = json.loads(_read_own(self._file))
             names = {field.name for field in fields(Measured)}
             if kept["key"] != self._key or set(kept["measured"]) != names:
                 return None
@@ -87,6 +88,18 @@ class BenchmarkCache:
                 f"--benchmark-cache {self._file.parent}: {error.strerror}; "
                 "name a folder that can be written"
             ) from error
+
+
+def _read_own(file: Path) -> str:
+    """Return a file's text; raises OSError for one that another user may have written.
+
+    The folder may be in a place that all users share.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as opened:
+        about = os.fstat(opened.fileno())
+        if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
+            raise PermissionError(f"{file} belongs to another user, or all may write it")
+        return opened.read()
 
 
 def _is_sound(measured: Measured) -> bool:

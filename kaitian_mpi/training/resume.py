@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -218,7 +219,7 @@ def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkp
     wait_for_writer(run_folder / "checkpoints", say_here)  # the job before may just have been ended
     if resume != "auto":
         path = Path(resume)
-        if not path.is_file():
+        if not os.path.isfile(path):  # which never raises, as Path.is_file does
             raise UserError(
                 f"--resume: found no file {path}, needed auto or a checkpoint's .pt file"
             )

@@ -23,6 +23,10 @@ TRAIN = ("kaitian-train", "--model", "cnn")
         ("--emulate-slowdown 9:2", "--emulate-slowdown: found '9:2', needed rank:factor"),
         ("--global-batch-size 2", "--global-batch-size: found 2 for 4 ranks, needed at least one"),
         ("--dataset cifar10 --data-dir nowhere", "--data-dir: found no folder nowhere, needed"),
+        (
+            "--log-interval inf",
+            "--log-interval: found inf, needed seconds, at least 0, and at most",
+        ),
     ],
 )
 @pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
@@ -41,6 +45,8 @@ def test_a_mistake_seen_before_torch_is_loaded(mpirun, options, flags, message):
         ("--model planted:not_a_model", "needed a torch.nn.Module"),
         ("--devices cuda:7,cuda:7", "asks for cuda:7, but"),
         ("--model planted:differing", "the model differs between ranks:"),
+        ("--model planted:raise_error", "found a callable with the parameters ()"),
+        ("--run-dir /dev/null/run", "--run-dir /dev/null/run: Not a directory; name a folder"),
     ],
 )
 def test_a_mistake_seen_later(mpirun, flags, message):

@@ -1,6 +1,7 @@
 """Timing one rank and finding what fits its memory, with a model that runs out of it."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -212,3 +213,19 @@ def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--benchmark-cache"):
         make_cache(tmp_path / "file").write(FOUND)
+
+
+def test_a_result_that_another_user_may_have_written_is_not_taken(tmp_path, monkeypatch):
+    make_cache(tmp_path).write(FOUND)
+    (file,) = tmp_path.glob("*.json")
+    assert make_cache(tmp_path).read() == FOUND
+    file.chmod(0o666)
+    assert make_cache(tmp_path).read() is None
+    file.chmod(0o644)
+    kept = file.rename(tmp_path / "kept")
+    file.symlink_to(kept)
+    assert make_cache(tmp_path).read() is None
+    kept.replace(file)
+    owner = file.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert (make_cache(tmp_path).read() is None) == (owner != 0)  # what root wrote is good
