@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-import pytest
-
 SCRIPT = """
 import argparse, os, sys
 import psutil
