@@ -14,6 +14,7 @@ from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.signals import handle_signals
+from kaitian_mpi.mpi.watchdog import setup_limit, start_watching
 
 PROGRAM = "kaitian-bench"
 FLAGS = (
@@ -38,6 +39,7 @@ def main() -> None:
             chosen = make_parser().parse_args(arguments)
         target = Path(chosen.json).expanduser() if chosen.json else None
         config = config_of(chosen, FLAGS)
+        watchdog = start_watching(setup_limit(0))
         comm = start_mpi()
         check_before_loading(config, comm)
         with faults_agreed(comm):
@@ -51,6 +53,8 @@ def main() -> None:
 
         bench(config, init(config.devices, config.emulate_kinds), target)
         dist.destroy_process_group()
+        if watchdog is not None:
+            watchdog.close()
 
 
 def make_parser() -> argparse.ArgumentParser:

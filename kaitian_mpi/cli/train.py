@@ -11,10 +11,9 @@ from kaitian_mpi.mpi.guard import abort_guard, told_once
 from kaitian_mpi.mpi.launch import read_launch
 from kaitian_mpi.mpi.runtime import leave_after_loss, start_mpi
 from kaitian_mpi.mpi.signals import handle_signals
-from kaitian_mpi.mpi.watchdog import start_watching
+from kaitian_mpi.mpi.watchdog import setup_limit, start_watching
 
 PROGRAM = "kaitian-train"
-_FIRST_LIMIT_SEC = 600.0  # a step's time is not known yet, and the first may compile kernels
 
 
 def main() -> None:
@@ -28,7 +27,7 @@ def main() -> None:
     with abort_guard(PROGRAM):
         with told_once():
             config = parse_config(PROGRAM, arguments)
-        watchdog = start_watching(config.step_timeout or _FIRST_LIMIT_SEC)
+        watchdog = start_watching(setup_limit(config.step_timeout))
         check_before_loading(config, start_mpi())
         # Only now: these load torch, which takes seconds.
         import torch.distributed as dist

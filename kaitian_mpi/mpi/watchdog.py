@@ -32,6 +32,8 @@ _STEPS = 50
 _STEPS_PER_LIMIT = 20
 _LEAST_LIMIT_SEC = 60.0
 _LEAST_CHANGE = 0.2
+_FIRST_LIMIT_SEC = 600.0
+_SETUP_LIMIT_SEC = 1800.0
 
 
 class Watchdog:
@@ -147,21 +149,39 @@ def _start_process(name: str, reader: int, launcher: int) -> subprocess.Popen[by
     )
 
 
+def first_limit(given_sec: float) -> float:
+    """Return the limit for a step as long as no step's time is known; the first may compile."""
+    return given_sec or _FIRST_LIMIT_SEC
+
+
+def setup_limit(given_sec: float) -> float:
+    """Return the limit for a phase before training: loading data, building the model, a benchmark.
+
+    Args:
+        given_sec: the limit for a step; 0 where none is given.
+
+    Returns:
+        Seconds: 20 times as many, or half an hour.
+    """
+    return _STEPS_PER_LIMIT * given_sec or _SETUP_LIMIT_SEC
+
+
 class StepLimit:
     """The limit of time for the phases of a step: as given, or from the steps so far.
 
     Args:
         given_sec: seconds; 0 for 20 times the median of the last 50 steps, at least 60 s.
+        first_sec: the limit as long as no step is known.
 
     Attributes:
         limit_sec: the limit as it is now, in seconds.
     """
 
-    def __init__(self, given_sec: float) -> None:
+    def __init__(self, given_sec: float, first_sec: float = _LEAST_LIMIT_SEC) -> None:
         assert given_sec >= 0
         self._given = given_sec > 0
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        self.limit_sec = given_sec if self._given else _LEAST_LIMIT_SEC
+        self.limit_sec = given_sec if self._given else first_sec
 
     def observe(self, step_sec: float) -> float | None:
         """Count a step in; return the new limit in seconds if it changes by more than 20%."""

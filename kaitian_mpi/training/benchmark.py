@@ -15,6 +15,7 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.agreement import faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.waiting import Arrival, wait_quietly
+from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.benchmark_cache import BenchmarkCache
 from kaitian_mpi.training.rank_timer import Measured, RankTimer
@@ -97,6 +98,7 @@ def _measure(world: World, timer: RankTimer) -> Measured:
             arrival = Arrival(world.comm)
         while not arrival.complete():
             timer.keep_busy()
+        enter_phase("comparing the benchmarks", waits=True, limited=False)
     return measured
 
 

@@ -18,7 +18,7 @@ from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data import LoadAdaptiveSampler, make_loader, steps_ahead
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.mpi.watchdog import StepLimit, enter_phase, set_phase_limit
+from kaitian_mpi.mpi.watchdog import StepLimit, enter_phase, first_limit, set_phase_limit
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.bad_steps import BadSteps
 from kaitian_mpi.training.balancing import Balancing
@@ -104,6 +104,7 @@ class Trainer:
         )
         self._clock = self.metrics.clock
         self._limit = StepLimit(config.step_timeout)
+        self._evaluation_limit = StepLimit(config.step_timeout, first_limit(config.step_timeout))
         self._steps_seen = 0
 
     @property
@@ -168,7 +169,10 @@ class Trainer:
             self.world.rank,
             shares,
             self._micro_batch,
+            self._evaluation_limit,
         )
+        known = self._steps_seen >= _STEPS_TO_KNOW
+        set_phase_limit(self._limit.limit_sec if known else first_limit(self._config.step_timeout))
         self._commit_piece()
         return result
 
@@ -248,18 +252,19 @@ class Trainer:
 
     def _tell(self, loss: torch.Tensor, own_samples: int, samples: int, data_sec: float) -> None:
         times = self._clock.take()
-        self._watch(times)
+        self._watch(times, data_sec)
         plan = self.balancing.step_done(self.progress.step, own_samples, times, data_sec)
         if plan is not None:
             self.sampler.set_plan(plan)
         self.metrics.add_data_time(data_sec)
         self.metrics.step_done(self.progress, loss, own_samples, samples, times)
 
-    def _watch(self, times: StepTimes) -> None:
+    def _watch(self, times: StepTimes, data_sec: float) -> None:
         """Let the watchdog know how long a step takes, and that now the ranks meet."""
         self._steps_seen += 1
         if times.steps:
-            limit = self._limit.observe((times.computed + times.waited) / times.steps)
+            step_sec = (times.computed + times.waited) / times.steps
+            limit = self._limit.observe(step_sec + data_sec)
             if limit is not None or self._steps_seen == _STEPS_TO_KNOW:
                 set_phase_limit(self._limit.limit_sec)
         enter_phase("telling of the step", step=self.progress.step, waits=True)

@@ -19,6 +19,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.agreement import check_same, faults_agreed
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.watchdog import enter_phase, set_phase_limit, setup_limit
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.run_folder import NoFolder, RunFolder, open_run_folder
 
@@ -81,9 +82,13 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
                 f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
                 "give --devices cpu"
             )
+        set_phase_limit(setup_limit(config.step_timeout))
+        enter_phase("loading the data set (--dataset)")
         data = load_data(config)
         torch.manual_seed(config.seed)
+        enter_phase("building the model (--model)")
         model = build_model(config.model, data.num_classes)
+        enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
     length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
     check_same(world.comm, "the data set", length, "give every host the same files")
     for name, part in (("training", data.train), ("validation", data.validation)):

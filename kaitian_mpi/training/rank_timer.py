@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.computation import MEMORY_FORMATS, Computation, make_optimizer
 from kaitian_mpi.training.memory import MemoryGauge, out_of_memory
@@ -205,6 +206,7 @@ class RankTimer:
         return self._batches[batch]
 
     def _time_step(self, batch: int) -> float:
+        enter_phase("the benchmark")
         computation = self._computation
         inputs, labels = computation.place(*self._samples(batch))
         self._world.synchronize()

@@ -15,7 +15,7 @@ from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.signals import last_words, requests
 from kaitian_mpi.mpi.waiting import wait_quietly
-from kaitian_mpi.mpi.watchdog import enter_phase
+from kaitian_mpi.mpi.watchdog import enter_phase, first_limit, set_phase_limit
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.training.checkpoint import Checkpointing
@@ -144,6 +144,7 @@ class _Run:
 
     def make_state(self, world: World) -> None:
         """Make what is trained, also on those that stand by: the first time takes a second."""
+        set_phase_limit(first_limit(self.config.step_timeout))
         profile = self.profiles.by_place[place_of(world.info)]
         how = (world.device, profile.precision, profile.memory_format, self.config.label_smoothing)
         self.state = TrainingState(self.config, self.made.model, Computation(*how), total_steps=0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from kaitian_mpi.mpi.watchdog import StepLimit
+from kaitian_mpi.mpi.watchdog import StepLimit, first_limit, setup_limit
 from kaitian_mpi.mpi.watchdog_process import Report, judge, overslept, parse_stat, updated
 
 LONGEST_SEC = 30
@@ -455,3 +455,11 @@ def test_the_module_is_light():
     )
     process = start(script)
     assert process.communicate(timeout=LONGEST_SEC) == ("[]\n", "")
+
+
+def test_the_limits_before_a_step_is_known():
+    assert (first_limit(0), setup_limit(0)) == (600, 1800)
+    assert (first_limit(3), setup_limit(3)) == (3, 60)
+    limit = StepLimit(0, first_limit(0))
+    assert limit.limit_sec == 600
+    assert limit.observe(10) == 200
