@@ -92,6 +92,7 @@ class _Supervisor:
         self._job = job
         self._effects = effects
         self._most_starts = most_starts
+        self._before = read_state(job.folder)
         self._lost: frozenset[str] = frozenset()
         self._ever_lost: frozenset[str] = frozenset()
         self._idle = 0  # starts in a row that brought no progress
@@ -145,7 +146,9 @@ class _Supervisor:
         job, effects = self._job, self._effects
         before = read_state(job.folder)
         new_hostfile = job.folder / f"hostfile-restart-{number - 1}"
-        start = plan_start(job, self._lost, before.trained, str(new_hostfile))
+        # What an earlier run has left in the folder is not what these starts have trained.
+        trained = before.trained and before != self._before
+        start = plan_start(job, self._lost, trained, str(new_hostfile))
         _write_hostfile(new_hostfile, start)
         why = f"{self._name_lost()}; " if self._lost else ""
         effects.say(f"start {number} of {self._most_starts}: {why}{start.shape}")

@@ -120,6 +120,7 @@ def test_a_finished_run_stays_as_it_is_and_trains_more_epochs(world, folder, cap
 def test_results_that_are_missing_are_made_by_an_evaluation(world, folder):
     run(world, folder)
     expected = summary_in(folder)
+    world.comm.Barrier()
     if world.rank == 0:
         (folder / "summary.json").unlink()
         (folder / "checkpoints" / "model.pt").unlink()

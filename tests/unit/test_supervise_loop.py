@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -326,6 +327,18 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     )
     with pytest.raises(UserError, match=r"hostfile-restart-1: .*; name a --run-dir that can be"):
         supervise(job, World(tmp_path / "other", Run(lost="b")), 3)
+
+
+def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 90}\n')
+    job = replace(
+        make_job(folder, hosts=""),
+        command=parse_command("mpirun -np 4 kaitian-train --resume x.pt".split()),
+    )
+    world = World(folder, Run(1), Run(1, step=5), Run(0, step=9, finished=True))
+    assert supervise(job, world, 3) == 0
+    assert ["--resume=auto" in words for words in world.commands] == [False, False, True]
 
 
 # The run folder.
