@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 import zlib
 
 import fake_device
@@ -310,6 +311,7 @@ def test_an_operation_comes_after_what_the_caller_gave_to_its_stream(
         with Held():
             tensor.add_(world.rank + 1)
             work = dist.all_reduce(tensor, async_op=True)
+            time.sleep(0.05)  # in which it would begin, were it not to wait
         work.wait()
         tensor.mul_(2)  # after it, on the caller's stream
         assert torch.equal(values(tensor), torch.full((length,), 2.0 * factor(world)))
@@ -331,10 +333,10 @@ def test_a_received_tensor_is_written_after_what_the_caller_gave_to_its_stream(w
             received.fill_(-1)  # of an earlier use of the same memory
             work = dist.irecv(received, left)
             dist.barrier()
-        assert world.info.kind == "cpu" or received.memory.recorded
         work.wait()
         sent.wait()
         assert torch.equal(values(received), torch.full((1_000,), left + 1.0))
+        assert world.info.kind == "cpu" or received.memory.recorded
 
 
 @pytest.mark.ranks(2)
