@@ -109,7 +109,8 @@ class RollCall:
         missing = [rank for rank in range(self._comm.size) if not self._reached("arrived", rank)]
         text = (
             f"timed out after {self._timeout_sec:g} s in {OPERATION} #{self._calls}: "
-            f"waiting for {listed_ranks(missing, self._comm.size)}"
+            f"waiting for {listed_ranks(missing, self._comm.size)}; "
+            "give the group a longer timeout if it is only slow"
         )
         self._store.set("failure", text)
         self._store.append("events", "failed ")
