@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.watchdog import enter_phase
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.training.computation import Computation
 from kaitian_mpi.training.report import say
@@ -35,7 +36,10 @@ def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Da
     """
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous", 0.0)
-    found = max(gather_values(world.comm, min_batch_of(model, data, computation)))
+    enter_phase("a trial of the model")
+    own = min_batch_of(model, data, computation)
+    enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
+    found = max(gather_values(world.comm, own))
     samples = len(data)  # type: ignore[arg-type]
     if samples < found:
         raise AgreedError(
