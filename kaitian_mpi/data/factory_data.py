@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from kaitian_mpi.data.holdout import shuffled_split
 from kaitian_mpi.errors import UserError
@@ -48,8 +48,9 @@ class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, labels = default_collate(pairs)
-    return inputs, labels.long()
+    # Not torch's own collate, which in a loading process takes memory in /dev/shm.
+    inputs = torch.stack([inputs for inputs, _ in pairs])
+    return inputs, torch.tensor([operator.index(label) for _, label in pairs])
 
 
 def load_factory_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated, Collated, int]:

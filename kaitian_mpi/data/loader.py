@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.data.parcel import ByParcel
 
 _BATCHES_PER_WORKER = 2
 
@@ -34,7 +35,7 @@ def make_loader(
             lest dropout depended on how often a run was interrupted.
     """
     return DataLoader(
-        dataset,
+        ByParcel(dataset) if workers else dataset,
         sampler=sampler,
         batch_size=None,
         num_workers=workers,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
+import subprocess
+import sys
+from multiprocessing import reduction
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ import torch
 from kaitian_mpi.data import LoadAdaptiveSampler, evaluation_indices, make_loader
 from kaitian_mpi.data.arrays import ImageArrays
 from kaitian_mpi.data.augment import Augmented
+from kaitian_mpi.data.parcel import Parcel
 
 
 def make_data() -> Augmented:
@@ -62,3 +68,53 @@ def test_evaluation_takes_each_sample_once() -> None:
         counts = [sum(map(len, rank)) for rank in ranks]
         for count, share in zip(counts, shares, strict=True):
             assert abs(count - length * share / sum(shares)) <= 1
+
+
+def test_a_parcel_arrives_as_what_was_sent(monkeypatch) -> None:
+    def refuse(storage: torch.UntypedStorage) -> None:
+        raise AssertionError("a file in /dev/shm")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
+    whole = torch.arange(12.0).reshape(3, 4)
+    sent = [
+        whole,
+        whole[:, 1],
+        torch.zeros(0, 3),
+        torch.ones(1, 5).expand(4, 5),
+        torch.tensor(3),
+        torch.ones(2, dtype=torch.bfloat16),
+        {"text": "x", "number": 7},
+    ]
+    got = pickle.loads(reduction.ForkingPickler.dumps(Parcel(sent)))
+    for one, other in zip(got[:-1], sent[:-1], strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+    assert got[-1] == sent[-1]
+    got[1] += 1  # a view of the whole there as well, and no view of what is here
+    assert torch.equal(got[0][:, 1], whole[:, 1] + 1)
+    assert pickle.loads(reduction.ForkingPickler.dumps(Parcel("nothing"))) == "nothing"
+
+
+LOAD = """
+import torch
+from kaitian_mpi.data import LoadAdaptiveSampler, make_loader
+from kaitian_mpi.data.factory_data import Collated
+from torch.utils.data import TensorDataset
+
+if __name__ == "__main__":
+    images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()
+    data = Collated(TensorDataset(images, torch.arange(64)))
+    sampler = LoadAdaptiveSampler(data, [8], 0)
+    for inputs, labels in make_loader(data, sampler, 1, pin_memory=False):
+        assert torch.equal(inputs[:, -1], labels.float())
+    print("loaded")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, as root")
+def test_a_small_dev_shm_is_enough_for_loading_processes(tmp_path) -> None:
+    (tmp_path / "load.py").write_text(LOAD)
+    mount = "mount -t tmpfs -o size=1m none /dev/shm && exec"
+    command = f"{mount} {sys.executable} {tmp_path / 'load.py'}"
+    ended = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True)
+    assert ended.stdout == "loaded\n", ended.stderr
