@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import select
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +48,29 @@ def make_loader(
         # A process forked after MPI has started can crash: pytorch/pytorch#13787.
         multiprocessing_context="forkserver" if workers else None,
         prefetch_factor=_BATCHES_PER_WORKER if workers else None,
+        worker_init_fn=_end_with_rank,
     )
+
+
+def _end_with_rank(_: int) -> None:
+    """End this loading process when its rank is killed.
+
+    torch looks at the process's parent, which is the fork server and not the rank; and the fork
+    server lives as long as this process does.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    assert rank.pid is not None
+    try:
+        life = os.pidfd_open(rank.pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([life], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
 
 
 def steps_ahead(workers: int) -> int:
