@@ -139,16 +139,20 @@ def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = 
     """
     if host.device == tensor.device and is_plain(tensor):
         return
-    with writing([tensor]):
+    with writing([tensor]) or nullcontext():
         tensor.detach().copy_(host, non_blocking=non_blocking)
 
 
-def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Return a context in which tensors may be written, also those of `torch.inference_mode()`.
+def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any] | None:
+    """Return a context in which tensors may be written; None if none is needed.
 
-    torch refuses that outside of the mode, and another thread than the caller's is outside.
+    torch refuses to write tensors of `torch.inference_mode()` outside of the mode, and another
+    thread than the caller's is outside.
     """
-    return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
+    for tensor in tensors:
+        if tensor.is_inference():
+            return torch.inference_mode()
+    return None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

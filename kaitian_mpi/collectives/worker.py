@@ -87,15 +87,15 @@ class Worker:
         Raises:
             CollectiveError: it failed in the caller's thread, or the worker is broken.
         """
-        if self._is_own_thread():
-            if self._in_callback:
-                self._attempt(name, method, calls, result)
-                return Finished(result)
-        elif not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
+        # Never in the worker's own thread: there it is its turn already.
+        if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
                 self._attempt(name, method, calls, result)
             finally:
                 self._turn.release()
+            return Finished(result)
+        if self._is_own_thread() and self._in_callback:
+            self._attempt(name, method, calls, result)
             return Finished(result)
         work = Queued(result, self)
         if sum(tensor.numel() for tensor in result) <= 1:
@@ -216,9 +216,13 @@ class Worker:
         if self.broken is not None:
             raise type(self.broken)(f"{name}: this process group failed before: {self.broken}")
         try:
-            with writing(result):
-                for arguments in calls:
-                    method(*arguments)
+            if (context := writing(result)) is not None:
+                with context:
+                    for arguments in calls:
+                        method(*arguments)
+                return
+            for arguments in calls:
+                method(*arguments)
         except CollectiveError as error:
             self.broken = error.in_operation(name)
             raise self.broken from None
