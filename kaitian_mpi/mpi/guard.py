@@ -16,7 +16,6 @@ from types import TracebackType
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi import ending, fault_tolerance
 from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import leave_after_loss
 
 _PR_SET_PDEATHSIG = 1
 _FORWARDING_SEC = 0.1
@@ -139,6 +138,9 @@ def _end_after_user_error(program: str, error: UserError) -> None:
         say(f"{program}: error: {error}")
     if started and not isinstance(error, AgreedError):
         end_job(error.exit_code)
+    # Here, as it imports numpy, and the watchdog, which imports us, starts before what is slow.
+    from kaitian_mpi.mpi.runtime import leave_after_loss
+
     leave_after_loss(error.exit_code)
     sys.exit(error.exit_code)
 
