@@ -26,6 +26,8 @@ from kaitian_mpi.mpi.topology import GroupComms
 
 ALGORITHMS = ("flat", "leader", "striped")
 
+_WIDE_ELEMENTS = 1 << 20  # of a tensor that is widened, how many at once: 4 MB of float32
+
 
 class GroupCollectives(Protocol):
     """What the algorithms need inside a group; tensors are flat."""
@@ -76,9 +78,10 @@ def allreduce(
     """
     if op.is_average and tensor.dtype in WIDER:
         # The sum of a stage would be rounded, or overflow, before it is divided.
-        wide = tensor.to(WIDER[tensor.dtype])
-        allreduce(algorithm, comms, group, wide, op)
-        tensor.copy_(wide)
+        for piece in tensor.split(_WIDE_ELEMENTS):
+            wide = piece.to(WIDER[tensor.dtype])
+            allreduce(algorithm, comms, group, wide, op)
+            piece.copy_(wide)
         return
     total = op.undivided
     shares = split_evenly(tensor.numel(), 1 if algorithm == "leader" else comms.lanes)
