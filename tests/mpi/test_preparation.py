@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 from kaitian_mpi import data_parallel
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data import DataSource
 from kaitian_mpi.data.factory_data import Collated
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -82,3 +83,16 @@ def test_data_that_hosts_list_in_another_order_is_refused(world, capfd):
     check_same_samples(world, "training", make_data(inputs + world.rank, labels))
     said = "warning: the inputs of 16 of 16 training samples differ" in capfd.readouterr().out
     assert said == (world.rank == 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_a_run_begins_only_with_the_same_data(world, monkeypatch, part):
+    inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
+    same = make_data(inputs, labels)
+    other = make_data(inputs, (labels + world.rank) % 7)
+    parts = (other, same) if part == "training" else (same, other)
+    data = DataSource("planted", *parts, num_classes=7)
+    monkeypatch.setattr("kaitian_mpi.training.preparation.load_data", lambda config: data)
+    with pytest.raises(AgreedError, match=f"the {part} data differs .* class "):
+        prepare_without_folder(TrainConfig(model="cnn"), world)
