@@ -7,6 +7,7 @@ import os
 import select
 import threading
 from collections.abc import Sequence
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -45,11 +46,18 @@ def make_loader(
         num_workers=workers,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(seed),
-        # A process forked after MPI has started can crash: pytorch/pytorch#13787.
-        multiprocessing_context="forkserver" if workers else None,
+        multiprocessing_context=_fork_server() if workers else None,
         prefetch_factor=_BATCHES_PER_WORKER if workers else None,
         worker_init_fn=_end_with_rank,
     )
+
+
+def _fork_server() -> BaseContext:
+    # A process forked after MPI has started can crash: pytorch/pytorch#13787.
+    context = multiprocessing.get_context("forkserver")
+    # Or each process would import torch again, which takes seconds.
+    context.set_forkserver_preload(["__main__", "torch"])
+    return context
 
 
 def _end_with_rank(_: int) -> None:
