@@ -14,6 +14,7 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.training.checkpoint_writer import BackgroundWriter
 from kaitian_mpi.training.computation import make_schedule
 from kaitian_mpi.training.resume import find_checkpoint, hand_over, restore
 from kaitian_mpi.training.run import train
@@ -42,6 +43,19 @@ def points():
 
 def small(num_classes):
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, num_classes)).double()
+
+
+@pytest.fixture(autouse=True)
+def every_checkpoint_is_written(monkeypatch):
+    # A slow disk leaves some out, which the tests that cut a run back would miss.
+    submit = BackgroundWriter.submit
+
+    def submit_and_wait(writer, *args):
+        replaced = submit(writer, *args)
+        writer.wait()
+        return replaced
+
+    monkeypatch.setattr(BackgroundWriter, "submit", submit_and_wait)
 
 
 @pytest.fixture
