@@ -21,6 +21,9 @@ _LAUNCHERS = (
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 """What `mpirun --with-ft ulfm` sets."""
 
+SUPERVISED = "OMPI_KAITIAN_JOB"
+"""What `kaitian-supervise` sets, so that Open MPI hands it to the ranks of all hosts."""
+
 
 @dataclass(frozen=True)
 class Launch:

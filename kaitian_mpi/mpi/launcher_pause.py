@@ -13,22 +13,28 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from kaitian_mpi.mpi.launch import SUPERVISED
+
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")
 _LIMIT_SEC = 300.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def pause_launcher() -> int:
+def pause_launcher(*, even_if_shown: bool = False) -> int:
     """Stop this rank's launcher until the descriptor that is returned is closed.
 
     A small process continues it then, when this one has ended, and after 5 minutes at the latest.
 
+    Args:
+        even_if_shown: whether to stop it also where an interactive shell waits for it, which takes
+            it for suspended by Ctrl-Z.
+
     Returns:
         A descriptor; -1 where the launcher is not stopped: there is none, it is an unknown one, or
-        an interactive shell waits for it, which would take it for suspended by Ctrl-Z.
+        a shell would show it.
     """
     launcher = os.getppid()
-    if "OMPI_COMM_WORLD_RANK" not in os.environ or not _may_stop(launcher):
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or not _may_stop(launcher, even_if_shown):
         return -1
     reader, writer = os.pipe()
     try:
@@ -80,15 +86,18 @@ def leave_job(keep: int = -1) -> None:
         Path("/proc/self/comm").write_text("kaitian-save")
 
 
-def _may_stop(launcher: int) -> bool:
+def _may_stop(launcher: int, even_if_shown: bool) -> bool:
     """Return whether a launcher is known, and no shell would show that it is stopped.
 
-    A shell with job control gives each command a process group of its own.
+    A shell with job control gives each command a process group of its own; so does the supervisor,
+    which only waits for its end.
     """
     with suppress(OSError, ValueError):
         name, parent, group, terminal = _describe(launcher)
         if name not in _LAUNCHERS:
             return False
+        if even_if_shown or SUPERVISED in os.environ:
+            return True
         return terminal == 0 or parent <= 1 or _describe(parent)[2] == group
     return False
 

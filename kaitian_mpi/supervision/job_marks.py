@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kaitian_mpi.mpi.launch import SUPERVISED
 from kaitian_mpi.snapshot_folder import MEMORY, VARIABLE, remove_private
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.probe import NO_ANSWER, run_on
 from kaitian_mpi.supervision.starts import Job
 
-_JOB = "OMPI_KAITIAN_JOB"
-
 
 def environment(job: Job) -> dict[str, str]:
     """Return the variables that the ranks of a job get."""
-    return {VARIABLE: job.snapshots, _JOB: job.mark}
+    return {VARIABLE: job.snapshots, SUPERVISED: job.mark}
 
 
 def ranks_live_on(
     agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
 ) -> frozenset[str]:
     """Return the names of the hosts that have a rank of the job, of those that answer."""
-    words = ["grep", "-qs", f"{_JOB}={job.mark}", "/proc/[0-9]*/environ"]
+    words = ["grep", "-qs", f"{SUPERVISED}={job.mark}", "/proc/[0-9]*/environ"]
     codes = run_on(agent, hosts, words, seconds)
     return frozenset(name for name, code in codes.items() if code == 0)
 

@@ -20,6 +20,7 @@ from kaitian_mpi.supervision.job_marks import environment, ranks_live_on, remove
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.probe import lost_hosts
 from kaitian_mpi.supervision.starts import Job, list_names
+from kaitian_mpi.training.folder_lock import wait_for_writer
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -123,6 +124,8 @@ class Machine:
             self._child.send_signal(self._missed)
         code = self._wait(self._child)
         self._child = None
+        if self.stopped:  # the process that saves the last step may outlive mpirun
+            wait_for_writer(self._job.folder / "checkpoints", self.say)
         return code if code >= 0 else 128 - code
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -20,6 +21,8 @@ from kaitian_mpi.mpi.launcher_pause import leave_job, pause_launcher
 from kaitian_mpi.mpi.signals import line_of, open_launcher_stderr
 
 _STDERR = 2
+_PATIENCE_SEC = 0.05
+_LARGE_KB = 256 * 1024
 
 
 class StateLock:
@@ -99,7 +102,11 @@ class ExitSave:
             A line on what has been saved; None where the child has printed it.
         """
         self._ask()
-        pause = pause_launcher()
+        pause = pause_launcher(even_if_shown=_is_large())
+        if pause < 0:
+            late = threading.Timer(_PATIENCE_SEC, self._pause_if_late)
+            late.daemon = True
+            late.start()
         try:
             self._lock.__enter__()
             if not self._child:  # no process could be forked
@@ -115,6 +122,15 @@ class ExitSave:
         self._ask()
         if self._lock.is_mine and self._prepare is None:
             self._fork(self._complete_change)
+
+    def _pause_if_late(self) -> None:
+        """Stop the launcher, though a shell shows it, until this process has ended.
+
+        The child cannot be forked in time: the state is still being copied from a device, or the
+        main thread is in the update of a large tensor, in which Python's signal handlers wait.
+        """
+        if not self._child:
+            pause_launcher(even_if_shown=True)
 
     def _ask(self) -> None:
         self._lock.on_acquired = self._save_unchanged
@@ -151,6 +167,15 @@ class ExitSave:
         with suppress(OSError):
             os.write(_STDERR, line_of(words))
         os._exit(0)
+
+
+def _is_large() -> bool:
+    """Return whether a fork of this process may take too long: up to 0.25 s for each GiB of it."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) > _LARGE_KB
+    return False
 
 
 def _launcher_stderr() -> int:

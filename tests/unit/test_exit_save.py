@@ -8,21 +8,24 @@ import time
 
 import pytest
 
+from kaitian_mpi.mpi.launch import SUPERVISED
 from kaitian_mpi.training.folder_lock import wait_for_writer, writing_in
 
 LONGEST_SEC = 30
+GRACE_SEC = 0.75  # mpirun gives less; but this machine may be busy with other tests
 
 # Its state are two numbers, which are the same except while it is changed.
 RANK = """
-import sys, threading, time
+import hashlib, sys, threading, time
 from pathlib import Path
 from kaitian_mpi.mpi.signals import handle_signals, last_words
 from kaitian_mpi.training.exit_save import ExitSave, StateLock
-inside, fails = sys.argv[2] == "inside", sys.argv[3] == "fails"
+where, fails = sys.argv[2], sys.argv[3] == "fails"
 handle_signals("program")
 lock, state = StateLock(), [0, 0]
+memory = b"x" * (300 << 20 if where == "large" else 0)
 def save():
-    time.sleep(0.3)
+    time.sleep(1)
     Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")
     return f"step {state[0]} is saved"
 exit_save = ExitSave(lock, save)
@@ -30,20 +33,23 @@ with last_words(exit_save.run, exit_save.interrupt):
     while True:
         with lock:
             state[0] += 1
-            if inside and state[0] == 3:
+            if where == "one call" and state[0] == 3:
+                print("ready", flush=True)
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # seconds without Python
+            if where == "inside" and state[0] == 3:
                 print("ready", flush=True)
                 for _ in range(20):  # longer than this process has to live
-                    time.sleep(0.05)
+                    time.sleep(0.1)
                 if fails:
                     raise ValueError("planted")
             state[1] += 1
-        if not inside and state[0] == 3:
+        if where in ("outside", "large") and state[0] == 3:
             print("ready", flush=True)
             time.sleep(1000)
 """
 
 
-def end(folder, where, how, grace_sec=0.25):
+def end(folder, where, how, grace_sec=GRACE_SEC):
     """Run such a rank, and end it as mpirun does; return what has been saved, and stderr."""
     saved = folder / "saved"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OMPI_COMM_WORLD")}
@@ -79,6 +85,64 @@ def test_a_change_that_fails_is_not_saved(tmp_path):
     saved, err = end(tmp_path, "inside", "fails")
     assert saved is None
     assert err.splitlines()[1:] == ["program: nothing could be saved: planted"]
+
+
+# Ends its rank as mpirun does.
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+Path("/proc/self/comm").write_text("mpirun")
+command = [sys.executable, "-c", *sys.argv[2:]]
+rank = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
+assert rank.stdout.readline() == b"ready\\n"
+os.killpg(rank.pid, signal.SIGTERM)
+time.sleep(float(sys.argv.pop(1)))
+os.killpg(rank.pid, signal.SIGKILL)
+"""
+
+# Has a terminal, and watches a command as a shell with job control does.
+SHELL = """
+import fcntl, os, subprocess, sys, termios
+terminal = os.openpty()[1]
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+launcher = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], process_group=0)
+shown = 0
+while os.WIFSTOPPED(os.waitpid(launcher.pid, os.WUNTRACED)[1]):
+    shown += 1
+print(shown)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "supervised", "shown"),
+    [
+        ("outside", False, 0),
+        ("one call", False, 1),  # the main thread cannot fork in time
+        ("large", False, 1),  # a fork takes too long
+        ("outside", True, 1),  # it is the supervisor that waits
+    ],
+)
+def test_a_shell_sees_a_stopped_launcher_only_where_the_state_would_be_lost(
+    tmp_path, where, supervised, shown
+):
+    saved = tmp_path / "saved"
+    ended = subprocess.run(
+        [sys.executable, "-c", SHELL, LAUNCHER, str(GRACE_SEC), RANK, saved, where, "well"],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SEC,
+        check=True,
+        start_new_session=True,
+        env={
+            **{k: v for k, v in os.environ.items() if k != SUPERVISED},
+            **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "0"),
+            **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "1"),
+            **({SUPERVISED: "1"} if supervised else {}),
+        },
+    )
+    assert saved.read_text() == "3 3"
+    assert ended.stdout == f"{shown}\n"
+    assert ended.stderr.splitlines()[1:] == ["program: step 3 is saved"]
 
 
 WRITER = """
