@@ -78,6 +78,13 @@ class Dispatcher:
         if self._worker.broken is None:
             self._worker.broken = error
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the operations that follow another time-out, the same on every rank."""
+        self._timeout = timeout
+        self.roll_call.set_timeout(timeout)
+        if self._vendor is not None:
+            self._vendor.set_timeout(timeout)
+
     def record_losses(self) -> None:
         """Complete the futures of operations that fail with the loss of a rank all the same.
 

@@ -20,7 +20,7 @@ import torch
 from kaitian_mpi.collectives.staging import SideStreams, Streams, from_host, to_host
 from kaitian_mpi.collectives.torch_tools import not_compiled
 from kaitian_mpi.collectives.worker import Queued
-from kaitian_mpi.errors import CollectiveError, RankLostError, listed_ranks
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, listed_ranks
 from kaitian_mpi.mpi.guard import end_with_traceback
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.mpi.waiting import abandon, nap
@@ -134,9 +134,13 @@ class Mailbox:
         self._closed_at = float("inf")
         self._looked_at = float("-inf")
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give messages another time-out, also those under way. Not collective."""
+        self._timeout_sec = timeout.total_seconds()
+
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
         """Start sending a tensor on any device; it may be changed once the work is done."""
-        self._check("send")
+        self._check("send", target)
         buffer = to_host(tensor)
         transfer = start_send(self._comm, buffer, target, tag)
         work = Message([tensor])
@@ -144,7 +148,7 @@ class Mailbox:
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` takes any sender."""
-        self._check("recv")
+        self._check("recv", source)
         buffer = to_host(tensor, read=False)
         transfer = start_receive(self._comm, buffer, source, tag)
         deliver = partial(from_host, buffer, tensor, non_blocking=True)
@@ -169,9 +173,14 @@ class Mailbox:
             self._fail_at_end(item)
         return not left_over
 
-    def _check(self, name: str) -> None:
+    def _check(self, name: str, peer: int) -> None:
         if self._refusal:
             raise CollectiveError(f"{name}: {self._refusal}")
+        size = self._comm.size
+        if peer != ANY_SOURCE and not 0 <= peer < size:
+            raise UnsupportedError(
+                f"{name}: found rank {peer} of {size}, needed a rank of 0 to {size - 1}"
+            )
 
     def _follow(self, item: _UnderWay) -> Message:
         with self._changed:

@@ -308,6 +308,15 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         """Start receiving one tensor from whichever rank sends first. Not collective."""
         return self._mailbox.receive(tensors[0], ANY_SOURCE, tag)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the operations that follow another time-out; call it on every rank, between them.
+
+        Not collective. torch's own `_set_pg_timeout` knows gloo and NCCL only, and warns of others.
+        """
+        self._timeout = timeout
+        self._dispatcher.set_timeout(timeout)
+        self._mailbox.set_timeout(timeout)
+
     @property
     def is_broken(self) -> bool:
         """Whether a collective has failed or a rank is lost, so that no more can follow."""

@@ -31,12 +31,16 @@ class RollCall:
         """Prepare for the ranks of `comm`; `store` is the group's own, and never busy."""
         self._comm = comm
         self._store = store
+        self.set_timeout(timeout)
+        self._calls = 0
+        self._arrived_at = self._done_at = time.monotonic()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the collectives that follow another time-out, the same on every rank."""
         self._timeout_sec = timeout.total_seconds()
         self._signing_sec = min(_SIGNING_SEC, self._timeout_sec / 4)
         # A rank that comes so long after the last collective may come after the others' time-out.
         self._late_sec = self._timeout_sec - self._signing_sec
-        self._calls = 0
-        self._arrived_at = self._done_at = time.monotonic()
 
     def arrive(self) -> None:
         """Wait, without spinning, until every rank has come to its next collective. Collective.

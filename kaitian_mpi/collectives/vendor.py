@@ -102,6 +102,11 @@ class VendorGroup:
             options.rootRank = root
             self._backend.broadcast([piece], options).wait()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the collectives that follow another time-out, if the library can."""
+        if hasattr(self._backend, "_set_default_timeout"):
+            self._backend._set_default_timeout(timeout)
+
     def close(self) -> None:
         """Release the library's resources. Collective over the group."""
         self._backend.shutdown()

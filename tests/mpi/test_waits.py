@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi import retired
 
 SHORT = timedelta(seconds=1)
@@ -102,6 +102,29 @@ def test_a_receive_that_nobody_serves_ends_at_the_time_out(world, last, short):
             dist.send(torch.zeros(3), 0, group=short)
         with pytest.raises(CollectiveError, match=r"^all_reduce: this process group failed before"):
             add(short)
+    assert add() == world.size
+
+
+def test_a_groups_time_out_can_be_changed(world, last):
+    group = dist.new_group(timeout=LONG)
+    add(group)
+    group.set_timeout(SHORT)
+    if world.rank == last:
+        named = rf"^timed out after 1 s in recv: waiting for a message from rank 0 of {world.size}$"
+        assert (
+            seconds_until_error(lambda: group.recv([torch.zeros(3)], 0, 0).wait(), named) < SOON_SEC
+        )
+    else:
+        named = rf"^timed out after 1 s in all_reduce #2: waiting for rank {last} of {world.size}"
+        assert seconds_until_error(lambda: add(group), named) < SOON_SEC
+    dist.destroy_process_group(group)
+    assert add() == world.size
+
+
+@pytest.mark.parametrize("call", [dist.send, dist.recv])
+def test_a_message_to_a_rank_that_is_not_there_is_refused(world, call):
+    with pytest.raises(UnsupportedError, match=rf"found rank 9 of {world.size}, needed a rank of"):
+        call(torch.ones(1), 9)
     assert add() == world.size
 
 
