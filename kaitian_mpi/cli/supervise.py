@@ -56,8 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} [-h] [--max-restarts N] [--probe-seconds X] [--hang-seconds X] "
         f"mpirun ... {TRAIN} ...",
         description=f"Run mpirun with {TRAIN} and start it again after a failure, without hosts "
-        "that do not answer any more, until the job has finished. A job that finds its folder "
-        "finished is not run again; a user's mistake is not repeated.",
+        "that do not answer any more, until the job has finished. A user's mistake is not "
+        "repeated.",
         epilog=f"example: {PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} "
         "--model mobilenetv2",
         allow_abbrev=False,

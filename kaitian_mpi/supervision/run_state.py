@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ class RunState:
     metrics_bytes: int = 0
     """Size of the file that gets a line every few steps, in every start."""
 
+    told_at: int = field(default=0, compare=False)
+    """When the summary was last confirmed, in nanoseconds; 0 where there is none."""
+
     @property
     def trained(self) -> bool:
         """Whether any step has been trained, in whichever start."""
         return self.steps > 0 or self.metrics_bytes > 0
+
+    def has_finished_since(self, before: RunState) -> bool:
+        """Return whether the job has said since that it is finished; it may have been before."""
+        return self.finished and (not before.finished or self.told_at != before.told_at)
 
     def is_beyond(self, before: RunState) -> bool:
         """Return whether steps have been trained since; a start may begin with older ones."""
@@ -32,15 +40,20 @@ def read_state(folder: Path) -> RunState:
     """Read a run folder; one that is missing or unreadable tells of nothing."""
     summary = _read_summary(folder / "summary.json")
     steps = summary.get("steps", 0)
-    try:
-        metrics_bytes = (folder / "metrics.jsonl").stat().st_size
-    except OSError:
-        metrics_bytes = 0
+    told, metrics = _stat(folder / "summary.json"), _stat(folder / "metrics.jsonl")
     return RunState(
         finished=summary.get("finished") is True,
         steps=steps if isinstance(steps, int) else 0,
-        metrics_bytes=metrics_bytes,
+        metrics_bytes=metrics.st_size if metrics is not None else 0,
+        told_at=told.st_mtime_ns if told is not None else 0,
     )
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def _read_summary(path: Path) -> dict[str, Any]:

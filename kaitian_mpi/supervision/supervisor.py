@@ -58,9 +58,10 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
     """Run a job to its end.
 
     mpirun's exit code proves nothing: it is 0 when a host was lost. What counts is `finished` in
-    the job's `summary.json`. A user's mistake is not repeated, nor a start that failed at once,
-    twice, nor one whose results cannot be written. What the hosts keep in memory goes at the end,
-    if the disk has it.
+    the job's `summary.json`, said in this start: a folder that is finished already is started once,
+    for the command may ask for more. A user's mistake is not repeated, nor a start that failed at
+    once, twice, nor one whose results cannot be written. What the hosts keep in memory goes at the
+    end, if the disk has it.
 
     Args:
         job: the job.
@@ -74,9 +75,6 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
     Raises:
         UserError: the command cannot be started.
     """
-    if read_state(job.folder).finished:
-        effects.say(f"nothing to do: {job.folder} is finished")
-        return 0
     supervisor, code = _Supervisor(job, effects, max_restarts + 1), 1
     try:
         code = supervisor.run()
@@ -101,14 +99,15 @@ class _Supervisor:
     def run(self) -> int:
         number = 1
         while True:
-            code = self._start(number)
+            before = read_state(self._job.folder)
+            code = self._start(number, before)
             state = read_state(self._job.folder)
             if self._effects.stopped:
                 return self._end_by_signal()
-            if state.finished:
+            if state.has_finished_since(before):
                 self._effects.say(f"finished after {_count(number, 'start')}")
                 return 0
-            if code == _USER_ERROR and not state.trained:
+            if code == _USER_ERROR and not state.is_beyond(before):
                 return code
             if code == _DISK_FULL:
                 self._effects.say(f"not started again: {self._job.folder} cannot be written")
@@ -141,10 +140,9 @@ class _Supervisor:
                 f"{MEMORY}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(silent))}"
             )
 
-    def _start(self, number: int) -> int:
+    def _start(self, number: int, before: RunState) -> int:
         """Start the job, wait for its end, and take note of whether it got on."""
         job, effects = self._job, self._effects
-        before = read_state(job.folder)
         new_hostfile = job.folder / f"hostfile-restart-{number - 1}"
         # What an earlier run has left in the folder is not what these starts have trained.
         trained = before.trained and before != self._before

@@ -65,6 +65,7 @@ class Resumption:
             earlier = gather_values(world.comm, made.folder.read("summary.json"))[0]
             if self._is_finished(earlier):
                 self.was_finished, self.summary = True, earlier
+                made.folder.confirm("summary.json")  # for kaitian-supervise
                 say(
                     world,
                     f"{self._path} is finished ({earlier['epochs']} epochs, {earlier['steps']} "

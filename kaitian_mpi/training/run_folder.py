@@ -58,6 +58,10 @@ class RunFolder(Protocol):
         """Return what a JSON file holds; nothing where there is none that can be read."""
         ...
 
+    def confirm(self, name: str) -> None:
+        """Give a file the present time: what it says holds for this job, too."""
+        ...
+
 
 class NoFolder:
     """Writes nothing: only one rank owns the files."""
@@ -86,6 +90,9 @@ class NoFolder:
     def read(self, name: str) -> dict[str, Any]:
         """Return nothing."""
         return {}
+
+    def confirm(self, name: str) -> None:
+        """Do nothing."""
 
 
 class DiskFolder:
@@ -165,6 +172,11 @@ class DiskFolder:
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
+
+    def confirm(self, name: str) -> None:
+        """Give a file the present time: what it says holds for this job, too."""
+        with _warned(self.path / name):
+            os.utime(self.path / name)
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""

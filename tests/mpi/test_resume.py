@@ -118,9 +118,12 @@ def contents(folder):
 def test_a_finished_run_stays_as_it_is_and_trains_more_epochs(world, folder, capsys):
     first = run(world, folder)
     before = contents(folder)
+    if world.rank == 0:
+        os.utime(folder / "summary.json", (1, 1))
     capsys.readouterr()
     assert run(world, folder, lr=0.3).keys() == first.keys()
     assert contents(folder) == before
+    assert (folder / "summary.json").stat().st_mtime > 1  # it has said again that it is finished
     if world.rank == 0:
         out = capsys.readouterr().out
         assert f"{folder} is finished (2 epochs, {2 * STEPS} steps): nothing left to train" in out

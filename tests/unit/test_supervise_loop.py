@@ -1,6 +1,7 @@
 """When a supervised job is started again, and when not: the loop in a world of fakes."""
 
 import json
+import os
 import signal
 from dataclasses import replace
 
@@ -105,12 +106,23 @@ def test_a_job_that_finishes_runs_once(folder):
     assert world.said == ["start 1 of 4: 4 ranks on a, b, c", "finished after 1 start"]
 
 
-def test_what_is_finished_is_not_run(folder):
+@pytest.mark.parametrize(
+    ("runs", "code"),
+    [
+        ([Run(0, step=10, finished=True)], 0),  # it says so again
+        ([Run(0, seconds=20), Run(1, step=15), Run(0, step=20, finished=True)], 0),  # more epochs
+        ([Run(2, seconds=20)], 2),
+        ([Run(1, step=15), Run(2, seconds=20)], 2),
+    ],
+)
+def test_what_is_finished_is_started_for_the_command_may_ask_for_more(folder, runs, code):
     folder.mkdir()
-    (folder / "summary.json").write_text('{"finished": true}')
-    code, world = outcome(folder)
-    assert code == 0
-    assert world.said == [f"nothing to do: {folder} is finished"]
+    (folder / "metrics.jsonl").write_text('{"step": 10}\n')
+    (folder / "summary.json").write_text('{"steps": 10, "finished": true}')
+    os.utime(folder / "summary.json", (1, 1))
+    found, world = outcome(folder, *runs)
+    assert found == code
+    assert ("finished after" in world.said[-1]) == (code == 0)
 
 
 def test_the_marker_counts_and_not_the_code_of_mpirun(folder):
