@@ -340,6 +340,18 @@ def test_a_rank_that_hangs_and_one_that_is_stopped_are_ended_by_their_watchdogs(
     assert summary["failures"][0]["step"] == 5
 
 
+def test_a_rank_that_hangs_before_the_training_is_ended_by_its_watchdog(tmp_path):
+    command = "kaitian-train --model cnn --dataset planted:hanging_data --step-timeout 0.4".split()
+    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
+    assert ended.code != 0
+    assert re.search(
+        r"^\[1@\S+\] ended by its watchdog: .* s in loading the data set \(--dataset\), "
+        r"the limit is 8.0 s",
+        ended.err,
+        re.MULTILINE,
+    ), ended.text
+
+
 # Numbers that go wrong
 
 
