@@ -84,6 +84,7 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
             )
         set_phase_limit(setup_limit(config.step_timeout))
         enter_phase("loading the data set (--dataset)")
+        torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
         data = load_data(config)
         torch.manual_seed(config.seed)
         enter_phase("building the model (--model)")
