@@ -5,7 +5,11 @@ The world's device kinds are emulated: even ranks are "even", odd ones "odd".
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+
 import pytest
+import torch.distributed as dist
 from mpi_session import *  # noqa: F403
 from mpi_session import LAUNCH
 
@@ -17,3 +21,16 @@ from kaitian_mpi.mpi.world import World
 def world() -> World:
     kinds = ",".join("even" if rank % 2 == 0 else "odd" for rank in range(LAUNCH.world_size))
     return kaitian_mpi.init(emulate_kinds=kinds)
+
+
+@pytest.fixture
+def last(world: World) -> int:
+    return world.size - 1
+
+
+@pytest.fixture
+def one_second_group(world: World) -> Iterator[dist.ProcessGroup]:
+    """Return a group of all ranks whose timeout is one second."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    yield group
+    dist.destroy_process_group(group)

@@ -14,21 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from kaitian_mpi.collectives.process_group import KaitianProcessGroup
 from kaitian_mpi.errors import CollectiveError, MissingRanksError, UnsupportedError
 
-LIMIT = timedelta(seconds=1)
-
-
-@pytest.fixture
-def last(world):
-    return world.size - 1
-
-
-@pytest.fixture
-def group(world):
-    """Return a group of all ranks that waits for a second."""
-    made = dist.new_group(timeout=LIMIT)
-    yield made
-    dist.destroy_process_group(made)
-
 
 @pytest.fixture
 def detailed_group(world):
@@ -54,27 +39,27 @@ CALLS = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_a_time_out_names_the_rank_that_does_not_come(world, last, group, call):
-    call(group, world.size)
+def test_a_time_out_names_the_rank_that_does_not_come(world, last, one_second_group, call):
+    call(one_second_group, world.size)
     if world.rank == last:
         dist.barrier()
         return
     began = time.monotonic()
     named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {world.size};"
     with pytest.raises(CollectiveError, match=named):
-        call(group, world.size)
+        call(one_second_group, world.size)
     assert 0.9 < time.monotonic() - began < 5
     with pytest.raises(CollectiveError, match=r"this process group failed before: .* rank \d"):
-        call(group, world.size)
+        call(one_second_group, world.size)
     dist.barrier()  # another group goes on
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_comes_late_but_in_time_is_waited_for(world, last, group):
+def test_a_rank_that_comes_late_but_in_time_is_waited_for(world, last, one_second_group):
     if world.rank == last:
         time.sleep(0.7)
     tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, group=one_second_group)
     assert tensor.tolist() == [float(world.size)] * 2
 
 

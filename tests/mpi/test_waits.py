@@ -19,19 +19,6 @@ SOON_SEC = 20  # where the time-out is LONG
 pytestmark = pytest.mark.ranks(2)
 
 
-@pytest.fixture
-def last(world):
-    return world.size - 1
-
-
-@pytest.fixture
-def short(world):
-    """Return a group of all ranks that waits for a second."""
-    made = dist.new_group(timeout=SHORT)
-    yield made
-    dist.destroy_process_group(made)
-
-
 def add(group=None):
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=group)
@@ -68,7 +55,9 @@ def test_a_rank_ends_a_group_and_goes_on_while_others_keep_it(world):
     if world.rank == 0:
         with pytest.raises((CollectiveError, ValueError)):
             add(group)
-        with pytest.raises(CollectiveError, match="this process group has been destroyed"):
+        with pytest.raises(CollectiveError, match=r"^all_reduce: .* been destroyed"):
+            group.allreduce([torch.zeros(1)])
+        with pytest.raises(CollectiveError, match=r"^recv: this process group has been destroyed"):
             group.recv([torch.zeros(1)], 1, 0)
     else:
         dist.destroy_process_group(group)
@@ -93,17 +82,29 @@ def test_who_waits_for_a_rank_that_has_ended_the_group_is_told_so(world, last, l
     assert add() == world.size
 
 
-def test_a_receive_that_nobody_serves_ends_at_the_time_out(world, last, short):
+@pytest.mark.parametrize(
+    ("call", "length", "waiting_for"),
+    [
+        (dist.recv, 3, "a message from rank 0 of {size}"),
+        (dist.send, 2_000_000, "rank 0 of {size} to receive"),
+    ],
+    ids=["recv", "send"],
+)
+def test_a_message_without_a_partner_times_out(
+    world, last, one_second_group, call, length, waiting_for
+):
     if world.rank == last:
-        named = rf"^timed out after 1 s in recv: waiting for a message from rank 0 of {world.size}$"
-        took = seconds_until_error(lambda: dist.recv(torch.zeros(3), 0, group=short), named)
+        reason = waiting_for.format(size=world.size)
+        took = seconds_until_error(
+            lambda: call(torch.zeros(length), 0, group=one_second_group),
+            rf"^timed out after 1 s in {call.__name__}: waiting for {reason}$",
+        )
         assert 0.9 < took < SOON_SEC
-        with pytest.raises(
-            CollectiveError, match=r"^send: this process group failed before: timed"
-        ):
-            dist.send(torch.zeros(3), 0, group=short)
-        with pytest.raises(CollectiveError, match=r"^all_reduce: this process group failed before"):
-            add(short)
+        failed_before = "this process group failed before: timed"
+        with pytest.raises(CollectiveError, match=f"^send: {failed_before}"):
+            dist.send(torch.zeros(3), 0, group=one_second_group)
+        with pytest.raises(CollectiveError, match=f"^all_reduce: {failed_before}"):
+            add(one_second_group)
     assert add() == world.size
 
 
@@ -131,18 +132,10 @@ def test_a_message_to_a_rank_that_is_not_there_is_refused(world, call):
     assert add() == world.size
 
 
-def test_a_send_that_nobody_takes_ends_at_the_time_out(world, last, short):
-    if world.rank == last:
-        named = rf"^timed out after 1 s in send: waiting for rank 0 of {world.size} to receive$"
-        took = seconds_until_error(lambda: dist.send(torch.zeros(2_000_000), 0, group=short), named)
-        assert 0.9 < took < SOON_SEC
-    assert add() == world.size
-
-
-def test_a_receive_may_be_posted_long_before_it_is_waited_for(world, last, short):
+def test_a_receive_may_be_posted_long_before_it_is_waited_for(world, last, one_second_group):
     if world.rank == last:
         received = torch.zeros(3)
-        work = dist.irecv(received, 0, group=short)
+        work = dist.irecv(received, 0, group=one_second_group)
         time.sleep(1.5)
         add()
         work.wait()
@@ -150,7 +143,7 @@ def test_a_receive_may_be_posted_long_before_it_is_waited_for(world, last, short
     else:
         add()
         if world.rank == 0:
-            dist.send(torch.full((3,), 7.0), last, group=short)
+            dist.send(torch.full((3,), 7.0), last, group=one_second_group)
 
 
 def test_a_receive_from_a_rank_that_has_ended_the_group_is_told_so(world, last):
@@ -174,7 +167,9 @@ def test_a_receive_from_a_rank_that_has_ended_the_group_is_told_so(world, last):
 def test_a_receive_given_up_at_the_end_of_its_group_has_not_succeeded(world, last):
     group = dist.new_group()
     work = dist.irecv(torch.zeros(3), (world.rank + 1) % world.size, group=group)
+    began = time.monotonic()
     dist.destroy_process_group(group)
+    assert time.monotonic() - began < 4  # less than a message on its way would be given
     assert work.is_completed()
     assert not work.is_success()
     with pytest.raises(CollectiveError, match=r"^the group ended while it waited for a message"):
@@ -211,12 +206,12 @@ def test_a_group_that_a_rank_does_not_come_to_make(world, last):
     ],
     ids=["short", "long", "all_gather", "barrier"],
 )
-def test_a_rank_that_comes_after_the_others_time_out_is_told(world, last, short, call):
-    call(short, world.size)
+def test_a_rank_that_comes_after_the_others_time_out_is_told(world, last, one_second_group, call):
+    call(one_second_group, world.size)
     if world.rank == last:
         add()  # when the others have given up
         took = seconds_until_error(
-            lambda: call(short, world.size),
+            lambda: call(one_second_group, world.size),
             rf"^rank {last} of {world.size} came too late to \w+ #2: the others timed out",
         )
         assert took < SOON_SEC
@@ -224,7 +219,7 @@ def test_a_rank_that_comes_after_the_others_time_out_is_told(world, last, short,
         with pytest.raises(
             CollectiveError, match=rf"waiting for rank {last} of {world.size}; give the group"
         ):
-            call(short, world.size)
+            call(one_second_group, world.size)
         add()
     assert add() == world.size
 
