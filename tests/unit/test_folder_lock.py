@@ -1,0 +1,124 @@
+"""Processes that write checkpoints in one folder, and who waits for whom."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kaitian_mpi.training.folder_lock import wait_for_writer, writing_in
+
+LONGEST_SEC = 30
+
+# Writes `done` in the folder as the last thing before it gives the folder free.
+WRITER = """
+import sys, time
+from pathlib import Path
+from kaitian_mpi.training.folder_lock import writing_in
+folder = Path(sys.argv[1])
+with writing_in(folder):
+    print("ready", flush=True)
+    time.sleep(float(sys.argv[2]))
+    (folder / "done").touch()
+"""
+
+
+def start_writer(folder, seconds):
+    command = [sys.executable, "-c", WRITER, folder, str(seconds)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def test_a_writer_at_work_is_named_and_waited_for(tmp_path):
+    with start_writer(tmp_path, 0.7) as writer:
+        said = []
+        wait_for_writer(tmp_path, said.append)
+        assert (tmp_path / "done").exists()
+        assert writer.wait(LONGEST_SEC) == 0
+    assert len(said) == 1
+    assert f"process {writer.pid} of " in said[0]
+    wait_for_writer(tmp_path, pytest.fail)
+    assert os.listdir(tmp_path) == ["done"]
+
+
+def test_one_process_writes_after_the_other(tmp_path):
+    with start_writer(tmp_path, 0.7) as writer, writing_in(tmp_path):
+        assert (tmp_path / "done").exists()
+        assert writer.wait(LONGEST_SEC) == 0
+
+
+def test_a_writer_that_was_killed_is_not_waited_for(tmp_path):
+    with start_writer(tmp_path, 1000) as writer:
+        writer.kill()
+    wait_for_writer(tmp_path, pytest.fail)
+    with writing_in(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["", "none"], ids=["without a writer", "not there"])
+def test_there_is_nothing_to_wait_for_and_nothing_is_made(tmp_path, name):
+    said = []
+    wait_for_writer(tmp_path / name, said.append)
+    assert said == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# Stands for mpirun and a rank of it: the process that saves the rank's state outlives both.
+MPIRUN = """#!/bin/sh
+mkdir -p run/checkpoints
+trap 'exit 7' INT TERM
+setsid "$PYTHON" saver.py run/checkpoints > /dev/null 2>&1 &
+while :; do sleep 0.05; done
+"""
+SAVER = """
+import sys, time
+from pathlib import Path
+from kaitian_mpi.training.folder_lock import writing_in
+with writing_in(Path(sys.argv[1])):
+    Path("saving").touch()
+    while not Path("may-end").exists():
+        time.sleep(0.01)
+    Path("saved").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_supervisor_told_to_stop_waits_until_the_state_is_saved(tmp_path, number):
+    (tmp_path / "mpirun").write_text(MPIRUN)
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "saver.py").write_text(SAVER)
+    command = "kaitian_mpi.cli.supervise ./mpirun -np 1 kaitian-train --run-dir run"
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(tmp_path / "saving")
+        supervisor.send_signal(number)
+        line = next((line for line in supervisor.stderr if "waiting for" in line), "")
+        with pytest.raises(subprocess.TimeoutExpired):
+            supervisor.wait(0.5)
+    finally:
+        (tmp_path / "may-end").touch()
+    assert supervisor.wait(LONGEST_SEC) == 128 + number
+    assert (tmp_path / "saved").exists()
+    writer = rf"process \d+ of {re.escape(socket.gethostname())}"
+    said = rf"waiting for {writer}, which is still writing a checkpoint in run/checkpoints"
+    assert re.fullmatch(f"kaitian-supervise: {said}\n", line)
+    supervisor.stderr.close()
+
+
+def wait_for(path):
+    ends_at = time.monotonic() + LONGEST_SEC
+    while not path.exists():
+        assert time.monotonic() < ends_at, f"no {path}"
+        time.sleep(0.02)
