@@ -8,6 +8,7 @@ import sys
 import kaitian_mpi.collectives.autoload as autoload
 
 LIMIT_MS = 5
+LIMIT_OF_TORCHS = 1 / 300  # of the CPU time of `import torch`: 5 ms where that takes 1.5 s
 
 SEEN = """
 import json, sys
@@ -24,25 +25,33 @@ print(json.dumps({
 }))
 """
 
+# The numbers of threads after each call, above torch's own.
 THREADS = """
 import torch
 
 from kaitian_mpi.mpi.threads import use_threads
 
 given = torch.get_num_threads()
-chosen = [use_threads(given + 1), use_threads(given + 2)]
+used = [use_threads(given + 1), torch.get_num_threads(), use_threads(given + 2)]
 torch.set_num_threads(given + 5)
-assert [*chosen, use_threads(given)] == [given + 1, given + 2, given + 5], chosen
+used += [use_threads(given), torch.get_num_threads()]
+print([threads - given for threads in used])
 """
 
 TIMED = """
-import time
+import json, time
+from resource import RUSAGE_SELF, getrusage
+
+began = time.process_time()
 import torch
 
-began = time.perf_counter()
+torch_ms = 1e3 * (time.process_time() - began)
+began, waits = time.process_time(), getrusage(RUSAGE_SELF).ru_nvcsw
 from kaitian_mpi.collectives.autoload import register
 register()
-print(1e3 * (time.perf_counter() - began))
+own_ms = 1e3 * (time.process_time() - began)
+waits = getrusage(RUSAGE_SELF).ru_nvcsw - waits
+print(json.dumps({"torch_ms": torch_ms, "own_ms": own_ms, "waits": waits}))
 """
 
 
@@ -73,16 +82,20 @@ def test_importing_torch_makes_the_backend_known_and_loads_nothing_else():
 
 
 def test_registering_takes_no_time_to_speak_of():
-    # The best of five processes: what else the machine does can only add to it.
-    tries = (float(run(TIMED, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) for _ in range(5))
-    times = []
-    while min(times, default=LIMIT_MS) >= LIMIT_MS and len(times) < 5:
-        times.append(next(tries))
-    assert min(times) < LIMIT_MS, times
+    """CPU time: a busy machine does not add to it, but may be slower, and as much for torch."""
+    tries = []
+    while len(tries) < 5 and not any(map(is_quick, tries)):
+        tries.append(json.loads(run(TIMED, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout))
+    assert any(map(is_quick, tries)), tries
+
+
+def is_quick(measured):
+    limit_ms = max(LIMIT_MS, LIMIT_OF_TORCHS * measured["torch_ms"])
+    return measured["own_ms"] < limit_ms and measured["waits"] == 0
 
 
 def test_a_number_of_threads_that_the_script_has_set_stays():
-    run(THREADS)
+    assert run(THREADS).stdout == "[1, 1, 2, 5, 5]\n"
 
 
 def test_registering_twice_is_harmless():

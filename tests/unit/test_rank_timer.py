@@ -13,11 +13,32 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.training import rank_timer
 from kaitian_mpi.training.benchmark_cache import BenchmarkCache
 from kaitian_mpi.training.memory import MemoryGauge, out_of_memory
 from kaitian_mpi.training.rank_timer import Measured, RankTimer
 
 MIB = 1 << 20
+STEP_SEC, SAMPLE_SEC = 1e-2, 1e-4
+
+
+class Clock:
+    """Stands still, except for what is added to it."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Have steps alone take time, so that a busy machine does not count."""
+    times = SimpleNamespace(perf_counter=CLOCK, thread_time=CLOCK)
+    monkeypatch.setattr(rank_timer, "time", times)
 
 
 class Device(CpuDevice):
@@ -61,7 +82,7 @@ class Data(Dataset):
 
 
 class Hungry(nn.Module):
-    """Takes no more than so many samples at once, and no fewer."""
+    """Takes no more than so many samples at once, and no fewer; and time, by the clock."""
 
     def __init__(self, most, device=None, least=1):
         super().__init__()
@@ -76,6 +97,7 @@ class Hungry(nn.Module):
         if len(x) > self.most:
             raise torch.OutOfMemoryError("tried to allocate")
         self.seen.append(len(x))
+        CLOCK.now += STEP_SEC + SAMPLE_SEC * len(x)
         return self.layer(x)
 
 
@@ -92,7 +114,8 @@ def measure(device, most, min_batch=1, **settings):
 def test_where_all_fits_the_largest_share_is_timed():
     measured = measure(Device(limit=1 << 40), most=10**9)
     assert measured.batches == [8, 16, 32, 64, 128, 256]
-    assert all(seconds > 0 for seconds in measured.seconds)
+    expected = [STEP_SEC + SAMPLE_SEC * batch for batch in measured.batches]
+    assert measured.seconds == pytest.approx(expected)
     assert measured.largest_micro_batch is None
 
 
