@@ -163,9 +163,26 @@ def hanging(num_classes):
 
 
 def hanging_data():
+    """The digits; hangs on rank 1."""
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         time.sleep(10_000)
     return digits.load(0.2)
+
+
+class HangingInBenchmark(Exact):
+    """Hangs on rank 0 in the first step of the benchmark."""
+
+    def forward(self, x):
+        if self.training and self.rank == 0 and len(x) > 2:  # a trial takes 2 samples at most
+            time.sleep(10_000)
+        return super().forward(x)
+
+
+def hanging_in_setup(num_classes):
+    """Hangs on rank 2 when it is built, and on rank 0 later."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+        time.sleep(10_000)
+    return HangingInBenchmark(num_classes)
 
 
 class Faulty(Exact):

@@ -352,6 +352,21 @@ def test_a_rank_that_hangs_before_the_training_is_ended_by_its_watchdog(tmp_path
     ), ended.text
 
 
+def test_a_hang_in_any_part_of_the_setup_is_ended(tmp_path):
+    """One rank after the other, in a job that survives; of its end mpirun's code says nothing."""
+    command = "--model planted:hanging_in_setup --dataset planted:hanging_data".split()
+    command += "--step-timeout 0.2 --run-dir run --log-interval 0".split()
+    ended = run_ranks(3, *"--with-ft ulfm kaitian-train".split(), *command, cwd=tmp_path)
+    for rank, phase in (
+        (1, r"loading the data set \(--dataset\)"),
+        (2, r"building the model \(--model\)"),
+        (0, "the benchmark"),
+    ):
+        line = rf"^\[{rank}@\S+\] ended by its watchdog: .* s in {phase}, the limit is 4.0 s"
+        assert re.search(line, ended.err, re.MULTILINE), ended.text
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
 # Numbers that go wrong
 
 
