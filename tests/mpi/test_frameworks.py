@@ -181,11 +181,20 @@ def test_comm_debug_mode_counts(world):
     assert counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 1
 
 
-def test_what_the_compiler_and_its_cache_ask_of_a_group(world):
+def test_what_the_compiler_and_its_cache_ask_of_a_group(world, monkeypatch):
     from torch.distributed import distributed_c10d
 
+    group, cuda = dist.group.WORLD, torch.device("cuda")
+    answer, asked = type(group)._get_backend, []
+
+    def get_backend(group, device):
+        asked.append((group, device, answer(group, device)))
+        return asked[-1][-1]
+
+    monkeypatch.setattr(type(group), "_get_backend", get_backend)
     # Called by torch's inductor when it finds a result in its cache on the disk.
     distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+    assert (group, cuda, group) in asked
 
 
 def in_background(x, group):

@@ -80,7 +80,7 @@ def test_the_vendors_library_is_used(world, device_of, algorithm):
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
 def test_all_reduce_of_any_length(world, put, algorithm, dtype):
     for number, length in enumerate([0, 1, 3, 1_000]):
-        add_up(world, put, dtype, length, in_background=bool(number % 2))
+        check_sum(world, put, dtype, length, in_background=bool(number % 2))
 
 
 # Up to where one nonblocking call does it; from where it is cut, in pieces of 2 MB; and the
@@ -92,11 +92,11 @@ def test_all_reduce_of_any_length(world, put, algorithm, dtype):
 )
 def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, edge):
     edge *= world.size if dtype is torch.bfloat16 else 1
-    add_up(world, device_of, dtype, edge, in_background=True)
-    add_up(world, device_of, dtype, edge + 1, in_background=True)
+    check_sum(world, device_of, dtype, edge, in_background=True)
+    check_sum(world, device_of, dtype, edge + 1, in_background=True)
 
 
-def add_up(world, put, dtype, length, *, in_background):
+def check_sum(world, put, dtype, length, *, in_background):
     content = torch.arange(length) % 7
     tensor = put((content * (world.rank + 1)).to(dtype))
     work = dist.all_reduce(tensor, async_op=in_background)
@@ -155,10 +155,10 @@ def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
 @pytest.mark.parametrize("length", [0, 1, 7, 70_001])
 def test_operations_that_move(world, put, length):
     for dtype in TYPES if length == 7 else (torch.float32, torch.int16):
-        move(world, put, dtype, length)
+        check_moves(world, put, dtype, length)
 
 
-def move(world, put, dtype, length):
+def check_moves(world, put, dtype, length):
     size, rank = world.size, world.rank
 
     def content(number):
@@ -196,10 +196,10 @@ def move(world, put, dtype, length):
 @pytest.mark.parametrize("length", [1, 7, 70_001])
 def test_operations_that_reduce(world, put, length):
     for dtype in SUMMED if length == 7 else (torch.float32, torch.int16):
-        reduce(world, put, dtype, length)
+        check_reductions(world, put, dtype, length)
 
 
-def reduce(world, put, dtype, length):
+def check_reductions(world, put, dtype, length):
     size, rank = world.size, world.rank
     content = torch.arange(length) % 3
     own = (content * (rank + 1)).to(dtype)
