@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import init
-from kaitian_mpi.collectives.selection import choose_algorithm
+from kaitian_mpi.benchmark.allreduce import choose_algorithm
 from kaitian_mpi.models.mobilenetv2 import MobileNetV2
 
 

@@ -17,9 +17,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kaitian_mpi.collectives.data_parallel import data_parallel
-    from kaitian_mpi.collectives.gradients import WeightedSum
-    from kaitian_mpi.collectives.startup import init
+    from kaitian_mpi.backend.data_parallel import data_parallel
+    from kaitian_mpi.backend.ddp_hook import WeightedSum
+    from kaitian_mpi.backend.startup import init
     from kaitian_mpi.data.sampler import LoadAdaptiveSampler
     from kaitian_mpi.mpi.world import World
 
@@ -35,10 +35,10 @@ __all__ = [
 
 _HOMES = {
     "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
-    "WeightedSum": "kaitian_mpi.collectives.gradients",
+    "WeightedSum": "kaitian_mpi.backend.ddp_hook",
     "World": "kaitian_mpi.mpi.world",
-    "data_parallel": "kaitian_mpi.collectives.data_parallel",
-    "init": "kaitian_mpi.collectives.startup",
+    "data_parallel": "kaitian_mpi.backend.data_parallel",
+    "init": "kaitian_mpi.backend.startup",
 }
 
 

@@ -13,8 +13,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from kaitian_mpi.mpi.guard import end_job, say_labelled
-from kaitian_mpi.mpi.launch import read_launch
+from kaitian_mpi.runtime.abort import end_job, say_labelled
+from kaitian_mpi.runtime.launcher import read_launch
 
 LAUNCH = read_launch(os.environ)
 _LONGEST_TEST_SEC = 90

@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import kaitian_mpi
+from kaitian_mpi.benchmark.plan import Plan, plan_by_benchmark
+from kaitian_mpi.benchmark.ranks import benchmark_ranks
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data import DataSource, load_data
+from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, Slowdown
+from kaitian_mpi.engine.computation import Computation, make_optimizer
+from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.benchmark import benchmark_ranks
-from kaitian_mpi.training.computation import Computation, make_optimizer
-from kaitian_mpi.training.loop import Trainer
-from kaitian_mpi.training.planning import Plan, plan_by_benchmark
-from kaitian_mpi.training.preparation import Ingredients
-from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState, count_steps
+from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.training.trainer import Trainer
 
 FACTOR = 3.0
 WARM_UP = 3

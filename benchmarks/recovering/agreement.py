@@ -20,11 +20,11 @@ import torch.distributed as dist
 from trainers import endless, make_config, make_trainer, timed
 
 import kaitian_mpi
+from kaitian_mpi.elastic.membership import Crew
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.fault_tolerance import agree
-from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.crew import Crew
+from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.ulfm import agree
 
 WARM_UP = 4
 ALONE = 200

@@ -20,21 +20,21 @@ import torch.distributed as dist
 from trainers import endless, make_config, make_trainer, timed
 
 import kaitian_mpi
+from kaitian_mpi.benchmark.plan import profile_unmeasured
+from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.checkpoint import Checkpointing
-from kaitian_mpi.training.loop import Trainer
-from kaitian_mpi.training.memory_of_run import Memory, place_of
-from kaitian_mpi.training.planning import profile_unmeasured
+from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.training.trainer import Trainer
 
 WARM_UP = 4
 
 
 def memory_of(config: TrainConfig, trainer: Trainer) -> Memory:
     """Return what a run saves besides its state."""
-    places = [place_of(info) for info in trainer.world.infos]
+    places = [info.place for info in trainer.world.infos]
     profiles = {place: profile_unmeasured(config) for place in places}
     shares = trainer.sampler.batch_sizes
     return Memory(config, profiles, [], "direct", places, shares, [])

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kaitian_mpi.balance.planner import plan_equal
+from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data import load_data
+from kaitian_mpi.datasets.sources import load_data
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.loop import Trainer
-from kaitian_mpi.training.planning import Plan
-from kaitian_mpi.training.preparation import Ingredients
-from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState, count_steps
+from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.training.trainer import Trainer
 
 
 def make_config(model: str, batch: int) -> TrainConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,15 @@ class RankCost:
         """Return the seconds of a step with this share; none for no sample."""
         model = self.model
         return model.alpha_sec * self.micro_batches(samples) + model.beta_sec * samples
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as values that JSON can hold."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> RankCost:
+        """Return what `to_json` was made from."""
+        return RankCost(CostModel(**content["model"]), content["largest_micro_batch"])
 
 
 def _check(cost: RankCost) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
 from kaitian_mpi.cli.preflight import check_before_loading, check_file_can_be_written
-from kaitian_mpi.mpi.agreement import faults_agreed
-from kaitian_mpi.mpi.guard import abort_guard, told_once
-from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import start_mpi
-from kaitian_mpi.mpi.signals import handle_signals
-from kaitian_mpi.mpi.watchdog import setup_limit, start_watching
+from kaitian_mpi.mpi.exchange import faults_agreed
+from kaitian_mpi.runtime.abort import abort_guard, told_once
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.lifecycle import start_mpi
+from kaitian_mpi.runtime.signals import handle_signals
+from kaitian_mpi.runtime.watchdog import setup_limit, start_watching
 
 PROGRAM = "kaitian-bench"
 FLAGS = (
@@ -48,8 +48,8 @@ def main() -> None:
         # Only now: these load torch, which takes seconds.
         import torch.distributed as dist
 
-        from kaitian_mpi.collectives.startup import init
-        from kaitian_mpi.training.bench import bench
+        from kaitian_mpi.backend.startup import init
+        from kaitian_mpi.benchmark.table import bench
 
         bench(config, init(config.devices, config.emulate_kinds), target)
         dist.destroy_process_group()

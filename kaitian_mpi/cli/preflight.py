@@ -9,8 +9,8 @@ from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_kinds, parse_slowdown
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi import fault_tolerance
-from kaitian_mpi.mpi.agreement import faults_agreed
+from kaitian_mpi.mpi.exchange import faults_agreed
+from kaitian_mpi.runtime import ulfm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,7 +80,7 @@ def _check_spares(spares: int, ranks: int) -> None:
         raise UserError(
             f"--spares: found {spares} of {ranks} ranks, needed fewer, so that one is left to train"
         )
-    if not fault_tolerance.is_on():
+    if not ulfm.is_on():
         raise UserError(
             "--spares: found fault tolerance off, so that no rank can be replaced; start the job "
             "with mpirun --with-ft ulfm"

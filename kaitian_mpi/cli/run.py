@@ -15,9 +15,9 @@ from typing import Any
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.guard import abort_guard
-from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import start_mpi
+from kaitian_mpi.runtime.abort import abort_guard
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.lifecycle import start_mpi
 
 PROGRAM = "kaitian-run"
 
@@ -38,7 +38,7 @@ def main() -> None:
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
 
-        from kaitian_mpi.collectives.startup import use_backend_for
+        from kaitian_mpi.backend.startup import use_backend_for
         from kaitian_mpi.mpi.world import join_world
 
         join_world(comm, chosen.devices, chosen.emulate_kinds)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.new_folder import make_new_folder
+from kaitian_mpi.output.folders import make_new_folder
 from kaitian_mpi.supervision.command import (
     FOLDERS,
     HOST_LISTS,

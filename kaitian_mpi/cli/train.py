@@ -7,11 +7,11 @@ import sys
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.preflight import check_before_loading
-from kaitian_mpi.mpi.guard import abort_guard, told_once
-from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import leave_after_loss, start_mpi
-from kaitian_mpi.mpi.signals import handle_signals
-from kaitian_mpi.mpi.watchdog import setup_limit, start_watching
+from kaitian_mpi.runtime.abort import abort_guard, told_once
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.lifecycle import leave_after_loss, start_mpi
+from kaitian_mpi.runtime.signals import handle_signals
+from kaitian_mpi.runtime.watchdog import setup_limit, start_watching
 
 PROGRAM = "kaitian-train"
 
@@ -32,8 +32,8 @@ def main() -> None:
         # Only now: these load torch, which takes seconds.
         import torch.distributed as dist
 
-        from kaitian_mpi.collectives.startup import init
-        from kaitian_mpi.training.run import train
+        from kaitian_mpi.backend.startup import init
+        from kaitian_mpi.training.session import train
 
         train(config, init(config.devices, config.emulate_kinds))
         if dist.is_initialized():  # a rank that stood by has no group any more

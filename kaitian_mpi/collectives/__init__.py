@@ -1,10 +1,1 @@
-"""The `kaitian` backend of torch.distributed, and the algorithms under it."""
-
-BACKEND = "kaitian"
-"""The backend's name, in `init_process_group(BACKEND, …)`."""
-
-DEVICE_TYPES = ["cpu", "cuda"]
-"""The torch device types whose tensors the backend takes."""
-
-SCHEME = "mpi"
-"""The rendezvous, in `init_method="mpi://"`."""
+"""How a collective is carried out: by a vendor's library, by host memory, or by both."""

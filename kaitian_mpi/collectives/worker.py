@@ -14,10 +14,10 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.staging import SideStreams, Streams, writing
-from kaitian_mpi.collectives.works import Finished, Queued
+from kaitian_mpi.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
-from kaitian_mpi.mpi import fault_tolerance
-from kaitian_mpi.mpi.guard import end_with_traceback, say_labelled
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.abort import end_with_traceback, say_labelled
 
 Method = Callable[..., None]
 Calls = Sequence[tuple[Any, ...]]
@@ -233,7 +233,7 @@ class Worker:
             raise
 
     def _check_for_loss(self, name: str, error: Exception) -> None:
-        if fault_tolerance.is_loss(error):
-            fault_tolerance.revoke_all()
+        if ulfm.is_loss(error):
+            ulfm.revoke_all()
             self.broken = RankLostError(f"{name}: a rank is lost ({error})")
             raise self.broken from None

@@ -1,1 +1,1 @@
-"""All that touches MPI: start and end, topology, rendezvous, collectives on host memory."""
+"""MPI moves data: world and topology, collectives on host memory, messages, the store."""

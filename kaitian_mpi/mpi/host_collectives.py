@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.mpi import direct
+from kaitian_mpi.mpi import pairwise
 from kaitian_mpi.mpi.datatypes import (
     LARGEST_COUNT,
     SUM,
@@ -41,7 +41,7 @@ def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor
     ranks may have theirs on another device.
     """
     if tensor.dtype in WIDER:
-        return tensor.split(direct.round_elements(comm, tensor))
+        return tensor.split(pairwise.round_elements(comm, tensor))
     if tensor.nbytes <= _LONG_BYTES:
         return (tensor,)
     return tensor.split(_PIECE_BYTES // tensor.element_size())
@@ -52,7 +52,7 @@ def allreduce_chunk(comm: MPI.Comm, chunk: torch.Tensor, op: Reduction) -> None:
     if comm.size == 1:
         return
     if not op.is_by_mpi(chunk.dtype):
-        direct.allreduce(comm, chunk, op)
+        pairwise.allreduce(comm, chunk, op)
         return
     comm.Allreduce(MPI.IN_PLACE, typed(chunk), op.mpi_op)
     op.divide_average(chunk, comm.size)
@@ -81,7 +81,7 @@ def reduce_shares(
     pieces = tensor.view(-1).split([*shares, *[0] * (comm.size - len(shares))])
     in_pieces = len(shares) > 1 and max(shares) < tensor.numel()
     if in_pieces or not op.is_by_mpi(tensor.dtype):
-        direct.reduce_scatter(comm, pieces[comm.rank], pieces, op)
+        pairwise.reduce_scatter(comm, pieces[comm.rank], pieces, op)
         return
     for root, share in enumerate(pieces):
         _reduce(comm, share, root, op)
@@ -103,7 +103,7 @@ def reduce_scatter(
     """Reduce equal part r of `tensor` into `result` on rank r."""
     if tensor.nbytes > _DIRECT_BYTES or not op.is_by_mpi(tensor.dtype):
         parts = tensor.view(-1).split(max(1, result.numel()))
-        direct.reduce_scatter(comm, result.view(-1), parts or (result,), op)
+        pairwise.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return
     comm.Reduce_scatter_block(typed(tensor), typed(result), op.mpi_op)
     op.divide_average(result, comm.size)
@@ -128,4 +128,4 @@ def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> 
         comm.Allgather(moved(tensor), moved(gathered))
         return
     pieces = gathered.view(-1).split(tensor.numel())
-    direct.exchange(comm, [tensor] * comm.size, pieces)
+    pairwise.exchange(comm, [tensor] * comm.size, pieces)

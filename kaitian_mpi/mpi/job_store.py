@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.mpi import fault_tolerance
+from kaitian_mpi.runtime import ulfm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -64,7 +64,7 @@ def departed_ranks(comm: MPI.Intracomm) -> list[int]:
     Raises:
         RankLostError: a rank has died, so that the others may be waited for in vain.
     """
-    if fault_tolerance.is_on() and fault_tolerance.may_have_lost_ranks(comm, 0):
+    if ulfm.is_on() and ulfm.may_have_lost_ranks(comm, 0):
         from kaitian_mpi.errors import RankLostError
 
         raise RankLostError("a rank is lost")

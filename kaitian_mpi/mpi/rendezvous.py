@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.guard import guard_script
 from kaitian_mpi.mpi.job_store import open_session
-from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import start_mpi
 from kaitian_mpi.mpi.world import World, current_world, join_world
+from kaitian_mpi.runtime.abort import guard_script
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.lifecycle import start_mpi
 
 if TYPE_CHECKING:
     from kaitian_mpi.mpi.store import MPIStore

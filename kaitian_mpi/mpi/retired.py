@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.mpi.fault_tolerance import is_loss
-from kaitian_mpi.mpi.waiting import abandon
+from kaitian_mpi.runtime.polling import abandon
+from kaitian_mpi.runtime.ulfm import is_loss
 
 if TYPE_CHECKING:
     from mpi4py import MPI

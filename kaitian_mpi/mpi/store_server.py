@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.fault_tolerance import are_lost, is_loss, is_on, is_revoked
-from kaitian_mpi.mpi.guard import end_with_traceback
-from kaitian_mpi.mpi.waiting import abandon
+from kaitian_mpi.runtime.abort import end_with_traceback
+from kaitian_mpi.runtime.polling import abandon
+from kaitian_mpi.runtime.ulfm import are_lost, is_loss, is_on, is_revoked
 
 REQUEST_TAG = 1
 OK, TIMED_OUT, REFUSED, LOST = b"ok", b"timed out", b"refused", b"lost"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.mpi.fault_tolerance import track
+from kaitian_mpi.runtime.ulfm import track
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +29,11 @@ class RankInfo:
     torch_version: str
     emulated: bool = False
     """Whether the kind is a label given to a CPU rank."""
+
+    @property
+    def place(self) -> str:
+        """The rank's place in the job: the same in another job, whatever its number there."""
+        return f"{self.host}/{self.local_rank}/{self.kind}/{self.device}"
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ import torch
 from kaitian_mpi.devices import KINDS, Device, device_of_kind
 from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.emulation import parse_kinds
-from kaitian_mpi.mpi.agreement import check_same, faults_agreed
-from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.fault_tolerance import shrink, track
+from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
-from kaitian_mpi.mpi.launch import read_launch
-from kaitian_mpi.mpi.runtime import share_cores
-from kaitian_mpi.mpi.threads import use_threads
 from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, positions
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.threads import use_threads
+from kaitian_mpi.runtime.ulfm import shrink, track
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -165,6 +163,21 @@ def survivors_of(world: World) -> World:
     comm = track(shrink(world.comm))
     infos = tuple(world.infos[rank] for rank in positions(comm, world.comm))
     return replace(world, comm=comm, infos=infos)
+
+
+def share_cores(comm: MPI.Comm) -> int:
+    """Return how many threads each rank of this host should compute with: cores / local ranks.
+
+    Collective. The cores counted are those that the ranks of this host may run on together, so
+    that it is right whether the launcher bound each rank to its own cores or to none.
+    """
+    from mpi4py import MPI
+
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cores = set().union(*gather_values(local, sorted(os.sched_getaffinity(0))))
+    threads = max(1, len(cores) // local.size)
+    local.Free()
+    return threads
 
 
 def _use_cores(comm: MPI.Intracomm) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kaitian_mpi.mpi.launch import SUPERVISED
-from kaitian_mpi.snapshot_folder import MEMORY, VARIABLE, remove_private
+from kaitian_mpi.output.folders import MEMORY, VARIABLE, remove_private
+from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.probe import NO_ANSWER, run_on
 from kaitian_mpi.supervision.starts import Job

@@ -13,14 +13,14 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.snapshot_folder import MEMORY
+from kaitian_mpi.output.folders import MEMORY
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.job_marks import environment, ranks_live_on, remove_snapshots
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.probe import lost_hosts
 from kaitian_mpi.supervision.starts import Job, list_names
-from kaitian_mpi.training.folder_lock import wait_for_writer
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -176,7 +176,7 @@ class Machine:
         """
         if not any(MEMORY.glob(f"kaitian-{self._job.snapshots}-*")):
             return True
-        from kaitian_mpi.training.last_snapshot import save_snapshot  # loads torch, for seconds
+        from kaitian_mpi.checkpoint.last_snapshot import save_snapshot  # loads torch, for seconds
 
         try:
             return save_snapshot(

@@ -1,1 +1,1 @@
-"""Training: benchmark, plan, the loop, evaluation, what a run leaves behind."""
+"""A training run: the session, the step loop, metrics, health checks, the summary."""

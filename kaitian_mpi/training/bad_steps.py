@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data import LoadAdaptiveSampler
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.report import say
-from kaitian_mpi.training.run_folder import RunFolder
-from kaitian_mpi.training.state import Progress
+from kaitian_mpi.output.console import say
+from kaitian_mpi.output.run_folder import RunFolder
 
 
 class BadSteps:

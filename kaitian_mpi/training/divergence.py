@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.report import say
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.output.console import say
 
 _COLUMNS = 61  # a prime: what is copied to a wrong place by a power of two shows
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.clock import StepTimes, make_clock
+from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.waiting import wait_quietly
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.clock import StepTimes, make_clock
-from kaitian_mpi.training.report import progress_line, say
-from kaitian_mpi.training.run_folder import RunFolder
-from kaitian_mpi.training.state import Progress
+from kaitian_mpi.output.console import progress_line, say
+from kaitian_mpi.output.run_folder import RunFolder
+from kaitian_mpi.runtime.polling import wait_quietly
 
 
 @dataclass(frozen=True)

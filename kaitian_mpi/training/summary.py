@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from kaitian_mpi.benchmark.plan import Plan
+from kaitian_mpi.elastic.membership import Crew
+from kaitian_mpi.engine.evaluation import Evaluation
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.training.crew import Crew
-from kaitian_mpi.training.evaluation import Evaluation
-from kaitian_mpi.training.loop import Trainer
-from kaitian_mpi.training.planning import Plan
-from kaitian_mpi.training.state import TrainingState
+from kaitian_mpi.training.trainer import Trainer
 
 
 def opening(world: World, state: TrainingState, plan: Plan) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.data import digits
+from kaitian_mpi.datasets import digits
 from kaitian_mpi.models.cnn import SmallCNN
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from jobs import EVEN, Job, finish, run_ranks, start, steps_shown, summary_of
 
-from kaitian_mpi.data import LoadAdaptiveSampler
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 
 SAMPLES = 1438  # of the digits, for training
 BATCH = 256

@@ -13,16 +13,16 @@ import torch
 from test_trainer import BATCH, LENGTH, Points, by_step, reverse, uneven
 from torch import nn
 
+from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data import DataSource
+from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.loop import Trainer
-from kaitian_mpi.training.planning import Plan
-from kaitian_mpi.training.preparation import Ingredients
-from kaitian_mpi.training.run_folder import NoFolder
-from kaitian_mpi.training.state import TrainingState, count_steps
+from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.training.trainer import Trainer
 
 EPOCHS = 2
 STEPS = math.ceil(LENGTH / BATCH)

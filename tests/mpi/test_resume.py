@@ -11,14 +11,14 @@ import torch
 from test_trainer import Points
 from torch import nn
 
+from kaitian_mpi.checkpoint.resume import find_checkpoint, hand_over, restore
+from kaitian_mpi.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.computation import make_schedule
+from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.training.checkpoint_writer import BackgroundWriter
-from kaitian_mpi.training.computation import make_schedule
-from kaitian_mpi.training.resume import find_checkpoint, hand_over, restore
-from kaitian_mpi.training.run import train
-from kaitian_mpi.training.state import Progress
+from kaitian_mpi.training.session import train
 
 LENGTH, BATCH = 60, 12
 STEPS = LENGTH // BATCH

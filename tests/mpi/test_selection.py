@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.collectives import selection
+from kaitian_mpi.benchmark import allreduce
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.mpi.exchange import gather_values
 
@@ -26,8 +26,8 @@ def test_all_ranks_choose_alike_and_measure_less_where_it_takes_long(
     monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: rounds.append(1) or all_reduce(*a, **k))
     if is_slow and world.rank == 1:  # as one rank finds it
         clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(rounds))
-        monkeypatch.setattr(selection, "time", clock)
-    measured = selection.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
+        monkeypatch.setattr(allreduce, "time", clock)
+    measured = allreduce.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
     assert set(measured) == set(ALGORITHMS)
     assert len(set(gather_values(world.comm, group.algorithm))) == 1
     assert len(rounds) == len(ALGORITHMS) * (1 if is_slow else 6)

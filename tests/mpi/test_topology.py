@@ -1,10 +1,9 @@
 import pytest
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.agreement import check_same, faults_agreed
-from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
 from kaitian_mpi.mpi.topology import positions, split_by_kind, subset
-from kaitian_mpi.mpi.waiting import wait_quietly
+from kaitian_mpi.runtime.polling import wait_quietly
 
 
 def test_every_rank_knows_every_rank(world):

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from kaitian_mpi.balance.shares import cut
-from kaitian_mpi.training.batch_norm import RunningStatistics
-from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.evaluation import evaluate
+from kaitian_mpi.engine.batch_norm import RunningStatistics
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.evaluation import evaluate
 
 
 class Numbers(Dataset):

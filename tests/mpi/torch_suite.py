@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.guard import die_with_launcher, say_labelled
-from kaitian_mpi.mpi.runtime import share_cores, start_mpi
-from kaitian_mpi.mpi.waiting import wait_quietly
+from kaitian_mpi.mpi.world import share_cores
+from kaitian_mpi.runtime.abort import die_with_launcher, say_labelled
+from kaitian_mpi.runtime.lifecycle import start_mpi
+from kaitian_mpi.runtime.polling import wait_quietly
 
 _BODIES = "torch.testing._internal.distributed.distributed_test"
 # They compare the group's backend with the module's; elsewhere that only chooses what is tested.
@@ -96,7 +97,7 @@ class Suite:
         # torch wants 8 ranks here; ranks 0 to 2 are all that these tests name.
         common_distributed.skip_if_small_worldsize = unittest.skipIf(comm.size < 3, "needs 3 ranks")
         if backend == "kaitian":
-            from kaitian_mpi.collectives.startup import use_backend_for
+            from kaitian_mpi.backend.startup import use_backend_for
 
             use_backend_for([decorators, "gloo"])
         self._bodies = importlib.import_module(_BODIES)

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import nn
 
+from kaitian_mpi.checkpoint.files import FORMAT_VERSION, CheckpointFiles, _describe
+from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.training.checkpoint_files import FORMAT_VERSION, CheckpointFiles, _describe
-from kaitian_mpi.training.checkpoint_writer import BackgroundWriter, copy_to_host
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -534,8 +534,8 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from kaitian_mpi.training.checkpoint_files import CheckpointFiles
-from kaitian_mpi.training.checkpoint_writer import BackgroundWriter
+from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.checkpoint.writer import BackgroundWriter
 
 torch.set_num_threads(1)
 files = CheckpointFiles(Path(sys.argv[1]), keep=1)

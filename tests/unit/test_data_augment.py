@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.data.arrays import ImageArrays
-from kaitian_mpi.data.augment import Augmented, crop, draw_shifts
 from kaitian_mpi.data.counter_random import random_words
+from kaitian_mpi.datasets.arrays import ImageArrays
+from kaitian_mpi.datasets.augment import Augmented, crop, draw_shifts
 
 
 @pytest.fixture(scope="module")

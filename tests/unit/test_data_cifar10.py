@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.data import cifar10
+from kaitian_mpi.datasets import cifar10
 from kaitian_mpi.errors import UserError
 
 Batch = tuple[np.ndarray, list[int]]

@@ -12,10 +12,11 @@ from multiprocessing import reduction
 import pytest
 import torch
 
-from kaitian_mpi.data import LoadAdaptiveSampler, evaluation_indices, make_loader
-from kaitian_mpi.data.arrays import ImageArrays
-from kaitian_mpi.data.augment import Augmented
+from kaitian_mpi.data.loader import evaluation_indices, make_loader
 from kaitian_mpi.data.parcel import Parcel
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.datasets.arrays import ImageArrays
+from kaitian_mpi.datasets.augment import Augmented
 
 
 def make_data() -> Augmented:
@@ -97,8 +98,9 @@ def test_a_parcel_arrives_as_what_was_sent(monkeypatch) -> None:
 
 LOAD = """
 import torch
-from kaitian_mpi.data import LoadAdaptiveSampler, make_loader
-from kaitian_mpi.data.factory_data import Collated
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.data.loader import make_loader
+from kaitian_mpi.datasets.factory_data import Collated
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":

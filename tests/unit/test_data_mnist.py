@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.data import mnist
+from kaitian_mpi.datasets import mnist
 from kaitian_mpi.errors import UserError
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"

@@ -11,10 +11,11 @@ import sklearn.datasets
 import torch
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data import DataSource, digits, load_data
-from kaitian_mpi.data.arrays import ImageArrays
-from kaitian_mpi.data.augment import Augmented
-from kaitian_mpi.data.holdout import held_out_count, shuffled_split
+from kaitian_mpi.datasets import digits
+from kaitian_mpi.datasets.arrays import ImageArrays
+from kaitian_mpi.datasets.augment import Augmented
+from kaitian_mpi.datasets.holdout import held_out_count, shuffled_split
+from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.errors import UserError
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from kaitian_mpi.data import digest
 from kaitian_mpi.data.digest import digest_samples
-from kaitian_mpi.data.factory_data import Collated
+from kaitian_mpi.datasets.factory_data import Collated
 
 
 class Samples(Dataset):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.training.computation import Computation
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.training.divergence import fingerprint, split_by_majority
-from kaitian_mpi.training.state import TrainingState
 
 
 @pytest.mark.parametrize(

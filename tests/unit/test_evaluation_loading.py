@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.training import evaluation
+from kaitian_mpi.engine import evaluation
 
 
 class Slow(Dataset):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kaitian_mpi.mpi.launch import SUPERVISED
+from kaitian_mpi.runtime.launcher import SUPERVISED
 
 LONGEST_SEC = 30
 GRACE_SEC = 0.75  # mpirun gives less; but this machine may be busy with other tests
@@ -17,8 +17,8 @@ GRACE_SEC = 0.75  # mpirun gives less; but this machine may be busy with other t
 RANK = """
 import hashlib, sys, threading, time
 from pathlib import Path
-from kaitian_mpi.mpi.signals import handle_signals, last_words
-from kaitian_mpi.training.exit_save import ExitSave, StateLock
+from kaitian_mpi.runtime.signals import handle_signals, last_words
+from kaitian_mpi.checkpoint.exit_save import ExitSave, StateLock
 where, fails = sys.argv[2], sys.argv[3] == "fails"
 handle_signals("program")
 lock, state = StateLock(), [0, 0]

@@ -117,9 +117,9 @@ class Comm(SimpleNamespace):
 
 def check_before_loading(monkeypatch, **flags):
     from kaitian_mpi.cli import preflight
-    from kaitian_mpi.mpi import agreement
+    from kaitian_mpi.mpi import exchange
 
-    monkeypatch.setattr(agreement, "gather_values", lambda comm, value: [value])
+    monkeypatch.setattr(exchange, "gather_values", lambda comm, value: [value])
     preflight.check_before_loading(TrainConfig(**flags), Comm())
 
 

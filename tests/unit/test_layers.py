@@ -1,51 +1,98 @@
 """Imports go only down the floors of the house."""
 
 import ast
+import graphlib
+from collections import Counter
 from pathlib import Path
 
 import kaitian_mpi
 
 ROOT = Path(kaitian_mpi.__file__).parent
-FLOORS = {
-    "cli": 8,
-    "supervision": 7,
-    "training": 6,
-    "data": 5,
-    "models": 5,
-    "collectives": 4,
-    "mpi": 3,
-    "devices": 2,
-    "balance": 1,
-    "config": 0,
-    "errors": -1,  # under everything
-    "factory": 0,
-    "snapshot_folder": 0,
-    "new_folder": 0,
-}
+# From the top; a room imports only from those below it.
+FLOORS = (
+    "cli",
+    "supervision",
+    "training",
+    "checkpoint",
+    "benchmark",
+    "engine",
+    "elastic",
+    "datasets",
+    "models",
+    "output",
+    "data",
+    "backend",
+    "collectives",
+    "mpi",
+    "runtime",
+    "devices",
+    "balance",
+    "factory",
+    "config",
+    "errors",
+)
+MAX_FILES = 15  # of a room, without its __init__.py
+MAX_SHARE = 0.15  # of the package's lines
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package by its dotted name below the package."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
 
 
 def package_imports(path: Path) -> set[str]:
-    """Return the names directly under kaitian_mpi that a file imports anywhere in it."""
-    found = set()
+    """Return the modules of the package that a file imports anywhere in it, for types too."""
+    known, found = modules(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [
+                name if name.removeprefix("kaitian_mpi.") in known else node.module
+                for name in whole
+            ]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
             continue
-        found |= {n.split(".")[1] for n in names if n.startswith("kaitian_mpi.")}
+        found |= {n.removeprefix("kaitian_mpi.") for n in names if n.startswith("kaitian_mpi.")}
     return found
 
 
-def test_every_file_has_a_floor_and_imports_go_down():
-    for path in ROOT.rglob("*.py"):
-        place = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        if place == "__init__":
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_file_is_in_a_room_and_imports_go_down():
+    for module, path in modules().items():
+        if not module:
             continue
-        assert place in FLOORS, f"{path}: on no floor"
+        assert room(module) in FLOORS, f"{path}: in no room"
         for name in package_imports(path):
-            assert name == place or FLOORS[name] < FLOORS[place], f"{path} imports {name}"
+            is_below = FLOORS.index(room(name)) > FLOORS.index(room(module))
+            assert is_below or room(name) == room(module), f"{path} imports {name}"
+
+
+def test_the_modules_of_a_room_have_an_order_too():
+    graph = {
+        module: {name for name in package_imports(path) if room(name) == room(module)} - {module}
+        for module, path in modules().items()
+        if module
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
+
+
+def test_no_room_is_the_whole_house():
+    lines, files = Counter(), Counter()
+    for module, path in modules().items():
+        lines[room(module)] += len(path.read_text().splitlines())
+        files[room(module)] += path.name != "__init__.py"
+    for name in FLOORS:
+        assert files[name] <= MAX_FILES, f"{name}/ has {files[name]} files"
+        assert lines[name] <= MAX_SHARE * lines.total(), f"{name}/ has {lines[name]} lines"
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -63,17 +110,16 @@ def test_the_lowest_floors_know_neither_torch_nor_mpi():
         "config.py",
         "errors.py",
         "factory.py",
-        "new_folder.py",
-        "snapshot_folder.py",
+        "output/folders.py",
     ):
         paths = [ROOT / place] if place.endswith(".py") else list((ROOT / place).rglob("*.py"))
         for path in paths:
             assert not imported_packages(path) & {"torch", "mpi4py"}, path
 
 
-def test_only_the_mpi_floor_and_type_hints_import_mpi4py():
+def test_only_the_mpi_rooms_and_type_hints_import_mpi4py():
     for path in ROOT.rglob("*.py"):
-        if path.relative_to(ROOT).parts[0] == "mpi":
+        if path.relative_to(ROOT).parts[0] in ("mpi", "runtime"):
             continue
         for node in ast.parse(path.read_text()).body:  # TYPE_CHECKING blocks are not in the body
             assert not (isinstance(node, ast.ImportFrom) and node.module == "mpi4py"), path

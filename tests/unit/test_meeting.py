@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from kaitian_mpi.collectives.meeting import Party, clear, meet
+from kaitian_mpi.backend.meeting import Party, clear, meet
 from kaitian_mpi.errors import CollectiveError
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from kaitian_mpi.data.factory_data import Collated
+from kaitian_mpi.benchmark.min_batch import min_batch_of
+from kaitian_mpi.datasets.factory_data import Collated
+from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.models import build_model
-from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.min_batch import min_batch_of
 
 
 class Standardised(nn.Module):

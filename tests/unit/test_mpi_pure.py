@@ -2,9 +2,9 @@
 
 import pytest
 
-from kaitian_mpi.mpi.agreement import describe_faults
-from kaitian_mpi.mpi.launch import Launch, prepare_environment, read_launch
+from kaitian_mpi.mpi.exchange import describe_faults
 from kaitian_mpi.mpi.topology import Group, plan_groups
+from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

@@ -12,9 +12,9 @@ from kaitian_mpi.balance.bench_file import Bench, BenchRank, read_bench, write_b
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.benchmark import table
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.training import bench
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):
@@ -337,7 +337,7 @@ def test_what_kaitian_bench_advises_works(tmp_path, kinds, works):
     )
     target = tmp_path / "bench.json"
     write_bench(target, found, {})
-    text = bench.advice(target, found)
+    text = table.advice(target, found)
     if not works:
         assert text == "for kaitian-plan to forecast a bigger job, measure two ranks of each kind"
         return

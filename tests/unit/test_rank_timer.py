@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from kaitian_mpi.benchmark import rank_timer
+from kaitian_mpi.benchmark.cache import BenchmarkCache
+from kaitian_mpi.benchmark.memory_gauge import MemoryGauge, out_of_memory
+from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.training import rank_timer
-from kaitian_mpi.training.benchmark_cache import BenchmarkCache
-from kaitian_mpi.training.memory import MemoryGauge, out_of_memory
-from kaitian_mpi.training.rank_timer import Measured, RankTimer
 
 MIB = 1 << 20
 STEP_SEC, SAMPLE_SEC = 1e-2, 1e-4

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.resume import Found, check_resumable, is_over, results_until
+from kaitian_mpi.checkpoint.resume_rules import Renewed
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.training.memory_of_run import Memory
-from kaitian_mpi.training.resume import Found, check_resumable, is_over, results_until
-from kaitian_mpi.training.resume_rules import Renewed
-from kaitian_mpi.training.state import Progress
 
 THEN = TrainConfig(model="cnn", run_dir="run", lr=0.1)
 DATA = "80 + 20 samples"

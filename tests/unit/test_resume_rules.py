@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kaitian_mpi.checkpoint.resume_rules import RULES, OnChange, Renewed, compare_flags
 from kaitian_mpi.config import TrainConfig, flag_name
-from kaitian_mpi.training.resume_rules import RULES, OnChange, Renewed, compare_flags
 
 THEN = TrainConfig(model="cnn", run_dir="run", resume="auto")
 COSTS = {Renewed.COSTS, Renewed.EXCLUSION, Renewed.PLAN}

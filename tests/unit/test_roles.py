@@ -2,8 +2,8 @@
 
 import pytest
 
+from kaitian_mpi.elastic.roles import Roles, plan_recovery, spare_roles
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.training.roles import Roles, plan_recovery, spare_roles
 
 
 def make_rank(number, host="a", kind="cpu"):

@@ -12,15 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kaitian_mpi import snapshot_folder
+from kaitian_mpi.checkpoint.policy import Checkpointing
+from kaitian_mpi.checkpoint.results import write_results
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.new_folder import make_new_folder
-from kaitian_mpi.training import run_folder
-from kaitian_mpi.training.checkpoint import Checkpointing
-from kaitian_mpi.training.results import write_results
-from kaitian_mpi.training.run_folder import DiskFolder, open_run_folder
-from kaitian_mpi.training.state import Progress
+from kaitian_mpi.output import folders, run_folder
+from kaitian_mpi.output.folders import make_new_folder
+from kaitian_mpi.output.run_folder import DiskFolder, open_run_folder
 
 WEIGHTS = {"weight": torch.arange(3.0)}
 MODEL = "checkpoints/model.pt"
@@ -43,8 +42,8 @@ def memory(tmp_path, monkeypatch):
     """The host's memory, which has room."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(snapshot_folder, "MEMORY", folder)
-    monkeypatch.delenv(snapshot_folder.VARIABLE, raising=False)
+    monkeypatch.setattr(folders, "MEMORY", folder)
+    monkeypatch.delenv(folders.VARIABLE, raising=False)
     return folder
 
 
@@ -132,7 +131,7 @@ def test_a_disk_that_was_full_for_a_while_is_tried_again(tmp_path, memory, full,
         full("model.pt")
         folder.save_model(WEIGHTS)
         monkeypatch.undo()
-    monkeypatch.setattr(snapshot_folder, "MEMORY", memory)
+    monkeypatch.setattr(folders, "MEMORY", memory)
     finish(folder, checkpoints)
     assert summary_in(tmp_path / "run")["finished"] is True
     assert (tmp_path / "run" / MODEL).exists()
@@ -170,7 +169,7 @@ def test_jobs_that_start_at_once_have_a_folder_each(tmp_path):
     """Processes that make a folder of the same name at the same moment."""
     script = (
         "import sys, time; from pathlib import Path; "
-        "from kaitian_mpi.new_folder import make_new_folder; "
+        "from kaitian_mpi.output.folders import make_new_folder; "
         "time.sleep(max(0, float(sys.argv[2]) - time.time())); "
         "print(*[make_new_folder(Path(sys.argv[1])) for _ in range(50)])"
     )

@@ -41,8 +41,8 @@ NO_COMMUNICATORS = {
 # A restricted Unpickler is the way to read CIFAR-10's Python version; test_data_cifar10.py attacks
 # it.
 ADMITTED = {
-    "data/cifar10_pickle.py": {"pickle", "pickle.Unpickler", "pickle.UnpicklingError"},
-    "training/checkpoint_files.py": {"pickle", "pickle.UnpicklingError"},  # to catch it
+    "datasets/cifar10_pickle.py": {"pickle", "pickle.Unpickler", "pickle.UnpicklingError"},
+    "checkpoint/files.py": {"pickle", "pickle.UnpicklingError"},  # to catch it
 }
 
 

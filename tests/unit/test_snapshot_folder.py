@@ -6,12 +6,12 @@ import stat
 import pytest
 import torch
 
-from kaitian_mpi import snapshot_folder
+from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.snapshot_folder import VARIABLE, is_private, make_private, remove_private
-from kaitian_mpi.training.checkpoint import snapshot_files
-from kaitian_mpi.training.checkpoint_files import CheckpointFiles
+from kaitian_mpi.output import folders
+from kaitian_mpi.output.folders import VARIABLE, is_private, make_private, remove_private
 
 STATE = {"weight": torch.full((2,), 666.0)}
 
@@ -19,7 +19,7 @@ STATE = {"weight": torch.full((2,), 666.0)}
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """A place that is shared with others, as /dev/shm is."""
-    monkeypatch.setattr(snapshot_folder, "MEMORY", tmp_path)
+    monkeypatch.setattr(folders, "MEMORY", tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     return tmp_path
 
@@ -87,9 +87,7 @@ def test_somebody_who_is_quicker_is_noticed(memory, monkeypatch):
     """The folder appears between the look and the making."""
     folder = memory / "kaitian-job-host"
     looks = iter([False])
-    monkeypatch.setattr(
-        snapshot_folder, "is_private", lambda path: next(looks, None) or is_private(path)
-    )
+    monkeypatch.setattr(folders, "is_private", lambda path: next(looks, None) or is_private(path))
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(UserError, match="mode 777"):

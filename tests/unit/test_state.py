@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.errors import UserError
-from kaitian_mpi.training.computation import Computation
-from kaitian_mpi.training.state import (
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.state import (
     Progress,
     TrainingState,
     count_steps,
     from_bytes,
     to_bytes,
 )
+from kaitian_mpi.errors import UserError
 
 
 class Buffered(nn.Module):

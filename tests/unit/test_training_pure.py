@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.clock import HostClock
+from kaitian_mpi.engine.computation import Computation, make_optimizer, make_schedule
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
-from kaitian_mpi.training.clock import HostClock
-from kaitian_mpi.training.computation import Computation, make_optimizer, make_schedule
-from kaitian_mpi.training.report import progress_line
-from kaitian_mpi.training.run_folder import DiskFolder, NoFolder, open_run_folder
+from kaitian_mpi.output.console import progress_line
+from kaitian_mpi.output.run_folder import DiskFolder, NoFolder, open_run_folder
 
 
 @pytest.mark.parametrize(

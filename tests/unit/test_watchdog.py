@@ -11,14 +11,14 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from kaitian_mpi.mpi.watchdog import StepLimit, first_limit, setup_limit
-from kaitian_mpi.mpi.watchdog_process import Report, judge, overslept, parse_stat, updated
+from kaitian_mpi.runtime.watchdog import StepLimit, first_limit, setup_limit
+from kaitian_mpi.runtime.watchdog_process import Report, judge, overslept, parse_stat, updated
 
 LONGEST_SEC = 30
 
 RANK = """
 import os, sys, time
-from kaitian_mpi.mpi.watchdog import Watchdog
+from kaitian_mpi.runtime.watchdog import Watchdog
 watchdog = Watchdog("[2@host]", {limit}{options})
 print(os.getpid(), watchdog._process.pid, flush=True)
 {body}
@@ -450,7 +450,7 @@ time.sleep(60)
 
 def test_the_module_is_light():
     script = (
-        "import sys, kaitian_mpi.mpi.watchdog; "
+        "import sys, kaitian_mpi.runtime.watchdog; "
         "print(sorted({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
     )
     process = start(script)

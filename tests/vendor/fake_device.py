@@ -18,7 +18,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
-from kaitian_mpi.mpi.guard import end_with_traceback
+from kaitian_mpi.runtime.abort import end_with_traceback
 
 # torch 2.8 cannot register a device guard from Python, which most operations need on a device of
 # type `privateuseone`. Of those that have a guard in every build, `lazy` is used by nothing else.

@@ -1,0 +1,158 @@
+"""Stock DDP whose ranks may take any number of samples: the weights follow from the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi.backend.ddp_hook import WeightedSum
+from kaitian_mpi.collectives.torch_tools import not_compiled
+from kaitian_mpi.errors import UnsupportedError
+
+SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
+"""Returns how many samples a forward's positional and keyword arguments hold."""
+
+
+def data_parallel(
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    samples_of: SamplesOf | None = None,
+    **ddp_options: Any,
+) -> DistributedDataParallel:
+    """Wrap a model in stock DDP with the gradient of the global batch, whatever the shares.
+
+    The loss is to be the mean over a rank's own samples, as usual. Each rank's gradient is then
+    weighted by its part of all samples, so that the sum is the gradient of the mean over the global
+    batch. Ranks may take any number of samples, other ones in each step, and none: a rank without
+    samples gives a batch of 0 rows (and so needs no `DistributedDataParallel.join`).
+
+    The samples are counted in each forward that has gradients enabled, since the last backward that
+    synchronised. So a forward whose result is thrown away belongs under `torch.no_grad()`. To
+    accumulate gradients over micro-batches under `no_sync()`, cut a rank's samples in equal
+    micro-batches and divide the loss of each by their number; ranks may differ in both.
+
+    Training begins with the parameters and buffers of the group's rank 0, whatever each rank has
+    made by itself; as in stock DDP, `broadcast_buffers=False` leaves the buffers to the ranks.
+
+    Collective, as DDP is; so are each forward that synchronises, and its backward.
+
+    Args:
+        model: on this rank's device already.
+        group: the process group to sum over; None for the default one.
+        samples_of: counts the samples of one forward from its (args, kwargs); None for the first
+            dimension of the first tensor among them, also inside lists, tuples and dicts.
+        ddp_options: DDP's own, such as `find_unused_parameters`.
+
+    Raises:
+        ValueError: in a forward, if there is no tensor to count by, or `samples_of` returned a
+            number below 0.
+        UnsupportedError: in a forward under `DistributedDataParallel.join`.
+    """
+    wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
+    weights = _Weights(group, samples_of or count_rows)
+    weights.gradients.attach(wrapped)
+    wrapped.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
+    wrapped.register_forward_hook(weights.after_forward)
+    return wrapped
+
+
+def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the length of the first tensor with a dimension among a forward's arguments.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rows = _first_length([*args, *kwargs.values()])
+    if rows is None:
+        names = [type(value).__name__ for value in (*args, *kwargs.values())]
+        raise ValueError(
+            f"found no tensor to count the samples by in a forward of ({', '.join(names)}), needed "
+            "one whose first dimension is the batch; pass samples_of= to data_parallel"
+        )
+    return rows
+
+
+def _first_length(values: Iterable[Any]) -> int | None:
+    for value in values:
+        length = None
+        if isinstance(value, torch.Tensor):
+            length = value.size(0) if value.dim() else None
+        elif isinstance(value, Mapping):
+            length = _first_length(value.values())
+        elif isinstance(value, list | tuple):
+            length = _first_length(value)
+        if length is not None:
+            return length
+    return None
+
+
+@not_compiled
+class _Weights:
+    """Keeps the hook's weight at this rank's part of the samples that a backward is about.
+
+    The sum over the ranks starts after the forward and is awaited when the backward has its first
+    bucket, so that no rank waits for a slower one's forward. Not before it: DDP's own collectives
+    come at the start of a step's first forward, this one at the end of its last.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf) -> None:
+        self.gradients = WeightedSum(group, on_bucket=self._bucket_ready)
+        self._group = group
+        self._samples_of = samples_of
+        self._samples = 0
+        self._samples_in_eval: int | None = None
+        self._sum: tuple[dist.Work, torch.Tensor] | None = None
+
+    def before_forward(
+        self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Count the samples of a forward that a backward may follow."""
+        if not torch.is_grad_enabled():
+            return
+        if model._join_config.enable:
+            raise UnsupportedError(
+                "found a forward under join(), needed none under data_parallel; "
+                "let a rank that has run out of samples give batches of 0 rows"
+            )
+        samples = int(self._samples_of(args, kwargs))
+        if samples < 0:
+            raise ValueError(f"samples_of: found {samples}, needed a number of at least 0")
+        if not model.training:
+            # An evaluation that forgot no_grad, of one rank alone even; or training with dropout
+            # and batch norm switched off, which the first bucket will tell.
+            self._samples_in_eval = samples + (self._samples_in_eval or 0)
+            return
+        self._samples_in_eval = None
+        self._samples += samples
+
+    def after_forward(self, model: DistributedDataParallel, *_: Any) -> None:
+        """Start the sum where a backward that synchronises may follow."""
+        if torch.is_grad_enabled() and model.training and model.require_backward_grad_sync:
+            self._start_sum()
+
+    def _bucket_ready(self, is_last: bool) -> None:
+        """Set the weight at a backward's first bucket; at the others there is no sum."""
+        if self._sum is None:
+            if self._samples_in_eval is None:
+                return
+            self._samples += self._samples_in_eval
+            self._start_sum()
+        assert self._sum is not None
+        work, total = self._sum
+        work.wait()
+        # Without a sample anywhere there is nothing to take the mean of.
+        self.gradients.weight = self._samples / max(int(total), 1)
+        self._samples, self._samples_in_eval, self._sum = 0, None, None
+
+    def _start_sum(self) -> None:
+        # A second forward before the backward replaces the sum of the first.
+        total = torch.tensor(self._samples)
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        assert work is not None
+        self._sum = work, total

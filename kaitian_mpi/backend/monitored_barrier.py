@@ -1,0 +1,89 @@
+"""A barrier after which rank 0 knows who did not come."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kaitian_mpi.errors import MissingRanksError
+from kaitian_mpi.runtime.polling import abandon, wait_for
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_FIRST_TAG = 1_000
+_TAGS = 30_000
+_MARGIN_SEC = 2.0  # for rank 0's answer after its own time-out
+
+
+class MonitoredBarrier:
+    """Every rank reports to rank 0, and goes on at its word. May be tried again after a failure.
+
+    By messages with tags of its own, so that it may go on beside collectives over the same ranks.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        """Prepare for the ranks of `comm`."""
+        self._comm = comm
+        self._calls = 0
+        # Under way until the other rank comes, which may be never; they keep their buffers.
+        self._sent: list[MPI.Request] = []
+
+    def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Wait for every rank. Collective.
+
+        Args:
+            timeout: how long to wait for the others.
+            wait_all_ranks: whether to name all missing ranks, or only the first.
+
+        Raises:
+            MissingRanksError: some rank did not come; raised by every rank that did.
+        """
+        self._calls += 1
+        tag = _FIRST_TAG + self._calls % _TAGS
+        limit_sec = timeout.total_seconds()
+        if self._comm.rank == 0:
+            self._call_the_roll(tag, limit_sec, wait_all_ranks)
+        else:
+            self._report(tag, limit_sec)
+
+    def _call_the_roll(self, tag: int, limit_sec: float, wait_all_ranks: bool) -> None:
+        reports = {
+            rank: self._comm.Irecv(np.empty(1, dtype=np.int8), rank, tag)
+            for rank in range(1, self._comm.size)
+        }
+        deadline = time.perf_counter() + limit_sec
+        missing: list[int] = []
+        for rank, report in reports.items():
+            if not wait_for(report, deadline - time.perf_counter()):
+                missing.append(rank)
+                report.Cancel()
+                abandon(report)
+        verdict = np.array([len(missing)], dtype=np.int32)
+        self._sent = [self._comm.Isend(verdict, rank, tag) for rank in reports]
+        # Worded as gloo does, which scripts look for.
+        if missing and limit_sec <= 0:  # no rank had a chance
+            raise MissingRanksError("Rank 0 timed out in monitoredBarrier after 0 ms")
+        if missing:
+            listed = ", ".join(map(str, missing))
+            named = f"Ranks {listed}" if wait_all_ranks else f"Rank {missing[0]}"
+            raise MissingRanksError(
+                f"{named} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms"
+            )
+
+    def _report(self, tag: int, limit_sec: float) -> None:
+        answer = np.empty(1, dtype=np.int32)
+        self._sent = [self._comm.Isend(np.zeros(1, dtype=np.int8), 0, tag)]
+        request = self._comm.Irecv(answer, 0, tag)
+        heard = wait_for(request, limit_sec + _MARGIN_SEC)
+        if not heard:
+            abandon(request)
+        if not heard or answer[0]:
+            raise MissingRanksError(
+                f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received "
+                "errors while waiting for send/recv from rank 0. Please check rank 0 logs for "
+                "faulty rank."
+            )

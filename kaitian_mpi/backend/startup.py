@@ -1,0 +1,107 @@
+"""From a bare process to a ready torch.distributed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from kaitian_mpi.backend import BACKEND, SCHEME, registration
+from kaitian_mpi.backend.registration import replace
+from kaitian_mpi.mpi.job_store import close_lost_job_store
+from kaitian_mpi.mpi.world import World, join_world, keep_ranks
+from kaitian_mpi.runtime.abort import guard_script
+from kaitian_mpi.runtime.lifecycle import start_mpi
+
+
+def init(devices: str = "auto", emulate_kinds: str = "") -> World:
+    """Start MPI, choose this rank's device, and initialise torch.distributed over `kaitian`.
+
+    Collective over all ranks that mpirun started; without mpirun, a job of one rank.
+
+    Args:
+        devices: `auto`, `cpu`, or a list by local rank such as `cuda:0,cuda:1,cpu`.
+        emulate_kinds: labels for CPU ranks by world rank, such as `gpu,gpu,mlu,mlu`.
+
+    Raises:
+        UserError: a device is missing, a host has more ranks than devices, or there is no MPI.
+    """
+    guard_script()
+    world = join_world(start_mpi(), devices, emulate_kinds)
+    registration.register()
+    dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
+    return world
+
+
+def go_on_with(world: World, ranks: Sequence[int]) -> World | None:
+    """Put a process group of some ranks in the place of that of all. Collective over `world`.
+
+    Args:
+        world: the ranks so far; their default process group ends.
+        ranks: those to go on with, at least one, in ascending order.
+
+    Returns:
+        The world of these ranks; None on a rank that is not among them, which has no process group
+        any more.
+    """
+    close_process_group()
+    kept = keep_ranks(world, ranks)
+    if kept is not None:
+        dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
+    return kept
+
+
+def close_process_group() -> None:
+    """End this rank's default process group, where there is one; after a loss the job's store, too.
+
+    Nobody is waited for.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    close_lost_job_store()
+
+
+def use_backend_for(names: Iterable[str]) -> None:
+    """Let scripts that name other backends get `kaitian`, with its rendezvous by MPI.
+
+    Replaces `init_process_group` and `new_group` in torch.distributed, so it must come before the
+    script imports them. A default group asked for without a store meets by `mpi://`, so that no
+    port is opened; a script's own store or other method stays.
+
+    Args:
+        names: backends to replace, such as `nccl`, also where they stand in `cpu:gloo,cuda:nccl`.
+    """
+    registration.register()
+    overridden = frozenset(names)
+    start, subgroup = dist.init_process_group, dist.new_group
+
+    @functools.wraps(start)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(start).bind(*args, **kwargs).arguments
+        given["backend"] = _override(given.get("backend"), overridden)
+        if given["backend"] == BACKEND:
+            if given.get("init_method") in (None, "env://") and given.get("store") is None:
+                given["init_method"] = f"{SCHEME}://"
+            given.pop("device_id", None)  # binds a group to one vendor's device
+        start(**given)
+
+    @functools.wraps(subgroup)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(subgroup).bind(*args, **kwargs).arguments
+        if given.get("backend") is not None:  # None: the default group's
+            given["backend"] = _override(given["backend"], overridden)
+        return subgroup(**given)
+
+    replace(start, init_process_group)
+    replace(subgroup, new_group)
+
+
+def _override(backend: str | None, overridden: frozenset[str]) -> str | None:
+    """Return `kaitian` for a backend that is overridden, or for none where any is."""
+    if backend is None:
+        return BACKEND if overridden else None
+    named = {part.rpartition(":")[2].lower() for part in str(backend).split(",")}
+    return BACKEND if named & overridden else backend

@@ -1,0 +1,161 @@
+"""Choosing how gradients are summed, and what that costs among some ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaitian_mpi.backend.process_group import KaitianProcessGroup
+from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, fit_allreduce
+from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import say
+from kaitian_mpi.runtime.polling import wait_quietly
+
+if TYPE_CHECKING:
+    from kaitian_mpi.backend.process_group import KaitianProcessGroup
+
+
+_REPEATS = 5
+_ENOUGH_SEC = 2.0
+
+
+def choose_algorithm(
+    group: KaitianProcessGroup, request: str, sizes: list[int], device: torch.device
+) -> dict[str, float]:
+    """Set the group's allreduce algorithm; collective.
+
+    Args:
+        group: the process group.
+        request: an algorithm's name, or `auto` to take the fastest.
+        sizes: elements of the float32 buckets that training will reduce.
+        device: where they will be.
+
+    Returns:
+        Seconds for all buckets by algorithm, the slowest rank's median; empty where nothing had
+        to be measured.
+    """
+    if group.single_kind:
+        return {}
+    if request != "auto":
+        group.algorithm = request
+        return {}
+    # All algorithms in each round, so that a busy moment of the machine meets them all.
+    seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
+    buckets = [torch.zeros(size, device=device) for size in sizes]
+    for _ in _rounds(group):
+        for name in ALGORITHMS:
+            group.algorithm = name
+            dist.barrier(group)
+            start = time.perf_counter()
+            for bucket in buckets:
+                dist.all_reduce(bucket, group=group)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    own = [_typical(seconds[name]) for name in ALGORITHMS]
+    slowest = [max(times) for times in zip(*gather_values(group.comms.world, own), strict=True)]
+    measured = dict(zip(ALGORITHMS, slowest, strict=True))
+    group.algorithm = min(measured, key=lambda name: measured[name])
+    return measured
+
+
+def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) -> float:
+    """Return the seconds of an allreduce of `size` float32 by the group's algorithm; collective.
+
+    The slowest rank's median.
+    """
+    seconds = []
+    tensor = torch.zeros(size, device=device)
+    for _ in _rounds(group):
+        dist.barrier(group)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        seconds.append(time.perf_counter() - start)
+    return max(gather_values(group.comms.world, _typical(seconds)))
+
+
+def _rounds(group: KaitianProcessGroup) -> Iterator[None]:
+    """Go through the rounds of a measurement, fewer where they take long. Collective."""
+    began = time.perf_counter()
+    for _ in range(1 + _REPEATS):
+        yield
+        # The same on every rank, or some would wait for others in a further round.
+        if max(gather_values(group.comms.world, time.perf_counter() - began)) > _ENOUGH_SEC:
+            return
+
+
+def _typical(seconds: list[float]) -> float:
+    """Return the median of the rounds; the first warms up, and counts if it is the only one."""
+    return statistics.median(seconds[1:] or seconds)
+
+
+_SIZES = (64 << 10, 1 << 20)  # and the largest bucket
+
+
+def gradient_buckets(model: nn.Module) -> list[int]:
+    """Return the bytes of DDP's buckets for a model, in the order reduced."""
+    count = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return ddp_buckets(count)
+
+
+def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
+    """Choose how gradients cross device kinds, show it, and return its name. Collective.
+
+    Args:
+        request: `--allreduce`.
+        world: the ranks of the default process group.
+        buckets: bytes that one step reduces.
+    """
+    group = _group()
+    measured = choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
+    if group.single_kind:
+        say(world, "allreduce: one device kind, no relay")
+        return "direct"
+    times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
+    say(world, f"allreduce: {group.algorithm}" + (f" (measured: {times})" if times else ""))
+    return group.algorithm
+
+
+def measure_allreduce(
+    request: str, world: World, ranks: Sequence[int], buckets: Sequence[int]
+) -> AllreduceCost:
+    """Return what an allreduce costs among some of the ranks. Collective over all of them.
+
+    Args:
+        request: `--allreduce`; the fastest algorithm is chosen anew for part of the ranks.
+        world: the ranks of the default process group.
+        ranks: which of them take part; a single one has nothing to exchange.
+        buckets: bytes that one step reduces.
+    """
+    if len(ranks) == 1 or not buckets:
+        return AllreduceCost(0.0, 0.0)
+    whole = len(ranks) == world.size
+    made = dist.group.WORLD if whole else dist.new_group(list(ranks))
+    sizes = sorted({*_SIZES, max(buckets)})
+    seconds = None
+    if world.rank in ranks:
+        assert isinstance(made, KaitianProcessGroup)
+        if not whole:
+            choose_algorithm(made, request, [size // 4 for size in buckets], world.device)
+        seconds = [time_allreduce(made, size // 4, world.device) for size in sizes]
+        if not whole:
+            dist.destroy_process_group(made)
+    wait_quietly(world.comm)  # the others, which have nothing to do
+    told = gather_values(world.comm, seconds)
+    return fit_allreduce(sizes, next(values for values in told if values is not None))
+
+
+def _group() -> KaitianProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, KaitianProcessGroup)
+    return group

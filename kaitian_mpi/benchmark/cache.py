@@ -1,0 +1,108 @@
+"""Benchmark results kept from one job to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.benchmark.rank_timer import Measured, largest_share
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.setup import describe_model
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.world import World
+
+
+class BenchmarkCache:
+    """One rank's file in the folder of `--benchmark-cache`; none without that flag.
+
+    A result holds for one host, device, place and number of ranks on the host, model, sample shape,
+    batch limit and pair of versions. Whatever else changes a step's time, such as another job on
+    the host, it does not know.
+    """
+
+    def __init__(
+        self, config: TrainConfig, world: World, model: nn.Module, data: Dataset, slowdown: Slowdown
+    ) -> None:
+        sample: Any = data[[0]]
+        self._key = {
+            "host": world.info.host,
+            "device": f"{world.info.device} {world.info.device_name}",
+            "local_rank": world.info.local_rank,
+            "ranks_on_host": sum(info.host == world.info.host for info in world.infos),
+            "threads": world.threads,
+            "emulated_slowdown": slowdown.factor,
+            "model": f"{config.model}, {describe_model(model)}",
+            "sample": str(tuple(sample[0].shape[1:])),
+            "precision": config.precision,
+            "memory_format": config.memory_format,
+            "batches": [largest_share(config), config.micro_batch_size],
+            "versions": [torch.__version__, version("kaitian-mpi")],
+        }
+        name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:16]
+        self._file = (
+            Path(config.benchmark_cache) / f"{name}.json" if config.benchmark_cache else None
+        )
+
+    def read(self) -> Measured | None:
+        """Return what was kept; None where nothing was, or something else than a result."""
+        if self._file is None:
+            return None
+        try:
+            kept = json.loads(_read_own(self._file))
+            names = {field.name for field in fields(Measured)}
+            if kept["key"] != self._key or set(kept["measured"]) != names:
+                return None
+            measured = Measured(**kept["measured"])
+            return measured if _is_sound(measured) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, measured: Measured) -> None:
+        """Keep a result, whole or not at all.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._file.with_suffix(f".{os.getpid()}.partial")
+            content = {"key": self._key, "measured": asdict(measured)}
+            partial.write_text(json.dumps(content, indent=2) + "\n")
+            os.replace(partial, self._file)
+        except OSError as error:
+            raise UserError(
+                f"--benchmark-cache {self._file.parent}: {error.strerror}; "
+                "name a folder that can be written"
+            ) from error
+
+
+def _read_own(file: Path) -> str:
+    """Return a file's text; raises OSError for one that another user may have written.
+
+    The folder may be in a place that all users share.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as opened:
+        about = os.fstat(opened.fileno())
+        if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
+            raise PermissionError(f"{file} belongs to another user, or all may write it")
+        return opened.read()
+
+
+def _is_sound(measured: Measured) -> bool:
+    numbers = [*measured.batches, *measured.seconds]
+    sound = all(math.isfinite(number) and number > 0 for number in numbers)
+    return sound and len(measured.batches) == len(measured.seconds) > 0

@@ -1,0 +1,107 @@
+"""Which ranks the job is faster without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kaitian_mpi.balance.communication import AllreduceCost
+from kaitian_mpi.balance.forecast import Cohort, forecast
+from kaitian_mpi.balance.optimum import RankCost, fastest_split
+from kaitian_mpi.balance.planner import with_slopes
+from kaitian_mpi.benchmark.allreduce import measure_allreduce
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import say
+
+_LEAST_GAIN = 0.05  # a device is not given up for less
+
+
+def ranks_to_leave_out(
+    config: TrainConfig,
+    world: World,
+    costs: Sequence[RankCost],
+    buckets: Sequence[int],
+    min_batch: int = 1,
+) -> dict[int, str]:
+    """Return the ranks without which the job is faster, and why. Collective.
+
+    First those whose best share is no sample at all. Then, since every rank costs communication,
+    the device kind or host without which the forecast is better by 5% or more. An allreduce
+    without it is measured only where the job would gain that much without any communication.
+
+    Args:
+        config: the global batch, and `--allreduce`.
+        world: the ranks of the default process group.
+        costs: of each rank.
+        buckets: bytes that a step reduces.
+        min_batch: the smallest share besides none.
+    """
+    batch = config.global_batch_size
+    left_out = _without_share(with_slopes(costs, batch), batch, min_batch)
+    kept = [rank for rank in range(world.size) if rank not in left_out]
+    if len(kept) == 1:
+        return left_out
+
+    def rate(ranks: Sequence[int], allreduce: AllreduceCost) -> float:
+        cohorts = [Cohort(world.infos[rank].kind, costs[rank]) for rank in ranks]
+        return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
+
+    def measured_rate(ranks: Sequence[int]) -> float:
+        return rate(ranks, measure_allreduce(config.allreduce, world, ranks, buckets))
+
+    free = AllreduceCost(0.0, 0.0)
+    candidates = list(_candidates(world.infos, kept))
+    if not candidates:
+        return left_out
+    now = best = measured_rate(kept)
+    worst: dict[int, str] = {}
+    for name, without in candidates:
+        if rate(without, free) < (1 + _LEAST_GAIN) * best:
+            continue
+        alone = measured_rate(without)
+        if alone >= (1 + _LEAST_GAIN) * now and alone > best:
+            best = alone
+            why = (
+                f"with {name} {now:.0f} samples/s are forecast, without {alone:.0f}, "
+                "communication included"
+            )
+            worst = {rank: why for rank in kept if rank not in without}
+    return left_out | worst
+
+
+def tell_left_out(world: World, left_out: dict[int, str]) -> None:
+    """Show which ranks the job goes on without, and why."""
+    for rank, why in left_out.items():
+        info = world.infos[rank]
+        say(
+            world,
+            f"rank {info.world_rank} ({info.host}, {info.device}, {info.kind}) is left out: {why}; "
+            "--keep-all keeps it",
+        )
+
+
+def _without_share(costs: Sequence[RankCost], batch: int, min_batch: int) -> dict[int, str]:
+    if batch < min_batch * len(costs):
+        return {}  # too small a batch, which the plan will say
+    shares = fastest_split(costs, batch, min_batch)
+    step = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+    smallest = "a single sample takes" if min_batch == 1 else f"{min_batch} samples take"
+    return {
+        rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, and the whole step takes "
+        f"the others {step:.3g} s"
+        for rank, share in enumerate(shares)
+        if share == 0
+    }
+
+
+def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
+    """Yield each kind and host that the job could go on without, and the ranks that would stay."""
+    seen = []
+    for what, key in (("kind", "kind"), ("host", "host")):
+        values = dict.fromkeys(getattr(infos[rank], key) for rank in kept)
+        for value in values if len(values) > 1 else ():
+            without = [rank for rank in kept if getattr(infos[rank], key) != value]
+            if without not in seen:
+                seen.append(without)
+                yield f"{what} {value}", without

@@ -1,0 +1,157 @@
+"""From the benchmark to the plan: how many samples each rank takes per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kaitian_mpi.balance.cost_model import scores
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
+from kaitian_mpi.benchmark.ranks import RankBenchmark, scores_of
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
+from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import say
+
+BY_BENCHMARK = "the benchmark"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranks' batch sizes, and how this rank computes."""
+
+    batch_sizes: list[int]
+    scores: list[float]
+    costs: list[RankCost] | None
+    """Of each rank; None where there was no benchmark."""
+    memory_format: str
+    precision: str
+    micro_batch_size: int | None
+    """Samples that this rank computes at once, at most; None: any number."""
+    min_batch: int = 1
+    """The fewest samples that a rank computes at once, in training."""
+
+
+def equal_share(config: TrainConfig, ranks: int) -> int:
+    """Return the samples per step for which ranks are scored."""
+    if config.batch_policy == "paper":
+        return config.batch_size
+    return math.ceil(config.global_batch_size / ranks)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of how one rank computes."""
+
+    cost: RankCost | None
+    """None where it was not measured."""
+    memory_format: str
+    precision: str
+
+
+def profile_unmeasured(config: TrainConfig) -> Profile:
+    """Return what holds for a rank that was not measured."""
+    return Profile(
+        cost=None,
+        # Convolutions are faster so on every device we have met.
+        memory_format="channels_last" if config.memory_format == "auto" else config.memory_format,
+        precision="fp32" if config.precision == "auto" else config.precision,
+    )
+
+
+def profile_of(result: RankBenchmark) -> Profile:
+    """Return what the benchmark has found out."""
+    return Profile(result.cost, result.measured.memory_format, result.measured.precision)
+
+
+def plan_by_benchmark(
+    config: TrainConfig, world: World, results: list[RankBenchmark], min_batch: int = 1
+) -> Plan:
+    """Return the shares that the ranks' costs, or by the paper's rule their scores, call for.
+
+    Args:
+        config: the global batch and the rule.
+        world: the ranks that train.
+        results: of these ranks.
+        min_batch: the fewest samples that the model can train on at once.
+    """
+    return make_plan(config, world, [profile_of(result) for result in results], min_batch)
+
+
+def make_plan(
+    config: TrainConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
+) -> Plan:
+    """Return the shares of the ranks; equal ones where any was not measured.
+
+    Args:
+        config: the global batch and the rule.
+        world: the ranks that train.
+        profiles: of these ranks.
+        min_batch: the fewest samples that the model can train on at once.
+
+    Raises:
+        UserError: the global batch is too small for so many ranks.
+    """
+    costs = [profile.cost for profile in profiles if profile.cost is not None]
+    # With `--balance off` an earlier job of the run may have measured them.
+    measured = len(costs) == len(profiles) and config.balance != "off"
+    share = equal_share(config, world.size)
+    times = [cost.model.seconds(share) for cost in costs]
+    by_rank = scores(times) if measured else [1.0] * world.size
+    if config.batch_policy == "paper":
+        shares = plan_batches_as_paper(by_rank, config.batch_size, min_batch)
+    elif measured:
+        shares = plan_fastest(costs, config.global_batch_size, min_batch)
+    else:
+        shares = plan_equal(world.size, config.global_batch_size, min_batch)
+    own = profiles[world.rank]
+    return Plan(
+        shares,
+        by_rank,
+        costs if measured else None,
+        own.memory_format,
+        own.precision,
+        own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None,
+        min_batch,
+    )
+
+
+def tell_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
+    """Write a plan, and show one that no table has shown."""
+    if why != BY_BENCHMARK:
+        say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
+    made.folder.append("plan.jsonl", {"step": step, "batch_sizes": plan.batch_sizes, "why": why})
+
+
+def write_benchmark(world: World, made: Ingredients, results: list[RankBenchmark]) -> None:
+    """Write what was measured of each rank."""
+    share = math.ceil(sum(r.measured.batches[-1] for r in results) / len(results))
+    ranks = [
+        {
+            "rank": info.world_rank,
+            "host": info.host,
+            "device_kind": info.kind,
+            "device": info.device,
+            "alpha_sec": result.cost.model.alpha_sec,
+            "beta_sec_per_sample": result.cost.model.beta_sec,
+            "fit_error": result.fit_error,
+            "largest_micro_batch": result.cost.largest_micro_batch,
+            "measured": dict(zip(result.measured.batches, result.measured.seconds, strict=True)),
+            "cached": result.cached,
+            "memory_bytes": info.memory_bytes,
+            "memory_format": result.measured.memory_format,
+            "precision": result.measured.precision,
+            "score": score,
+            "emulated_slowdown": describe_slowdown(made.slowdowns[info.world_rank]),
+        }
+        for info, result, score in zip(world.infos, results, scores_of(results, share), strict=True)
+    ]
+    made.folder.write("benchmark.json", {"ranks": ranks, "emulated": is_emulated(world, made)})
+
+
+def is_emulated(world: World, made: Ingredients) -> bool:
+    """Return whether any device kind or slowdown of the run is emulated."""
+    return any(info.emulated for info in world.infos) or any(map(is_slowed, made.slowdowns))

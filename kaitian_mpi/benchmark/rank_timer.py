@@ -1,0 +1,226 @@
+"""Timing one rank: how it computes fastest, what a step costs, and how much fits its memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.benchmark.memory_gauge import MemoryGauge, out_of_memory
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.computation import MEMORY_FORMATS, Computation, make_optimizer
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.watchdog import enter_phase
+
+_PROBE_BATCH = 8
+_SHORTEST_SEC = 0.1
+_CONTEST_ROUNDS = 4
+_MOST_ROUNDS = 5
+# Parts of the benchmark's seconds: for the contest, for finding the batch sizes, and for a step.
+_CONTEST_PART = 0.25
+_GROWTH_PART = 0.25
+_STEP_PART = 0.25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out about a rank."""
+
+    batches: list[int]
+    seconds: list[float]
+    """A step's, by batch size."""
+    largest_micro_batch: int | None
+    """None where more than the global batch fits."""
+    memory_format: str
+    precision: str
+
+
+class RankTimer:
+    """Times training steps of one model on this rank. The model itself is left as it was."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        model: nn.Module,
+        data: Dataset,
+        slowdown: Slowdown,
+        min_batch: int = 1,
+    ) -> None:
+        self._config, self._world, self._data, self._slowdown = config, world, data, slowdown
+        self._model = model
+        self._most = largest_share(config)
+        self._largest = max(min_batch, min(self._most, config.micro_batch_size or self._most))
+        self._min_batch = min_batch
+        self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._smallest = min_batch
+        self._began = time.perf_counter()
+
+    def measure(self) -> Measured:
+        """Time this rank within about `--benchmark-seconds`; nothing here is collective.
+
+        Raises:
+            UserError: not even the smallest batch fits the memory.
+        """
+        self._began = time.perf_counter()
+        memory = MemoryGauge(self._world)
+        self._copy = copy.deepcopy(self._model).to(self._world.device).train()
+        self._optimizer = make_optimizer(self._config, self._copy)
+        self._computation = self._fastest(min(self._largest, _PROBE_BATCH))
+        batches = self._grow(memory)
+        self._smallest = batches[0]
+        rounds: dict[int, list[float]] = {batch: [] for batch in batches}
+        round_sec = 0.0
+        for _ in range(_MOST_ROUNDS):
+            if self._elapsed() + round_sec > self._config.benchmark_seconds and round_sec:
+                break
+            before = self._elapsed()
+            for batch in batches:
+                rounds[batch].append(self._mean_step(batch))
+            round_sec = self._elapsed() - before
+        return Measured(
+            batches,
+            [statistics.median(rounds[batch]) for batch in batches],
+            memory.largest_batch(self._most),
+            self._computation.memory_format,
+            self._computation.precision,
+        )
+
+    def keep_busy(self) -> None:
+        """Compute a little: other ranks, perhaps on the same cores, are still timed."""
+        self._time_step(self._smallest)
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _fastest(self, batch: int) -> Computation:
+        """Return the fastest of the memory formats and precisions that may be chosen from."""
+        named = self._config.memory_format
+        formats = list(MEMORY_FORMATS) if named == "auto" else [named]
+        precision = self._config.precision
+        precisions = ["fp32", "bf16"] if precision == "auto" else [precision]
+        contestants = [self._compute_in(p, f) for p, f in itertools.product(precisions, formats)]
+        if len(contestants) == 1:
+            return contestants[0]
+        try:
+            return self._winner(contestants, batch)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+        # Not inside the handler, which would keep what did not fit.
+        return self._fastest(self._half(batch)) if batch > self._min_batch else contestants[0]
+
+    def _winner(self, contestants: list[Computation], batch: int) -> Computation:
+        # On a core shared with other ranks the layouts differ by less than the wait for the core,
+        # which the thread's own CPU time leaves out. The first step, which warms up, is no minimum.
+        clock = time.thread_time if self._world.device.type == "cpu" else time.perf_counter
+        costs: list[list[float]] = [[] for _ in contestants]
+        for round_number in range(_CONTEST_ROUNDS):
+            for computation, seconds in zip(contestants, costs, strict=True):
+                self._computation = computation
+                before = clock()
+                self._time_step(batch)
+                seconds.append(clock() - before)
+            if round_number and self._elapsed() > _CONTEST_PART * self._config.benchmark_seconds:
+                break
+        cheapest = [min(values) for values in costs]
+        return contestants[cheapest.index(min(cheapest))]
+
+    def _grow(self, memory: MemoryGauge) -> list[int]:
+        """Return batch sizes to time, each twice the one before, until memory or time says stop."""
+        batch = min(self._largest, _PROBE_BATCH)
+        enough_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
+        longest_sec = _STEP_PART * self._config.benchmark_seconds
+        fitting: list[int] = []
+        while memory.has_room_for(batch):
+            seconds = self._try_step(batch, memory)
+            if seconds is None:
+                if fitting:
+                    break
+                batch = self._half(batch)
+                continue
+            fitting.append(batch)
+            too_slow = 2 * seconds > longest_sec or self._elapsed() > enough_sec
+            if batch >= self._largest or too_slow:
+                break
+            batch = min(2 * batch, self._largest)
+        # Two sizes at least, or alpha cannot be told from beta.
+        if len(fitting) > 1:
+            return fitting
+        return sorted({max(self._min_batch, fitting[0] // 4), *fitting})
+
+    def _try_step(self, batch: int, memory: MemoryGauge) -> float | None:
+        """Return the seconds of a step, None where it does not fit the memory."""
+        memory.restart()
+        try:
+            seconds = self._time_step(batch)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            memory.found_too_large(batch)
+            self._batches.clear()
+            return None
+        memory.note(batch)
+        return seconds
+
+    def _half(self, batch: int) -> int:
+        if batch == self._min_batch:
+            samples = "a single sample" if batch == 1 else f"{batch} samples"
+            raise UserError(
+                f"found too little memory on {self._world.info.device} for a step of {samples}, "
+                "needed a smaller model or a larger device"
+            )
+        return max(self._min_batch, batch // 2)
+
+    def _mean_step(self, batch: int) -> float:
+        """Return the mean seconds of as many steps as fill a while, at least one.
+
+        A short step says little on a shared core: the operating system's turns are as long.
+        """
+        steps, total = 0, 0.0
+        while steps == 0 or total < _SHORTEST_SEC:
+            total += self._time_step(batch)
+            steps += 1
+        return total / steps
+
+    def _compute_in(self, precision: str, memory_format: str) -> Computation:
+        return Computation(
+            self._world.device, precision, memory_format, self._config.label_smoothing
+        )
+
+    def _samples(self, batch: int) -> tuple[torch.Tensor, ...]:
+        """Return the first samples of the data set; kept, as only computing is timed."""
+        if batch not in self._batches:
+            length = len(self._data)  # type: ignore[arg-type]
+            taken: Any = self._data[[index % length for index in range(batch)]]
+            self._batches[batch] = taken
+        return self._batches[batch]
+
+    def _time_step(self, batch: int) -> float:
+        enter_phase("the benchmark")
+        computation = self._computation
+        inputs, labels = computation.place(*self._samples(batch))
+        self._world.synchronize()
+        start = time.perf_counter()
+        self._slowdown.start()
+        loss = computation.loss(self._copy, inputs, labels)
+        computation.scaler.scale(loss).backward()
+        computation.update(self._optimizer)
+        self._optimizer.zero_grad()
+        self._world.synchronize()
+        self._slowdown.catch_up()
+        return time.perf_counter() - start
+
+
+def largest_share(config: TrainConfig) -> int:
+    """Return the most samples that a rank can be given per step."""
+    return config.batch_size if config.batch_policy == "paper" else config.global_batch_size

@@ -1,0 +1,147 @@
+"""Timing the user's own model on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.balance.cost_model import fit, fit_error, scores
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.benchmark.cache import BenchmarkCache
+from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.exchange import faults_agreed, gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import make_table, show_table
+from kaitian_mpi.runtime.polling import Arrival, wait_quietly
+from kaitian_mpi.runtime.watchdog import enter_phase
+
+
+@dataclass(frozen=True)
+class RankBenchmark:
+    """What the benchmark found out about one rank."""
+
+    measured: Measured
+    cost: RankCost
+    """The line through what was measured, and the memory's limit."""
+    fit_error: float
+    """How far the line is off: root mean square of the relative errors."""
+    cached: bool
+    """Whether this was measured in an earlier job."""
+
+
+def benchmark_ranks(
+    config: TrainConfig,
+    world: World,
+    model: nn.Module,
+    data: Dataset,
+    slowdown: Slowdown,
+    min_batch: int = 1,
+) -> list[RankBenchmark]:
+    """Time forward, backward and optimizer on every rank at once, as in training. Collective.
+
+    Takes about `config.benchmark_seconds` at most, or nothing where `--benchmark-cache` knows all
+    ranks. The model itself is left as it was.
+
+    Args:
+        config: precision, optimizer, memory format and seconds.
+        world: the ranks.
+        model: the user's model, anywhere.
+        data: the training data; real samples are timed.
+        slowdown: this rank's emulated slowdown.
+        min_batch: the fewest samples that the model can train on at once.
+
+    Returns:
+        Every rank's result, by rank.
+
+    Raises:
+        AgreedError: not even the smallest batch fits a rank's memory, or the cache cannot be
+            written.
+    """
+    cache = BenchmarkCache(config, world, model, data, slowdown)
+    own = cache.read()
+    # All or none: ranks that share a host must be timed while the others are busy too.
+    cached = all(gather_values(world.comm, own is not None))
+    if not cached:
+        with torch.random.fork_rng(devices=[]):
+            timer = RankTimer(config, world, model, data, slowdown, min_batch)
+            own = _measure(world, timer)
+        with faults_agreed(world.comm):
+            cache.write(own)
+    assert own is not None
+    results = gather_values(world.comm, asdict(own))
+    return [_evaluate(config, Measured(**result), cached, min_batch) for result in results]
+
+
+def seconds_per_share(results: list[RankBenchmark], share: int) -> list[float]:
+    """Return what a share of this many samples costs each rank, in one piece."""
+    return [result.cost.model.seconds(share) for result in results]
+
+
+def scores_of(results: list[RankBenchmark], share: int) -> list[float]:
+    """Return the ranks' scores, time_min / time_i, for a share of this many samples."""
+    return scores(seconds_per_share(results, share))
+
+
+def show_benchmark(
+    world: World,
+    results: Sequence[RankBenchmark],
+    scores: Sequence[float],
+    batch_sizes: Sequence[int],
+    slowed: Sequence[str],
+) -> None:
+    """Print what each rank costs and the batch it gets, from world rank 0."""
+    cached = " (from --benchmark-cache)" if results[0].cached else ""
+    table = make_table(f"benchmark{cached}: samples per step sum to {sum(batch_sizes)}")
+    texts = ("group", "computes in")
+    columns = ("rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score")
+    for column in (*columns, "samples/step"):
+        table.add_column(column, justify="left" if column in texts else "right")
+    if any(slowed):
+        table.add_column("")
+    for rank, result in enumerate(results):
+        model, largest = result.cost.model, result.cost.largest_micro_batch
+        row = [
+            str(world.infos[rank].world_rank),
+            world.infos[rank].kind,
+            f"{1e3 * model.alpha_sec:.1f} + {1e3 * model.beta_sec:.2f}",
+            f"±{result.fit_error:.0%}",
+            "all" if largest is None else str(largest),
+            f"{result.measured.precision} {result.measured.memory_format}",
+            f"{scores[rank]:.2f}",
+            str(batch_sizes[rank]),
+        ]
+        if any(slowed):
+            row.append(f"slowed {slowed[rank]} (emulated)" if slowed[rank] else "")
+        table.add_row(*row)
+    show_table(world, table)
+
+
+def _measure(world: World, timer: RankTimer) -> Measured:
+    # Ranks may share cores, so each is timed while all the others are busy too, as in training: the
+    # first to be done goes on until the last is.
+    wait_quietly(world.comm)
+    with faults_agreed(world.comm):
+        try:
+            measured = timer.measure()
+        finally:
+            arrival = Arrival(world.comm)
+        while not arrival.complete():
+            timer.keep_busy()
+        enter_phase("comparing the benchmarks", waits=True, limited=False)
+    return measured
+
+
+def _evaluate(
+    config: TrainConfig, measured: Measured, cached: bool, min_batch: int
+) -> RankBenchmark:
+    model = fit(measured.batches, measured.seconds)
+    limits = (measured.largest_micro_batch, config.micro_batch_size)
+    limit = min((max(limit, min_batch) for limit in limits if limit), default=None)
+    error = fit_error(model, measured.batches, measured.seconds)
+    return RankBenchmark(measured, RankCost(model, limit), error, cached)

@@ -1,0 +1,142 @@
+"""Saving the state when a signal ends the job, by a process that outlives the rank.
+
+mpirun kills its ranks 0.25 s after it has sent them the signal. It is held up where that is
+possible; but whatever it does, the rank only has to fork: the child has the whole state as it is at
+this moment, at the cost of a copy of the page tables, and writes it in a session of its own, which
+mpirun's SIGKILL does not reach.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from kaitian_mpi.engine.state_lock import StateLock
+from kaitian_mpi.runtime.launcher_pause import leave_job, pause_launcher
+from kaitian_mpi.runtime.signals import line_of, open_launcher_stderr
+
+_STDERR = 2
+_PATIENCE_SEC = 0.05
+_LARGE_KB = 256 * 1024
+
+
+class ExitSave:
+    """Has a forked child save the state, once, as soon as a signal asks for it.
+
+    The state is consistent except while the main thread changes it and holds the lock. The end of
+    the change may be further away than the SIGKILL, so then the main thread itself forks, in
+    Python's signal handler: the child completes the change in the rank's place, and saves.
+    """
+
+    def __init__(
+        self,
+        lock: StateLock,
+        save: Callable[[], str],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            lock: of the state.
+            save: called in the child; returns a line on what has been saved.
+            prepare: called in the rank before the fork, with a consistent state, where a child
+                cannot read or change the state as it is: to copy it from a device.
+        """
+        self._lock, self._save, self._prepare = lock, save, prepare
+        self._child = 0
+
+    def run(self) -> str | None:
+        """Have the state saved and wait until it is; for the thread that learns of the signal.
+
+        The lock is not given back: this process has to end.
+
+        Returns:
+            A line on what has been saved; None where the child has printed it.
+        """
+        self._ask()
+        pause = pause_launcher(even_if_shown=_is_large())
+        if pause < 0:
+            late = threading.Timer(_PATIENCE_SEC, self._pause_if_late)
+            late.daemon = True
+            late.start()
+        try:
+            self._lock.__enter__()
+            if not self._child:  # no process could be forked
+                return self._save()
+            os.waitpid(self._child, 0)
+            return None
+        finally:
+            if pause >= 0:
+                os.close(pause)
+
+    def interrupt(self) -> None:
+        """Fork now if this thread, the main thread, is changing the state. In a signal handler."""
+        self._ask()
+        if self._lock.is_mine and self._prepare is None:
+            self._fork(self._complete_change)
+
+    def _pause_if_late(self) -> None:
+        """Stop the launcher, though a shell shows it, until this process has ended.
+
+        The child cannot be forked in time: the state is still being copied from a device, or the
+        main thread is in the update of a large tensor, in which Python's signal handlers wait.
+        """
+        if not self._child:
+            pause_launcher(even_if_shown=True)
+
+    def _ask(self) -> None:
+        self._lock.on_acquired = self._save_unchanged
+
+    def _save_unchanged(self) -> None:
+        if self._prepare is not None and not self._child:
+            self._prepare()
+        self._fork(lambda: self._finish(None))
+
+    def _complete_change(self) -> None:
+        self._lock.on_release = self._finish
+
+    def _fork(self, in_child: Callable[[], None]) -> None:
+        if self._child:
+            return
+        with suppress(OSError):  # no memory, or too many processes
+            stderr = _launcher_stderr()
+            self._child = os.fork()
+            if self._child == 0:
+                self._lock.on_acquired = None
+                os.dup2(stderr, _STDERR)
+                leave_job()
+                # A fork has none of the threads that the rank computes with.
+                torch.set_num_threads(1)
+                in_child()
+            os.close(stderr)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Save, print what has been saved and end this process, the child."""
+        try:
+            words = self._save() if error is None else f"nothing could be saved: {error}"
+        except BaseException as fault:
+            words = f"nothing could be saved: {type(fault).__name__}: {fault}"
+        with suppress(OSError):
+            os.write(_STDERR, line_of(words))
+        os._exit(0)
+
+
+def _is_large() -> bool:
+    """Return whether a fork of this process may take too long: up to 0.25 s for each GiB of it."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) > _LARGE_KB
+    return False
+
+
+def _launcher_stderr() -> int:
+    try:
+        return open_launcher_stderr()
+    except OSError:
+        return os.dup(_STDERR)

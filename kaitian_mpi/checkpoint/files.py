@@ -1,0 +1,413 @@
+"""Checkpoints on disk: written so that a kill or a power loss at any moment leaves a good one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from kaitian_mpi.checkpoint.folder_lock import writing_in
+from kaitian_mpi.errors import UserError
+
+FORMAT_VERSION = 2  # 1 had buffers in float64, whatever they were
+_BUFFER_BYTES = 1 << 20  # each call of write() and hash drops the GIL and must win it back
+_FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
+_PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole."""
+
+    path: Path
+    """The .pt file."""
+    about: dict[str, Any]
+    """What the .json beside it holds: what `write` was given, and what it added."""
+    state: dict[str, Any]
+    """Its tensors are in host memory."""
+
+    @property
+    def step(self) -> int:
+        """The steps that were done when it was written."""
+        return self.about["step"]
+
+
+@dataclass(frozen=True, order=True)
+class _Name:
+    """What a checkpoint's files are called; in order of age.
+
+    A step that is written again takes its next turn, a name of its own: a pair of files is never
+    changed, so it cannot be half old and half new.
+    """
+
+    step: int
+    turn: int = 0
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}" + (f"-{self.turn}" if self.turn else "")
+
+
+class _UnusableError(Exception):
+    """A checkpoint that is not good; the text is the reason."""
+
+
+class CheckpointFiles:
+    """The checkpoints of one run, in a folder that one process writes at a time.
+
+    A checkpoint is `step-00000120.pt`, which plain `torch.load` reads, and `step-00000120.json`,
+    which describes it. It is there once its .json is. Written again, step 120 is
+    `step-00000120-1.pt`.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """Touch nothing on disk.
+
+        Args:
+            folder: where the checkpoints are; made by the first write where it is not there.
+            keep: how many of the newest stay, at least 1; the one of the best score stays too.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, needed at least 1")
+        self.folder, self.keep = folder, keep
+
+    def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
+        """Write a checkpoint, then remove those that are not to be kept.
+
+        Where another process is writing in the folder, its end is waited for.
+
+        Checkpoints of later steps are left alone and count for nothing: the run may have passed
+        them over for a fault that goes away. See `remove_after`.
+
+        Args:
+            state: tensors, numbers, strings, lists, tuples and dicts, nested.
+            about: JSON values, among them "step" and, where there is one, "score": a float,
+                higher is better, or None.
+
+        Returns:
+            The .pt file.
+
+        Raises:
+            OSError: the disk is full or another fault; what there was before is still there.
+            TypeError: the state holds something that could not be loaded again.
+        """
+        with self._writing(state):
+            return self._write(state, about)
+
+    def write_once(self, state: dict[str, Any], about: dict[str, Any]) -> None:
+        """Write as `write` does, unless there is a checkpoint of this step by then."""
+        with self._writing(state):
+            if about["step"] not in self.steps():
+                self._write(state, about)
+
+    @contextlib.contextmanager
+    def _writing(self, state: dict[str, Any]) -> Iterator[None]:
+        _check_loadable(state, "state")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing_in(self.folder):
+            yield
+
+    def _write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
+        self._remove_partial_files()
+        name = self._next_name(about["step"])
+        try:
+            size, sha256 = self._put(f"{name}.pt", lambda file: torch.save(state, file))
+            text = _describe(about, size, sha256)
+            self._put(f"{name}.json", lambda file: file.write(text))
+        except BaseException:
+            self._remove(name)
+            self._remove_partial_files()
+            raise
+        self._remove_superseded(name)
+        return self.folder / f"{name}.pt"
+
+    def newest_good(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole; None where there is none.
+
+        Args:
+            say: is given a line for each one that is passed over, with the reason.
+
+        Raises:
+            UserError: another version of this package wrote it.
+            OSError: the folder cannot be read.
+        """
+        for name in reversed(self._names("pt", "json")):
+            try:
+                return _read(self.folder / f"{name}.pt")
+            except _UnusableError as error:
+                say(f"checkpoint {name}.pt is passed over: {error}")
+        return None
+
+    @staticmethod
+    def load(path: Path) -> Checkpoint:
+        """Return the checkpoint of this .pt file, which may have any name and be in any folder.
+
+        Raises:
+            UserError: it is not whole, or another version of this package wrote it.
+        """
+        try:
+            return _read(path)
+        except _UnusableError as error:
+            raise UserError(
+                f"checkpoint {path} cannot be used: {error}; name another one"
+            ) from error
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there are checkpoints, good or not, oldest first."""
+        return sorted({name.step for name in self._names("json")})
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: the user wants the run to leave their course."""
+        for name in self._names("pt", "json"):
+            if name.step > step:
+                self._remove(name)
+
+    def set_aside(self, path: Path, earlier: bool = False) -> Path | None:
+        """Move the checkpoints that are later than this one to a folder beside them.
+
+        So `newest_good` returns this one from now on, until there is a later one.
+
+        Args:
+            path: a .pt file here.
+            earlier: whether to move the earlier ones, too: they are of another run.
+
+        Returns:
+            The folder that they are in now; None where there were none.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
+        of_path = _FILE_NAME.fullmatch(path.name)
+        assert of_path is not None
+        last = _Name(int(of_path[1]), int(of_path[2] or 0))
+        names = self._names("pt", "json")
+        aside = [name for name in names if name > last or (earlier and name < last)]
+        if not aside:
+            return None
+        numbers = itertools.count(1)
+        folder = next(f for n in numbers if not (f := self.folder / f"abandoned-{n}").exists())
+        folder.mkdir()
+        for name in aside:
+            for suffix in ("json", "pt"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self.folder / f"{name}.{suffix}", folder / f"{name}.{suffix}")
+        _sync_folder(self.folder)
+        return folder
+
+    def newest_of(self, step: int) -> Path:
+        """Return the .pt file that was written last of those of a step, of which there is one."""
+        name = max(name for name in self._names("json") if name.step == step)
+        return self.folder / f"{name}.pt"
+
+    def holds(self, path: Path) -> bool:
+        """Return whether a .pt file is one of these checkpoints."""
+        of_path = _FILE_NAME.fullmatch(path.name)
+        return of_path is not None and path.resolve().parent == self.folder.resolve()
+
+    def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
+        """Write a file, whole or not at all; return its bytes and their SHA-256 in hex."""
+        partial = self.folder / f"{file_name}.partial"
+        with partial.open("wb", buffering=0) as file:
+            hashing = _HashingFile(file)
+            with io.BufferedWriter(hashing, _BUFFER_BYTES) as buffered:
+                fill(buffered)
+            if hashing.error is not None:
+                raise hashing.error
+            os.fsync(file.fileno())
+        os.replace(partial, self.folder / file_name)
+        _sync_folder(self.folder)
+        return hashing.size, hashing.sha256.hexdigest()
+
+    def _files(self) -> list[re.Match[str]]:
+        try:
+            found = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return [match for match in map(_FILE_NAME.fullmatch, found) if match]
+
+    def _names(self, *suffixes: str) -> list[_Name]:
+        """Return the names with a file of one of these suffixes, oldest first."""
+        found = [m for m in self._files() if m[3] in suffixes and not m[4]]
+        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in found})
+
+    def _next_name(self, step: int) -> _Name:
+        turns = [name.turn for name in self._names("json") if name.step == step]
+        return _Name(step, max(turns, default=-1) + 1)
+
+    def _remove_superseded(self, written: _Name) -> None:
+        with contextlib.suppress(OSError):  # the new one is whole; the next write tries again
+            whole = set(self._names("json")) & set(self._names("pt"))
+            past = [name for name in self._names("pt", "json") if name <= written]
+            last_turns = {name.step: name for name in past if name in whole}
+            newest = list(last_turns.values())
+            kept = {*newest[-self.keep :], *self._best(newest)}
+            for name in past:
+                if name not in kept:
+                    self._remove(name)
+
+    def _best(self, names: list[_Name]) -> list[_Name]:
+        """Return the one of the best score, the newest of equals; none where none has a score."""
+        scores = {}
+        for name in names:
+            with contextlib.suppress(_UnusableError, UserError):
+                score = _read_about(self.folder / f"{name}.json").get("score")
+                if isinstance(score, (int, float)) and math.isfinite(score):
+                    scores[name] = score
+        return [max(scores, key=lambda name: (scores[name], name))] if scores else []
+
+    def _remove(self, name: _Name) -> None:
+        """Remove a checkpoint; what cannot be removed stays: there is nothing better to do."""
+        for suffix in ("json", "pt"):  # in this order: a .json alone would look like a loss
+            with contextlib.suppress(OSError):
+                (self.folder / f"{name}.{suffix}").unlink(missing_ok=True)
+
+    def _remove_partial_files(self) -> None:
+        with contextlib.suppress(OSError):
+            for match in self._files():
+                if match[4]:
+                    (self.folder / match[0]).unlink(missing_ok=True)
+
+
+class _HashingFile(io.RawIOBase):
+    """Writes to a file and hashes what it wrote.
+
+    torch.save writes from the first byte to the last and never goes back; its writer checks that.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.size, self.sha256 = 0, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write some; after an error, which is kept, nothing.
+
+        Raised through torch's writer in C++, an OSError would come out as a RuntimeError.
+        """
+        if self.error is not None:
+            return len(data)
+        try:
+            count = os.write(self._file.fileno(), data)
+        except OSError as error:
+            self.error = error
+            return len(data)
+        self.sha256.update(data[:count])
+        self.size += count
+        return count
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _check_loadable(value: Any, where: str) -> None:
+    """Raise TypeError for what torch.save takes and torch.load refuses: found out too late."""
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _check_loadable(key, f"a key of {where}")
+            _check_loadable(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _check_loadable(item, f"{where}[{index}]")
+    elif type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{where}: found a {type(value).__module__}.{type(value).__qualname__}, needed "
+            "tensors, numbers, strings, lists, tuples and dicts; turn it into one of these"
+        )
+
+
+def _describe(about: dict[str, Any], size: int, sha256: str) -> bytes:
+    content = {
+        **about,
+        "format_version": FORMAT_VERSION,
+        "bytes": size,
+        "sha256": sha256,
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    content = json.loads(json.dumps(content))  # keys become strings here, as they will in the file
+    return (json.dumps(_seal(content), indent=2) + "\n").encode()
+
+
+def _seal(content: dict[str, Any]) -> dict[str, Any]:
+    """Add a checksum of the description itself: the .pt's says nothing about a changed epoch."""
+    content = {key: value for key, value in content.items() if key != "check"}
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "check": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise _UnusableError(f"{path.name} is missing, which is written last") from error
+    except OSError as error:
+        raise _UnusableError(f"{path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(f"{path.name} is not JSON") from error
+    if not isinstance(content, dict):
+        raise _UnusableError(f"{path.name} does not describe a checkpoint")
+    version = content.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed at "
+            f"most {FORMAT_VERSION}; install a newer kaitian-mpi"
+        )
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed "
+            f"{FORMAT_VERSION}; finish that run with the kaitian-mpi that began it"
+        )
+    if content != _seal(content):
+        raise _UnusableError(f"{path.name} was altered after it was written")
+    return content
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        with path.open("rb") as file:
+            about = _read_about(path.with_suffix(".json"))
+            size = os.fstat(file.fileno()).st_size
+            if size != about["bytes"]:
+                raise _UnusableError(f"{size:,} bytes found, {about['bytes']:,} written")
+            if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+                raise _UnusableError("it was altered after it was written (its SHA-256 differs)")
+            file.seek(0)
+            return Checkpoint(path, about, _load_state(file))
+    except OSError as error:
+        raise _UnusableError(f"it cannot be read: {error.strerror}") from error
+
+
+def _load_state(file: IO[bytes]) -> dict[str, Any]:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:  # its text advises to load the file unsafely
+        raise _UnusableError("it holds more than tensors and plain values") from error
+    except Exception as error:  # whatever a strange file brings torch to
+        reason = str(error).partition("\n")[0]
+        raise _UnusableError(f"torch.load: {type(error).__name__}: {reason}") from error

@@ -1,0 +1,65 @@
+"""Bringing to disk what a run has come to: until it is there, the run is not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.policy import Checkpointing
+from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.errors import StorageError
+from kaitian_mpi.output.run_folder import RunFolder
+
+_MODEL = "checkpoints/model.pt"
+
+
+def write_results(
+    folder: RunFolder,
+    checkpoints: Checkpointing,
+    state: TrainingState,
+    memory: Callable[[], Memory],
+    summary: dict[str, Any],
+) -> None:
+    """Write the weights, if they are not on disk yet, and then that the run is finished.
+
+    By the rank that owns the files. What there was before stays; where the disk takes no more,
+    the state goes into this host's memory. A checkpoint that did not fit is no reason to fail.
+
+    Args:
+        folder: the run's.
+        checkpoints: the run's.
+        state: of the last step.
+        memory: what goes with it.
+        summary: the content of `summary.json`.
+
+    Raises:
+        StorageError: the disk is full, or cannot be written for another reason.
+    """
+    checkpoints.wait()  # one that is being written takes room
+    try:
+        if not folder.has(_MODEL):  # the disk may have been full only for a while
+            folder.save_model(state.weights())
+        folder.require(_MODEL)
+        folder.write("summary.json", summary | {"finished": True})
+        folder.require("summary.json")
+    except StorageError as error:
+        kept = _keep(folder, checkpoints, state, memory)
+        raise StorageError(f"training is done, but {error}; {kept}") from error
+
+
+def _keep(
+    folder: RunFolder,
+    checkpoints: Checkpointing,
+    state: TrainingState,
+    memory: Callable[[], Memory],
+) -> str:
+    """Keep the state where there is room; return what the user is to do."""
+    step = state.progress.step
+    again = f"make room, and give the same command with --run-dir {folder.path} --resume auto"
+    if checkpoints.is_on_disk(step):
+        return f"step {step} is in its checkpoint: {again}"
+    name = checkpoints.keep_in_memory(state, memory())
+    if name:
+        return f"step {step} is kept in this host's memory: {again} --snapshots {name}"
+    return f"there is no room in /dev/shm either: {again}, from the last checkpoint"

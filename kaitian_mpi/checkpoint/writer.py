@@ -1,0 +1,192 @@
+"""Writing checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kaitian_mpi.checkpoint.files import CheckpointFiles
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread; training waits only for the copy, which the caller has made.
+
+    The thread lives while there is something to write, so that a job that ends by an exception
+    finishes its last checkpoint and does not hang. One thread calls this object's methods.
+    """
+
+    def __init__(self, files: CheckpointFiles, say: Callable[[str], None]) -> None:
+        """Start nothing yet.
+
+        Args:
+            files: where to write.
+            say: is given a line for each checkpoint that is not written; called in either thread.
+        """
+        self._files, self._say = files, say
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._writing: int | None = None
+        self._waiting: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._spare: dict[str, Any] | None = None
+        self._bug: BaseException | None = None
+        self._last_written: int | None = None
+
+    @property
+    def last_written(self) -> int | None:
+        """The step of the last checkpoint that this object brought to disk; None before it."""
+        return self._last_written
+
+    def submit(self, state: dict[str, Any], about: dict[str, Any]) -> bool:
+        """Have a checkpoint written; return at once.
+
+        While an earlier one is being written, one waits: the newest. It takes the place of one
+        that waits already, which is said and never written.
+
+        Args:
+            state: is the writer's from now on: nobody else may change it.
+            about: as of `CheckpointFiles.write`.
+
+        Returns:
+            Whether it took the place of another.
+
+        Raises:
+            Exception: an earlier write met an error other than OSError. This one is not taken.
+        """
+        self._raise_bug()
+        step = about["step"]
+        with self._lock:
+            replaced, self._waiting = self._waiting, (state, about)
+            writing = self._writing
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="checkpoint-writer")
+                thread.start()  # it waits for the lock
+                self._thread = thread
+        if replaced is None:
+            return False
+        self._spare = replaced[0]
+        self._say(
+            f"checkpoint of step {replaced[1]['step']} is left out: the one of step {writing} is "
+            f"still being written; the one of step {step} is next"
+        )
+        return True
+
+    def take_spare(self) -> dict[str, Any] | None:
+        """Return a state that the writer is done with, to copy the next into; None without one."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare
+
+    def wait(self) -> None:
+        """Return when all that was submitted is on disk or has failed.
+
+        Raises:
+            Exception: a write met an error other than OSError.
+        """
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._raise_bug()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and give the memory back."""
+        try:
+            self.wait()
+        finally:
+            self._spare = None
+
+    def _raise_bug(self) -> None:
+        bug, self._bug = self._bug, None
+        if bug is not None:
+            raise bug
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._waiting is None:
+                    self._thread = self._writing = None
+                    return
+                (state, about), self._waiting = self._waiting, None
+                self._writing = about["step"]
+            try:
+                self._write(state, about)
+            except BaseException as error:  # raised again in the thread that submits
+                self._bug = error
+            with self._lock:
+                self._spare = state
+
+    def _write(self, state: dict[str, Any], about: dict[str, Any]) -> None:
+        step = about["step"]
+        try:
+            self._files.write(state, about)
+        except OSError as error:
+            self._say(
+                f"checkpoint of step {step} could not be written: {error.strerror or error}; "
+                f"training goes on, {self._kept()}"
+            )
+        else:
+            self._last_written = step
+
+    def _kept(self) -> str:
+        step = self._last_written
+        if step is None:  # it may be of the run that this one goes on from
+            with contextlib.suppress(OSError):  # the disk has a fault: there may be no listing
+                step = max(self._files.steps(), default=None)
+        return "none is there yet" if step is None else f"the one of step {step} is kept"
+
+
+def without_copy(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the same as `copy_to_host`, whose tensors are those of `state` where that will do."""
+    with torch.no_grad():
+        return _copy(state, None, share=True)
+
+
+def copy_to_host(state: dict[str, Any], into: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a copy of a nested state with its tensors in host memory, detached.
+
+    Dicts come out as plain dicts.
+
+    Args:
+        state: as of `CheckpointFiles.write`, on any device.
+        into: an earlier copy, no longer needed: its tensors of the right shape and dtype are
+            written over and used again. Fresh memory costs many times what the copy does.
+    """
+    with torch.no_grad():
+        return _copy(state, into)
+
+
+def _copy(value: Any, into: Any, share: bool = False) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach() if share and _is_whole(value) else _copy_tensor(value, into)
+    if isinstance(value, dict):
+        old = into if isinstance(into, dict) else {}
+        return {key: _copy(item, old.get(key), share) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        olds = list(into) if isinstance(into, (list, tuple)) else []
+        olds += [None] * (len(value) - len(olds))
+        items = [_copy(item, old, share) for item, old in zip(value, olds, strict=False)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether it is in host memory and no part of a larger storage."""
+    if tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _copy_tensor(tensor: torch.Tensor, into: Any) -> torch.Tensor:
+    fits = (
+        isinstance(into, torch.Tensor)
+        and into.shape == tensor.shape
+        and into.dtype == tensor.dtype
+        and into.device.type == "cpu"
+    )
+    # No view of a larger storage, which torch.save would write in full.
+    target = into if fits else torch.empty_like(tensor, device="cpu")
+    return target.copy_(tensor)

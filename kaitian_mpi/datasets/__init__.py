@@ -1,0 +1,1 @@
+"""The built-in data sets, and those that a user's factory makes."""

@@ -1,0 +1,97 @@
+"""Random crops and mirroring that do not depend on who computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from kaitian_mpi.data.counter_random import random_words
+from kaitian_mpi.datasets.arrays import ImageArrays
+
+KINDS = ("crop", "crop-flip")
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Images shifted, and with "crop-flip" mirrored, at random.
+
+    What happens to a sample depends on (seed, epoch, sample index) alone, not on the rank, the
+    batch or the order, so that a run's images are the same however they are shared out.
+
+    Args:
+        arrays: the images.
+        kind: one of `KINDS`.
+        seed: any whole number.
+    """
+
+    def __init__(self, arrays: ImageArrays, kind: str, seed: int) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind: found {kind!r}, needed one of {', '.join(KINDS)}")
+        self.arrays = arrays
+        self.kind = kind
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose shifts to apply; call it before a loader's iterator starts."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.arrays)
+
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch of these n samples, augmented and normalised; n may be 0.
+
+        Returns:
+            float32 [n, C, H, W] and int64 [n].
+        """
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        images = self.arrays.images[chosen]
+        down, right, mirrored = draw_shifts(self.seed, self.epoch, indices, images.shape[2] // 8)
+        images = crop(images, down, right)
+        if self.kind == "crop-flip":
+            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+        return self.arrays.normalise(images), self.arrays.labels[chosen]
+
+
+def draw_shifts(
+    seed: int, epoch: int, indices: Sequence[int], pad: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw what happens to each of n samples.
+
+    Returns:
+        Row and column of the crop's corner in the padded image, int64 [n] from 0 to 2 * `pad`, and
+        whether to mirror, bool [n].
+    """
+    words = random_words(seed, epoch, indices)
+    # Each number is scaled from 31 bits of its own: the bias is below 2 * pad / 2**31.
+    places, low_31 = np.uint64(2 * pad + 1), np.uint64(0x7FFF_FFFF)
+    down = ((words & low_31) * places) >> np.uint64(31)
+    right = (((words >> np.uint64(31)) & low_31) * places) >> np.uint64(31)
+    mirrored = (words >> np.uint64(63)).astype(bool)
+    return (
+        torch.from_numpy(down.astype(np.int64)),
+        torch.from_numpy(right.astype(np.int64)),
+        torch.from_numpy(mirrored),
+    )
+
+
+def crop(images: torch.Tensor, down: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Cut each image out of itself padded with zeros, an eighth of its height on every side.
+
+    Args:
+        images: [n, C, H, W].
+        down: first row to keep of each padded image, int64 [n].
+        right: first column to keep, int64 [n].
+
+    Returns:
+        [n, C, H, W].
+    """
+    count, _, height, width = images.shape
+    padded = functional.pad(images, (height // 8,) * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    return windows[torch.arange(count), :, down, right]

@@ -1,0 +1,150 @@
+"""Users' own data sets, named as `--dataset module:factory`."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from kaitian_mpi.datasets.holdout import shuffled_split
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.factory import in_one_line, load_factory
+
+
+class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A data set of (input, class) pairs, indexed by a list of sample indices.
+
+    Args:
+        dataset: map-style, at least one sample; inputs are tensors of one shape.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        inputs, labels = _collate([dataset[0]])
+        self._none = inputs[:0], labels[:0]
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset)
+
+    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch of these n samples; n may be 0.
+
+        Returns:
+            [n, *shape of an input], of the input's type, and int64 [n].
+        """
+        if not indices:
+            return self._none
+        if hasattr(self.dataset, "__getitems__"):
+            return _collate(self.dataset.__getitems__(indices))
+        return _collate([self.dataset[index] for index in indices])
+
+    def one(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch of one sample, fetched by itself."""
+        return _collate([self.dataset[index]])
+
+
+def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    # Not torch's own collate, which in a loading process takes memory in /dev/shm.
+    inputs = torch.stack([inputs for inputs, _ in pairs])
+    return inputs, torch.tensor([operator.index(label) for _, label in pairs])
+
+
+def load_factory_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated, Collated, int]:
+    """Call a user's factory.
+
+    It is called without arguments, or with `data_dir=` if it takes that. It returns
+    `(train, validation)`, or one map-style data set; of that one `val_split` is held out, by one
+    fixed permutation. Every data set gives (input tensor, int class) pairs.
+
+    Returns:
+        Training data, validation data, and the number of classes: a data set's `num_classes`, or
+        the length of its `classes`, else 1 + the largest label. Labels are looked up in
+        `targets` or `labels`; without those every sample is read once.
+
+    Raises:
+        UserError: the factory is not there, raises, or returns something else.
+    """
+    result = _call(spec, data_dir)
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) not in (1, 2):
+        raise _wrong(spec, f"a tuple of {len(parts)}")
+    for dataset in parts:
+        _check(spec, dataset)
+    classes = max(_count_classes(spec, dataset) for dataset in parts)
+    if len(parts) == 1:
+        split = shuffled_split(len(parts[0]), val_split)
+        parts = tuple(Subset(parts[0], indices.tolist()) for indices in split)
+    return Collated(parts[0]), Collated(parts[1]), classes
+
+
+def _call(spec: str, data_dir: str) -> Any:
+    factory = load_factory("--dataset", spec)
+    try:
+        parameter = inspect.signature(factory).parameters.get("data_dir")
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        parameter = None
+    if parameter is not None and parameter.default is parameter.empty and not data_dir:
+        raise UserError(f"--dataset {spec}: it takes a data_dir; give --data-dir")
+    try:
+        return factory(data_dir=data_dir) if parameter is not None and data_dir else factory()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--dataset {spec}: it raised {in_one_line(error)}") from error
+
+
+def _check(spec: str, dataset: Any) -> None:
+    mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not mapped or isinstance(dataset, (IterableDataset, dict, str, torch.Tensor)):
+        raise _wrong(spec, f"a {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise UserError(f"--dataset {spec}: found a data set of 0 samples, needed at least 1")
+    try:
+        sample = dataset[0]
+    except Exception as error:
+        raise UserError(
+            f"--dataset {spec}: its first sample raised {in_one_line(error)}"
+        ) from error
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        raise _wrong(spec, f"a {type(sample).__name__} as its first sample")
+    if not isinstance(sample[0], torch.Tensor):
+        raise _wrong(spec, f"a {type(sample[0]).__name__} as its first input")
+    if not _is_class(sample[1]):
+        raise _wrong(spec, f"{sample[1]!r} as its first class")
+
+
+def _is_class(label: Any) -> bool:
+    try:
+        operator.index(label)
+    except (TypeError, ValueError):
+        return False
+    # An integer array of one element has an index too, but would not collate to [n].
+    return getattr(label, "ndim", 0) == 0
+
+
+def _wrong(spec: str, found: str) -> UserError:
+    return UserError(
+        f"--dataset {spec}: found {found}, needed (train, validation) or one map-style data set "
+        "of (input tensor, int class) pairs"
+    )
+
+
+def _count_classes(spec: str, dataset: Any) -> int:
+    try:
+        if hasattr(dataset, "num_classes"):
+            return int(dataset.num_classes)
+        if hasattr(dataset, "classes"):
+            return len(dataset.classes)
+        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        if labels is None:
+            labels = [int(dataset[index][1]) for index in range(len(dataset))]
+        return 1 + int(torch.as_tensor(labels).max())
+    except Exception as error:
+        raise UserError(
+            f"--dataset {spec}: counting its classes raised {in_one_line(error)}; give "
+            "the data set an attribute num_classes"
+        ) from error

@@ -1,0 +1,87 @@
+"""The data sets that can be named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.utils.data import Dataset
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.datasets import cifar10, digits, mnist, synthetic
+from kaitian_mpi.datasets.arrays import ImageArrays
+from kaitian_mpi.datasets.augment import Augmented
+from kaitian_mpi.datasets.factory_data import load_factory_data
+from kaitian_mpi.errors import UserError
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What a run trains on. Its data sets are indexed by a list of sample indices.
+
+    Such a list gives a batch: inputs [n, ...] and labels int64 [n]; n may be 0.
+    """
+
+    name: str
+    """As `--dataset` has it."""
+    train: Dataset
+    """Training data, augmented."""
+    validation: Dataset
+    """Validation data, never augmented."""
+    num_classes: int
+    """Labels go from 0 to one below this."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Reseed the augmentation; call it before the epoch's loader starts."""
+        if isinstance(self.train, Augmented):
+            self.train.set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    load: Callable[[TrainConfig], tuple[ImageArrays, ImageArrays]]
+    augment: str
+    """What `--augment auto` means. All built-in data sets have ten classes."""
+
+
+_BUILT_IN = {
+    "digits": _BuiltIn(lambda config: digits.load(config.val_split), "crop"),
+    "cifar10": _BuiltIn(
+        lambda config: cifar10.load(config.data_dir, config.val_split), "crop-flip"
+    ),
+    "mnist": _BuiltIn(lambda config: mnist.load(config.data_dir, config.val_split), "crop"),
+    "synthetic": _BuiltIn(lambda config: synthetic.load(config.val_split), "none"),
+}
+
+
+def load_data(config: TrainConfig) -> DataSource:
+    """Load the data set that `config.dataset` names. Every rank holds all of it.
+
+    Raises:
+        UserError: there is no such data set, its files are missing or wrong, or a user's factory
+            does not give what is needed.
+    """
+    if ":" in config.dataset:
+        return _load_factory_source(config)
+    if config.dataset not in _BUILT_IN:
+        raise UserError(
+            f"--dataset: found {config.dataset!r}, needed one of {', '.join(_BUILT_IN)}, or "
+            "module:factory"
+        )
+    built_in = _BUILT_IN[config.dataset]
+    arrays, validation = built_in.load(config)
+    kind = built_in.augment if config.augment == "auto" else config.augment
+    train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
+    return DataSource(config.dataset, train, validation, num_classes=10)
+
+
+def _load_factory_source(config: TrainConfig) -> DataSource:
+    if config.augment not in ("auto", "none"):
+        raise UserError(
+            f"--augment {config.augment}: found --dataset {config.dataset}, needed a built-in data "
+            "set; augment in the factory, and give --augment none"
+        )
+    train, validation, classes = load_factory_data(
+        config.dataset, config.data_dir, config.val_split
+    )
+    return DataSource(config.dataset, train, validation, classes)

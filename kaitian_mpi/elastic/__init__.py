@@ -1,0 +1,1 @@
+"""Which ranks train, which stand by, and how they regroup after a loss."""

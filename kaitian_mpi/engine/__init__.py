@@ -1,0 +1,1 @@
+"""One rank's work, whatever is trained: state, computation, statistics, evaluation, clock."""

@@ -1,0 +1,145 @@
+"""What every rank makes from the config alone, checked to be the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.digest import digest_samples
+from kaitian_mpi.datasets.sources import DataSource, load_data
+from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.models import build_model
+from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import say
+from kaitian_mpi.output.run_folder import NoFolder, RunFolder, open_run_folder
+from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_limit
+
+
+@dataclass
+class Ingredients:
+    """Data, model and run folder of one rank."""
+
+    data: DataSource
+    model: nn.Module
+    folder: RunFolder
+    slowdowns: tuple[Schedule, ...]
+    """Emulated slowdown of every rank; empty where there is none."""
+    path: Path = Path()
+    """The run folder, as rank 0 has it."""
+    data_set: str = ""
+    """What tells the data set from others, the same on every rank."""
+
+
+def prepare(config: TrainConfig, world: World) -> Ingredients:
+    """Load the data, build the model and open the run folder. Collective.
+
+    Raises:
+        AgreedError: a rank cannot, or the ranks' data or models differ.
+    """
+    made = prepare_without_folder(config, world)
+    with faults_agreed(world.comm):
+        # Last, so that a run that cannot start leaves no folder behind.
+        given = Path(config.run_dir) if config.run_dir else None
+        made.folder = open_run_folder(config, given, world.rank)
+    made.path = Path(gather_values(world.comm, str(made.folder.path))[0])
+    return made
+
+
+def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None:
+    """Write what this job is told and where it runs, once it is clear that it will train."""
+    folder.write("config.json", asdict(config))
+    folder.write(
+        "topology.json",
+        {
+            "ranks": [asdict(info) for info in world.infos],
+            "groups": [{**asdict(group), "leader": group.leader} for group in world.groups],
+        },
+    )
+
+
+def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
+    """Load the data and build the model, the same on every rank. Collective.
+
+    The initial weights are those of rank 0, since not every model draws them from torch's seeded
+    generator.
+
+    Raises:
+        AgreedError: a rank cannot, or the ranks' data or models differ.
+    """
+    with faults_agreed(world.comm):
+        slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
+        if any(map(is_slowed, slowdowns)) and world.info.device != "cpu":
+            raise UserError(
+                f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
+                "give --devices cpu"
+            )
+        set_phase_limit(setup_limit(config.step_timeout))
+        enter_phase("loading the data set (--dataset)")
+        torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
+        data = load_data(config)
+        torch.manual_seed(config.seed)
+        enter_phase("building the model (--model)")
+        model = build_model(config.model, data.num_classes)
+        enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
+    length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
+    check_same(world.comm, "the data set", length, "give every host the same files")
+    for name, part in (("training", data.train), ("validation", data.validation)):
+        check_same_samples(world, name, part)
+    check_same(world.comm, "the model", describe_model(model), "give every host the same code")
+    broadcast_model(model)
+    # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
+    torch.manual_seed(config.seed * world.size + world.rank)
+    return Ingredients(data, model, NoFolder(), slowdowns, data_set=length)
+
+
+def check_same_samples(world: World, name: str, data: Dataset) -> None:
+    """Compare some samples between the ranks, and warn where only the inputs differ. Collective.
+
+    Inputs may differ by random augmentation, or by a decoder's release.
+
+    Raises:
+        AgreedError: classes, shapes or types differ, as where hosts list files in another order.
+    """
+    by_rank = gather_values(world.comm, digest_samples(data))
+    same_samples = list(zip(*by_rank, strict=False))  # a slow rank may have read fewer
+    for of_ranks in same_samples:
+        if len({text for text, _ in of_ranks}) > 1:
+            advice = "give every host the same files, in the same order"
+            own, _ = of_ranks[world.rank]
+            check_same(world.comm, f"the {name} data", own, advice)
+    differing = sum(len({digest for _, digest in of_ranks}) > 1 for of_ranks in same_samples)
+    if differing:
+        say(
+            world,
+            f"warning: the inputs of {differing} of {len(same_samples)} {name} samples differ "
+            "between ranks, their classes do not; unless they are augmented at random, give every "
+            "host the same files",
+        )
+
+
+@torch.no_grad()
+def broadcast_model(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, also those no checkpoint holds. Collective.
+
+    Args:
+        model: of the same layout on every rank, wherever it is.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor, src=0)
+
+
+def describe_model(model: nn.Module) -> str:
+    """Return a model's number of parameters, and a hash of its parameters' names and shapes."""
+    state = model.state_dict()
+    text = ";".join(f"{name}:{tuple(value.shape)}:{value.dtype}" for name, value in state.items())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{count} parameters, layout {hashlib.sha256(text.encode()).hexdigest()[:8]}"

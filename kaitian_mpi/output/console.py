@@ -1,0 +1,105 @@
+"""What world rank 0 shows: tables, and lines of progress that suit a terminal and a log file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+
+_WIDTH = 120
+
+
+def say(world: World, text: str) -> None:
+    """Print a line from world rank 0."""
+    if world.rank == 0:
+        print(text, flush=True)
+
+
+def say_here(text: str) -> None:
+    """Print a line from this rank."""
+    print(text, flush=True)
+
+
+def show_topology(world: World, survives: bool = False) -> None:
+    """Print hosts, groups, leaders and devices, from world rank 0.
+
+    Args:
+        world: the ranks.
+        survives: whether the job lives on when a rank dies.
+    """
+    emulated = any(info.emulated for info in world.infos)
+    title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
+    table = make_table(title + (" (device kinds emulated)" if emulated else ""))
+    for column in ("rank", "host", "group", "role", "device", "memory"):
+        table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
+    leaders = {group.leader for group in world.groups}
+    for info in world.infos:
+        table.add_row(
+            str(info.world_rank),
+            info.host,
+            info.kind + (" (emulated)" if info.emulated else ""),
+            "leader" if info.world_rank in leaders else "member",
+            f"{info.device}  {info.device_name}",
+            f"{info.memory_bytes / 2**30:.1f} GiB",
+        )
+    show_table(world, table)
+    say(
+        world,
+        "fault tolerance: on, the job lives on when a rank dies"
+        if survives
+        else "fault tolerance: off, a rank that dies ends the job; give mpirun --with-ft ulfm",
+    )
+
+
+def progress_line(
+    epoch: int, epochs: int, step: int, steps: int, loss: float, rate: float, left_sec: float
+) -> str:
+    """Return a line of progress: epoch, step, loss, samples per second, time left."""
+    minutes, seconds = divmod(round(left_sec), 60)
+    return (
+        f"epoch {epoch}/{epochs} | step {step}/{steps} | loss {loss:.4f} | "
+        f"{rate:.1f} samples/s | {minutes}:{seconds:02d} left"
+    )
+
+
+def result_line(epochs: int, samples: int, step: int, loss: float, accuracy: float) -> str:
+    """Return the line that ends an epoch, with what the held-out samples gave.
+
+    Args:
+        epochs: that are done.
+        samples: of the next epoch, where the run stops in its middle.
+        step: that is done.
+        loss: of the held-out samples.
+        accuracy: of the held-out samples.
+    """
+    where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
+    return f"{where} | step {step} | held-out loss {loss:.4f} | held-out accuracy {accuracy:.4f}"
+
+
+def lost_line(lost: Sequence[RankInfo]) -> str:
+    """Return a line that names the ranks that are lost."""
+    names = ", ".join(f"{i.world_rank} ({i.host}, {i.device}, {i.kind})" for i in lost)
+    return f"rank {names} is lost" if len(lost) == 1 else f"ranks {names} are lost"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def make_table(title: str) -> Table:
+    """Return an empty table."""
+    return Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
+
+
+def show_table(world: World, table: Table) -> None:
+    """Print a table from world rank 0."""
+    if world.rank == 0:
+        # Plain text of one width: under mpirun neither a terminal nor its width can be told.
+        Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
+        sys.stdout.flush()

@@ -1,0 +1,150 @@
+"""Following the ranks while they train: new plans, and which rank is slow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
+from kaitian_mpi.balance.stragglers import COMMUNICATION, Slowness, SlownessWatch
+from kaitian_mpi.engine.clock import StepTimes
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import say
+from kaitian_mpi.output.run_folder import RunFolder
+from kaitian_mpi.training.link_probe import FEWEST, MOST, end_with_slow_links, time_links
+from kaitian_mpi.training.step_exchange import StepExchange
+
+
+class Balancing:
+    """Tells the ranks of each other's steps; every rank draws the same conclusions from that."""
+
+    def __init__(
+        self,
+        world: World,
+        folder: RunFolder,
+        batch_sizes: list[int],
+        costs: list[RankCost] | None,
+        adaptive: bool,
+        steps_ahead: int = 0,
+        min_batch: int = 1,
+    ) -> None:
+        """Begin with a plan. Collective, as every method is.
+
+        Args:
+            world: the ranks.
+            folder: where plans are written.
+            batch_sizes: the plan.
+            costs: of each rank, None where there was no benchmark.
+            adaptive: whether to propose other plans; needs `costs`.
+            steps_ahead: how many steps' batches are fetched before they are needed, which a new
+                plan does not change any more.
+            min_batch: the smallest batch that a plan may give.
+        """
+        self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
+        self._exchange = StepExchange(world.comm, 6)
+        self.asks = False
+        """Whether this rank asks for something that all have to do between the same two steps."""
+        self.was_asked = False
+        """Whether any rank did, as all ranks know after the same step."""
+        self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
+        self._watch = SlownessWatch(world.size, costs or ())
+        self.plans = 1
+
+    def step_done(
+        self, step: int, samples: int, times: StepTimes, data_sec: float
+    ) -> list[int] | None:
+        """Tell the others of a step of this rank; return other batch sizes where they pay.
+
+        Args:
+            step: how many steps are done.
+            samples: this rank's in the step.
+            times: of the steps that the device has ended since the last call.
+            data_sec: seconds spent on getting the batch.
+        """
+        own = (times.steps, samples, times.computed, times.waited, data_sec, self.asks)
+        told = self._exchange.swap(own)
+        self.was_asked = told is not None and bool(told[:, 5].any())
+        if told is None:
+            return None
+        steps = [_rank_step(row) for row in told]
+        for change in self._watch.observe(step - 1, steps, told[:, 4].tolist()):
+            say(self._world, f"step {step}: {self._line(self._traced(change))}")
+        plan = self._rebalancer.observe(steps) if self._rebalancer else None
+        if plan is None:
+            return None
+        self._tell(step, plan)
+        return plan.batch_sizes
+
+    def slow_ranks(self) -> list[dict[str, Any]]:
+        """Return which ranks were slow, and why, for the summary."""
+        return [
+            {**dataclasses.asdict(slow), **self._where(slow.rank)} for slow in self._watch.found
+        ]
+
+    def costs(self) -> list[RankCost] | None:
+        """Return what a step costs each rank by what has been seen of it; None if unknown."""
+        return self._rebalancer.costs if self._rebalancer else None
+
+    def close(self, together: bool = True) -> None:
+        """End the exchange; not `together` where a rank may be lost."""
+        self._exchange.close(together)
+
+    def _traced(self, change: Slowness) -> Slowness:
+        """Find out by a few messages which host's links are slow, where the exchange has become so.
+
+        Collective: all ranks see the same change at the same step.
+        """
+        first = {info.host: rank for rank, info in reversed(list(enumerate(self._world.infos)))}
+        ends = sorted(first.values())
+        begins = change.kind == COMMUNICATION and change.until_step is None
+        if not begins or not FEWEST <= len(ends) <= MOST:
+            return change
+        found = end_with_slow_links(time_links(self._world.comm, ends))
+        if found is None:
+            return change
+        end, factor = found
+        text = f"{change.text}; messages to and from its host take {factor:.1f}x as long as usual"
+        return self._watch.name(change, ends[end], text)
+
+    def _tell(self, step: int, plan: NewPlan) -> None:
+        self.plans += 1
+        rank = plan.rank
+        line = {
+            "step": step + self._steps_ahead,
+            "decided_at_step": step,
+            "batch_sizes": plan.batch_sizes,
+            "why": f"rank {self._where(rank)['rank']} {plan.why}",
+            "predicted_gain": round(plan.gain, 4),
+            "times_as_long_as_measured": [round(factor, 3) for factor in plan.factors],
+        }
+        self._folder.append("plan.jsonl", line)
+        say(
+            self._world,
+            f"step {step}: new plan {plan.batch_sizes}: {line['why']}",
+        )
+
+    def _line(self, slow: Slowness) -> str:
+        place = self._where(slow.rank)
+        name = f"rank {place['rank']} ({place['host']}, {place['device']}, {place['device_kind']})"
+        if slow.until_step is not None:
+            return f"{name} is not slow any more ({slow.kind}, since step {slow.since_step})"
+        return f"{name} is slow since step {slow.since_step} ({slow.kind}): {slow.text}"
+
+    def _where(self, rank: int) -> dict[str, Any]:
+        info = self._world.infos[rank]
+        return {
+            "rank": info.world_rank,
+            "host": info.host,
+            "device": info.device,
+            "device_kind": info.kind,
+        }
+
+
+def _rank_step(row: np.ndarray) -> RankStep:
+    """Return a rank's step; getting the batch is its own work, as computing is."""
+    steps, samples, computed, waited, data_sec, _ = row.tolist()
+    count = max(1, int(steps))
+    return RankStep(int(steps), int(samples), computed / count + data_sec, waited / count)

@@ -1,0 +1,295 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi.backend.ddp_hook import WeightedSum
+from kaitian_mpi.balance.shares import cut
+from kaitian_mpi.benchmark.plan import Plan
+from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.loader import make_loader, steps_ahead
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.clock import StepTimes
+from kaitian_mpi.engine.computation import make_schedule
+from kaitian_mpi.engine.evaluation import Evaluation, evaluate
+from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.state import Progress, TrainingState
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_limit, set_phase_limit
+from kaitian_mpi.training.bad_steps import BadSteps
+from kaitian_mpi.training.metrics import Metrics
+from kaitian_mpi.training.rebalancing import Balancing
+
+_STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
+
+
+class Trainer:
+    """Trains on some ranks, in step with each other, from wherever the state is.
+
+    Every method is collective. Use it as a context: leaving it by an exception waits for nobody.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        made: Ingredients,
+        state: TrainingState,
+        plan: Plan,
+        slowdown: Slowdown,
+        commit: Callable[[bool], None] | None = None,
+        after_step: Callable[[Trainer], None] | None = None,
+    ) -> None:
+        """Make what belongs to these ranks; the state itself goes on.
+
+        Args:
+            config: the settings.
+            world: the ranks, which are those of the default process group.
+            made: data and run folder.
+            state: the same on every rank.
+            plan: the batch sizes of these ranks.
+            slowdown: this rank's emulated slowdown.
+            commit: called with whether this rank has done a step or an evaluation, before anything
+                is changed by it; raises where some rank has not.
+            after_step: called with this object after each step.
+        """
+        data = made.data
+        self.world, self.state = world, state
+        self._config, self._data = config, data
+        self._computation, self._slowdown = state.computation, slowdown
+        self._commit, self._after_step = commit, after_step
+        state.undo_piece()
+        self.sampler = LoadAdaptiveSampler(
+            data.train,  # type: ignore[arg-type]
+            plan.batch_sizes,
+            world.rank,
+            seed=config.seed,
+            min_batch=plan.min_batch,
+        )
+        self._micro_batch, self._min_batch = plan.micro_batch_size, plan.min_batch
+        self._gradients = WeightedSum(on_bucket=self._bucket_ready)
+        # The state is the same everywhere, except the buffers, which shall not be made so.
+        self._ddp = DistributedDataParallel(
+            state.model, init_sync=False, gradient_as_bucket_view=True, **NO_BUFFERS_IN_FORWARD
+        )
+        # By its type it cannot be told here: the import would start MPI, also in the processes
+        # that load data, which import the module that their data set comes from.
+        self._group = cast("Any", dist.group.WORLD)
+        if commit is not None:
+            self._group.record_losses()
+        self._gradients.attach(self._ddp)
+        # A 1x1 filter's gradient in channels_last names other strides for the same order of bytes.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        self._rate = make_schedule(config)
+        self._bad_steps = BadSteps(config, world, made.folder)
+        self.metrics = Metrics(config, world, made.folder)
+        self.balancing = Balancing(
+            world,
+            made.folder,
+            plan.batch_sizes,
+            plan.costs,
+            adaptive=config.balance == "adaptive",
+            steps_ahead=steps_ahead(config.workers),
+            min_batch=plan.min_batch,
+        )
+        self._clock = self.metrics.clock
+        self._limit = StepLimit(config.step_timeout)
+        self._evaluation_limit = StepLimit(config.step_timeout, first_limit(config.step_timeout))
+        self._steps_seen = 0
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return self.state.progress
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(together=kind is None)
+
+    def close(self, together: bool = True) -> None:
+        """End what the ranks tell each other; not `together` where a rank may be lost."""
+        self.balancing.close(together)
+
+    def train_epoch(self) -> None:
+        """Train what is left of the epoch, or what `--max-steps` leaves of it."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """Train one step of the epoch each time that the next one is asked for."""
+        if self.progress.step >= self.progress.total_steps:
+            return
+        self._data.set_epoch(self.progress.epoch)
+        self.sampler.set_epoch(self.progress.epoch)
+        self.sampler.position = self.progress.position
+        pin_memory = self.world.device.type == "cuda"
+        progress, workers = self.progress, self._config.workers
+        seed = (self._config.seed + progress.step) * self.world.size + self.world.rank
+        loader = make_loader(self._data.train, self.sampler, workers, pin_memory, seed)
+        self._ddp.train()
+        self.metrics.restart()
+        waiting_since = time.perf_counter()
+        enter_phase("getting a batch", step=self.progress.step + 1)
+        for inputs, labels in loader:
+            data_sec = time.perf_counter() - waiting_since
+            self.step(inputs, labels, data_sec)
+            yield
+            if self.progress.step >= self.progress.total_steps:
+                break
+            waiting_since = time.perf_counter()
+            enter_phase("getting a batch", step=self.progress.step + 1)
+        self.metrics.read(self.progress)
+
+    def evaluate(self) -> Evaluation:
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
+        shares = self.sampler.batch_sizes
+        self.state.begin_piece()
+        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
+        result = evaluate(
+            self.state.model,
+            self._data.validation,
+            self._computation,
+            self.world.rank,
+            shares,
+            self._micro_batch,
+            self._evaluation_limit,
+        )
+        known = self._steps_seen >= _STEPS_TO_KNOW
+        set_phase_limit(self._limit.limit_sec if known else first_limit(self._config.step_timeout))
+        self._commit_piece()
+        return result
+
+    def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> None:
+        """Train on this rank's share of the next global batch.
+
+        Args:
+            inputs: on the host.
+            labels: on the host.
+            data_sec: seconds that getting them took.
+        """
+        samples = self.sampler.samples_of_step(self.progress.position)
+        self._set_rate(samples)
+        if self._commit is not None:
+            self.state.begin_piece()
+        step_in_epoch = self.progress.step_in_epoch
+        self.state.statistics.before_step(step_in_epoch, len(labels), samples)
+        self._gradients.weight = len(labels) / samples
+        self._slowdown.go_to(self.progress.step + 1)
+        self._clock.start()
+        self._slowdown.start()
+        enter_phase("forward", step=self.progress.step + 1)
+        loss = self._gradients_of(inputs, labels)
+        is_finite = self._gradients.is_finite(self.state.model)
+        self._commit_piece()
+        self._clock.gradients_summed()
+        self._slowdown.start()
+        self._apply(is_finite, samples)
+        self._slowdown.catch_up()
+        self._clock.stop()
+        self._tell(loss, len(labels), samples, data_sec)
+        if self._after_step is not None:
+            self._after_step(self)
+
+    def _commit_piece(self) -> None:
+        """Go on only if every rank has come so far."""
+        if self._commit is not None:
+            self._commit(not self._group.is_broken)
+        self.state.piece_done()
+
+    def _apply(self, is_finite: bool, samples: int) -> None:
+        """Change the state by a step: all ranks do, by the same gradient."""
+        enter_phase("the optimizer", step=self.progress.step + 1)
+        with self.state.lock:
+            # With fp16 the scaler leaves the step out itself, and lowers its scale.
+            if is_finite or self._computation.scaler.is_enabled():
+                self._computation.update(self.state.optimizer)
+            self.state.optimizer.zero_grad()
+            self.progress.step_done(samples)
+        self._bad_steps.observe(self.progress, is_finite, self.sampler, samples)
+
+    def _gradients_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Leave the global batch's gradient in the parameters; return this rank's mean loss.
+
+        A share that is larger than what fits the memory is taken in equal micro-batches, whose
+        gradients add up to exactly that of the share. Only the last sums over the ranks.
+        """
+        sizes = cut(len(labels), self._micro_batch, self._min_batch)
+        parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
+        losses = []
+        for part_inputs, part_labels in parts[:-1]:
+            with self._ddp.no_sync():
+                losses.append(self._backward(part_inputs, part_labels, len(labels)))
+        losses.append(self._backward(*parts[-1], len(labels)))
+        return torch.stack(losses).sum()
+
+    def _backward(
+        self, inputs: torch.Tensor, labels: torch.Tensor, of_samples: int
+    ) -> torch.Tensor:
+        inputs, labels = self._computation.place(inputs, labels)
+        loss = self._forward(inputs, labels)
+        if len(labels) < of_samples:
+            loss = loss * (len(labels) / of_samples)
+        enter_phase("backward", step=self.progress.step + 1)
+        self._computation.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _tell(self, loss: torch.Tensor, own_samples: int, samples: int, data_sec: float) -> None:
+        times = self._clock.take()
+        self._watch(times, data_sec)
+        plan = self.balancing.step_done(self.progress.step, own_samples, times, data_sec)
+        if plan is not None:
+            self.sampler.set_plan(plan)
+        self.metrics.add_data_time(data_sec)
+        self.metrics.step_done(self.progress, loss, own_samples, samples, times)
+
+    def _watch(self, times: StepTimes, data_sec: float) -> None:
+        """Let the watchdog know how long a step takes, and that now the ranks meet."""
+        self._steps_seen += 1
+        if times.steps:
+            step_sec = (times.computed + times.waited) / times.steps
+            limit = self._limit.observe(step_sec + data_sec)
+            if limit is not None or self._steps_seen == _STEPS_TO_KNOW:
+                set_phase_limit(self._limit.limit_sec)
+        enter_phase("telling of the step", step=self.progress.step, waits=True)
+
+    def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(labels):
+            self.state.statistics.before_batch(len(labels))
+            return self._computation.loss(self._ddp, inputs, labels)
+        # No sample falls to this rank in an epoch's last, partial step, yet it must take part in
+        # the sum: one of zeros, with no effect on batch norm, and a weight of zero.
+        self._ddp.eval()
+        logits = self._computation.logits(self._ddp, inputs.new_zeros((1, *inputs.shape[1:])))
+        self._ddp.train()
+        return logits.sum() * 0.0
+
+    def _bucket_ready(self, is_last: bool) -> None:
+        self._slowdown.catch_up()
+        self._clock.bucket_ready()
+        if is_last:
+            enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
+
+    def _set_rate(self, samples: int) -> None:
+        of_epoch = len(self._data.train)  # type: ignore[arg-type]
+        rate = self._rate(self.progress.fraction_done(self._config, samples, of_epoch))
+        self.progress.learning_rate = rate
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = rate

@@ -1,0 +1,98 @@
+"""What the ranks make by themselves, before training, is made the same on all of them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from kaitian_mpi import data_parallel
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.datasets.factory_data import Collated
+from kaitian_mpi.datasets.sources import DataSource
+from kaitian_mpi.engine.setup import check_same_samples, prepare_without_folder
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.exchange import gather_values
+
+
+class Unseeded(nn.Module):
+    """Initialised by numpy, whose seed is another on each rank."""
+
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layer = nn.Linear(4, num_classes)
+        self.norm = nn.BatchNorm1d(num_classes)
+        self.factor = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+        self.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("salt", torch.ones(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(64, dtype=torch.bool), persistent=False)
+        self.register_buffer("window", torch.ones(6, 2)[:, 0])  # strided
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.copy_(torch.from_numpy(np.asarray(np.random.randn(*tensor.shape) > 0)))
+            self.layer.weight.copy_(torch.from_numpy(np.random.randn(num_classes, 4)))
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+def values_of(model):
+    """Return all of a model's numbers as plain values."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [torch.view_as_real(t).tolist() if t.is_complex() else t.tolist() for t in tensors]
+
+
+def test_every_rank_begins_with_rank_0s_weights_and_buffers(world, monkeypatch):
+    made = []
+
+    def build(spec, num_classes):
+        np.random.seed(world.rank)
+        made.append(values_of(model := Unseeded(num_classes)))
+        return model
+
+    monkeypatch.setattr("kaitian_mpi.engine.setup.build_model", build)
+    config = TrainConfig(model="test:unseeded", dataset="synthetic")
+    found = values_of(prepare_without_folder(config, world).model)
+    first = gather_values(world.comm, made[0])[0]
+    assert (found == made[0]) == (world.rank == 0)
+    assert found == first
+
+
+def test_data_parallel_begins_with_rank_0s_too(world):
+    np.random.seed(world.rank)
+    model = Unseeded()
+    first = gather_values(world.comm, values_of(model))[0]
+    assert values_of(data_parallel(model).module) == first
+
+
+def make_data(inputs, labels):
+    return Collated(TensorDataset(inputs, labels))
+
+
+def test_data_that_hosts_list_in_another_order_is_refused(world, capfd):
+    inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
+    check_same_samples(world, "training", make_data(inputs, labels))
+    if world.size == 1:
+        return
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(min(world.rank, 1)))
+    with pytest.raises(
+        AgreedError, match=r"the training data differs .* class \d, 1 float32 on rank 0"
+    ):
+        check_same_samples(world, "training", make_data(inputs[order], labels[order]))
+    capfd.readouterr()
+    check_same_samples(world, "training", make_data(inputs + world.rank, labels))
+    said = "warning: the inputs of 16 of 16 training samples differ" in capfd.readouterr().out
+    assert said == (world.rank == 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_a_run_begins_only_with_the_same_data(world, monkeypatch, part):
+    inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
+    same = make_data(inputs, labels)
+    other = make_data(inputs, (labels + world.rank) % 7)
+    parts = (other, same) if part == "training" else (same, other)
+    data = DataSource("planted", *parts, num_classes=7)
+    monkeypatch.setattr("kaitian_mpi.engine.setup.load_data", lambda config: data)
+    with pytest.raises(AgreedError, match=f"the {part} data differs .* class "):
+        prepare_without_folder(TrainConfig(model="cnn"), world)

@@ -1,0 +1,78 @@
+"""Which ranks a job is faster without."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kaitian_mpi.balance.communication import AllreduceCost
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.benchmark import exclusion
+from kaitian_mpi.benchmark.exclusion import ranks_to_leave_out
+from kaitian_mpi.config import TrainConfig
+
+FAST = RankCost(CostModel(0.0, 0.01))
+MIB = 1 << 20
+
+
+def make_world(kinds, hosts):
+    infos = [SimpleNamespace(kind=kind, host=host) for kind, host in zip(kinds, hosts, strict=True)]
+    return SimpleNamespace(size=len(infos), infos=infos)
+
+
+@pytest.fixture
+def leave_out(monkeypatch):
+    """Decide with an allreduce that costs `seconds(ranks)`; also tell which were measured."""
+
+    def decide(world, costs, seconds, batch=64):
+        measured = []
+
+        def measure(request, world, ranks, buckets):
+            measured.append(list(ranks))
+            return AllreduceCost(seconds(ranks), 0.0)
+
+        monkeypatch.setattr(exclusion, "measure_allreduce", measure)
+        config = TrainConfig(global_batch_size=batch)
+        return ranks_to_leave_out(config, world, costs, [MIB]), measured
+
+    return decide
+
+
+def test_where_communication_is_cheap_all_stay_and_only_their_allreduce_is_measured(leave_out):
+    world = make_world(["gpu", "gpu", "mlu", "mlu"], "aabb")
+    left_out, measured = leave_out(world, [FAST] * 4, lambda ranks: 1e-3)
+    assert left_out == {}
+    assert measured == [[0, 1, 2, 3]]
+
+
+def test_a_rank_whose_best_share_is_nothing_goes_first(leave_out):
+    world = make_world(["gpu"] * 3, "aaa")
+    snail = RankCost(CostModel(0.0, 5.0))
+    left_out, measured = leave_out(world, [FAST, snail, FAST], lambda ranks: 0.0)
+    assert list(left_out) == [1]
+    assert "a single sample takes it 5 s, and the whole step takes the others 0.32 s" in left_out[1]
+    assert measured == []  # one kind and one host: nothing to weigh
+
+
+def test_a_kind_that_costs_more_communication_than_it_computes_is_left_out(leave_out):
+    world = make_world(["gpu", "gpu", "mlu", "mlu"], "aaaa")
+    costs = [FAST, FAST, RankCost(CostModel(0.0, 0.04)), RankCost(CostModel(0.0, 0.04))]
+    crossing = lambda ranks: 0.5 if set(ranks) & {2, 3} and set(ranks) & {0, 1} else 0.001  # noqa: E731
+    left_out, _ = leave_out(world, costs, crossing)
+    assert sorted(left_out) == [2, 3]
+    assert "with kind mlu" in left_out[2]
+    assert "communication included" in left_out[2]
+
+
+def test_a_far_host_is_left_out_whatever_its_kind(leave_out):
+    world = make_world(["cpu"] * 3, ["near", "near", "far"])
+    left_out, _ = leave_out(world, [FAST] * 3, lambda ranks: 1.0 if 2 in ranks else 0.001)
+    assert sorted(left_out) == [2]
+    assert "with host far" in left_out[2]
+
+
+def test_a_gain_below_five_percent_is_no_reason(leave_out):
+    world = make_world(["gpu", "mlu"], "aa")
+    costs = [FAST, RankCost(CostModel(0.0, 0.3))]
+    left_out, _ = leave_out(world, costs, lambda ranks: 0.02 if len(ranks) == 2 else 0.0)
+    assert left_out == {}

@@ -1,0 +1,70 @@
+"""What a run remembers outlives its process."""
+
+import json
+
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.benchmark.plan import Profile
+from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.topology import RankInfo
+
+FAILURE = {
+    "at": "2026-01-02T03:04:05+0000",
+    "ranks": [{"rank": 2, "host": "b", "device": "cpu", "device_kind": "mlu"}],
+    "step": 7,
+    "seconds_to_recover": 0.25,
+}
+
+
+def make_memory():
+    profiles = {
+        "a/0/gpu/cuda:0": Profile(RankCost(CostModel(0.001, 1 / 3), 48), "channels_last", "bf16"),
+        "a/1/gpu/cuda:1": Profile(RankCost(CostModel(0.0, 2e-4), None), "contiguous", "fp32"),
+        "b/0/mlu/cpu": Profile(None, "channels_last", "fp32"),
+    }
+    crew = list(profiles)
+    config = TrainConfig(model="cnn", lr=0.3, run_dir="run")
+    return Memory(
+        config, profiles, [crew[2]], "leader", crew[:2], [100, 156], [FAILURE], "8 + 2 samples"
+    )
+
+
+def test_it_comes_back_from_json_as_it_was():
+    memory = make_memory()
+    text = json.dumps(memory.to_json())
+    other = Memory.from_json(json.loads(text))
+    assert vars(other) == vars(memory)
+    assert json.dumps(other.to_json()) == text
+    assert other.profiles["a/0/gpu/cuda:0"].cost.model.beta_sec == 1 / 3
+    assert other.profiles["a/1/gpu/cuda:1"].cost.largest_micro_batch is None
+    assert other.profiles["b/0/mlu/cpu"].cost is None
+
+
+def test_making_json_changes_nothing():
+    memory = make_memory()
+    memory.to_json()
+    assert isinstance(memory.profiles["b/0/mlu/cpu"], Profile)
+    assert vars(memory) == vars(make_memory())
+
+
+def test_it_holds_the_settings_by_name():
+    assert make_memory().config["lr"] == 0.3
+    assert TrainConfig(**make_memory().config) == TrainConfig(model="cnn", lr=0.3, run_dir="run")
+
+
+def test_a_cost_comes_back():
+    cost = RankCost(CostModel(0.1, 0.2), 3)
+    assert RankCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+
+
+def test_a_place_does_not_depend_on_the_ranks_number():
+    infos = [RankInfo(number, 1, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8") for number in (1, 6)]
+    assert infos[0].place == infos[1].place == "a/1/gpu/cuda:1"
+    others = [
+        RankInfo(1, 0, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8"),
+        RankInfo(1, 1, "b", "gpu", "cuda:1", "a GPU", 2**30, "2.8"),
+        RankInfo(1, 1, "a", "mlu", "cuda:1", "a GPU", 2**30, "2.8"),
+        RankInfo(1, 1, "a", "gpu", "cpu", "a GPU", 2**30, "2.8"),
+    ]
+    assert infos[0].place not in [info.place for info in others]

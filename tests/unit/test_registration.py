@@ -1,0 +1,107 @@
+"""What `import torch` does where the package is installed, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import kaitian_mpi.backend.registration as autoload
+
+LIMIT_MS = 5
+LIMIT_OF_TORCHS = 1 / 300  # of the CPU time of `import torch`: 5 ms where that takes 1.5 s
+
+SEEN = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+ours = sorted(name for name in sys.modules if name.startswith("kaitian_mpi"))
+print(json.dumps({
+    "mpi4py": "mpi4py" in sys.modules,
+    "backends": dist.Backend.backend_list,
+    "schemes": sorted(_rendezvous_handlers),
+    "ours": ours,
+}))
+"""
+
+# The numbers of threads after each call, above torch's own.
+THREADS = """
+import torch
+
+from kaitian_mpi.runtime.threads import use_threads
+
+given = torch.get_num_threads()
+used = [use_threads(given + 1), torch.get_num_threads(), use_threads(given + 2)]
+torch.set_num_threads(given + 5)
+used += [use_threads(given), torch.get_num_threads()]
+print([threads - given for threads in used])
+"""
+
+TIMED = """
+import json, time
+from resource import RUSAGE_SELF, getrusage
+
+began = time.process_time()
+import torch
+
+torch_ms = 1e3 * (time.process_time() - began)
+began, waits = time.process_time(), getrusage(RUSAGE_SELF).ru_nvcsw
+from kaitian_mpi.backend.registration import register
+register()
+own_ms = 1e3 * (time.process_time() - began)
+waits = getrusage(RUSAGE_SELF).ru_nvcsw - waits
+print(json.dumps({"torch_ms": torch_ms, "own_ms": own_ms, "waits": waits}))
+"""
+
+
+def run(code, **env):
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_importing_torch_makes_the_backend_known_and_loads_nothing_else():
+    ended = run(SEEN)
+    seen = json.loads(ended.stdout)
+    assert "kaitian" in seen["backends"]
+    assert "mpi" in seen["schemes"]
+    assert not seen["mpi4py"]
+    # The modules that register, and their packages.
+    backend, runtime = "kaitian_mpi.backend", "kaitian_mpi.runtime"
+    names = [backend, f"{backend}.registration", runtime, f"{runtime}.threads"]
+    assert seen["ours"] == ["kaitian_mpi", *names]
+    assert ended.stderr == ""
+
+
+def test_registering_takes_no_time_to_speak_of():
+    """CPU time: a busy machine does not add to it, but may be slower, and as much for torch."""
+    tries = []
+    while len(tries) < 5 and not any(map(is_quick, tries)):
+        tries.append(json.loads(run(TIMED, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout))
+    assert any(map(is_quick, tries)), tries
+
+
+def is_quick(measured):
+    limit_ms = max(LIMIT_MS, LIMIT_OF_TORCHS * measured["torch_ms"])
+    return measured["own_ms"] < limit_ms and measured["waits"] == 0
+
+
+def test_a_number_of_threads_that_the_script_has_set_stays():
+    assert run(THREADS).stdout == "[1, 1, 2, 5, 5]\n"
+
+
+def test_registering_twice_is_harmless():
+    import torch.distributed as dist
+
+    before = list(dist.Backend.backend_list)
+    autoload.register()
+    assert dist.Backend.backend_list == before
+    assert before.count("kaitian") == 1
