@@ -112,7 +112,8 @@ def test_backward_raises_where_a_rank_does_not_come(world):
     """And neither ends the job nor crashes in DDP's reducer."""
     last = world.size - 1
     for wrap in WRAPPED.values():
-        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        group = dist.new_group()  # which may take longer than the time-out
+        group.set_timeout(timedelta(seconds=0.5))
         model = wrap(torch.nn.Linear(3, 2), group)
         if world.rank != last:
             with pytest.raises(RuntimeError, match=r"(?i)timed out after"):
