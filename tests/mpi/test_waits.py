@@ -232,17 +232,17 @@ def test_a_key_waited_for_in_a_tcp_store_does_not_stop_a_collective(world, last)
     numbers = {"rank": world.rank, "world_size": world.size, "timeout": LONG}
     dist.init_process_group("kaitian", init_method="env://", **numbers)
     store = dist.distributed_c10d._get_default_store()
+    tensor = torch.ones(300_000)  # so many that it cannot be done without rank 0's thread
     if world.rank == 0:
-        tensor = torch.ones(2)
         work = dist.all_reduce(tensor, async_op=True)
         assert store.get("hello") == b"x"  # set after the collective
         work.wait()
-        assert tensor[0].item() == world.size
     else:
         time.sleep(1.5)  # rank 0 has noted by then that it waits
-        assert add() == world.size
+        dist.all_reduce(tensor)
         if world.rank == last:
             store.set("hello", "x")
+    assert tensor[0].item() == world.size
     dist.destroy_process_group()
     dist.init_process_group("kaitian", init_method="mpi://")
 
