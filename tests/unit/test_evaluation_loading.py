@@ -1,5 +1,6 @@
 """A slow data set is loaded in pieces, each of which the watchdog counts as progress."""
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -7,22 +8,28 @@ from kaitian_mpi.engine import evaluation
 
 
 class Slow(Dataset):
-    """Data whose samples take 0.2 s each, by a clock of its own."""
+    """Data whose samples take a time each, by a clock of its own."""
 
-    def __init__(self):
-        self.now, self.asked = 0.0, []
+    def __init__(self, sample_sec):
+        self.sample_sec, self.now, self.asked = sample_sec, 0.0, []
 
     def __getitem__(self, indices):
-        self.now += 0.2 * len(indices)
+        self.now += self.sample_sec * len(indices)
         self.asked.append(len(indices))
         return torch.tensor(indices)[:, None], torch.tensor(indices)
 
 
-def test_no_piece_of_a_slow_data_set_takes_longer_than_a_sample(monkeypatch):
-    data, phases = Slow(), []
+@pytest.mark.parametrize(
+    ("sample_sec", "pieces"),
+    [(0.2, 16 * [1]), (0.03, [1, 2, 4, 2, 4, 2, 1]), (0.001, [1, 2, 4, 8, 1])],
+    ids=["slow", "in between", "fast"],
+)
+def test_a_piece_takes_a_moment_or_is_a_single_sample(monkeypatch, sample_sec, pieces):
+    data, phases = Slow(sample_sec), []
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: data.now)
     monkeypatch.setattr(evaluation, "enter_phase", phases.append)
-    inputs, labels = evaluation._Loading(data).load(list(range(5, 21)))
-    assert labels.tolist() == inputs[:, 0].tolist() == list(range(5, 21))
-    assert data.asked == 16 * [1]
-    assert len(phases) == 16
+    samples = list(range(5, 21))
+    inputs, labels = evaluation._Loading(data).load(samples)
+    assert labels.tolist() == inputs[:, 0].tolist() == samples
+    assert data.asked == pieces
+    assert len(phases) == len(pieces)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from kaitian_mpi.runtime.launcher import SUPERVISED
@@ -70,6 +71,9 @@ def end(folder, where, how, grace_sec=GRACE_SEC):
     assert rank.stdout.readline() == "ready\n"
     os.killpg(rank.pid, signal.SIGTERM)
     time.sleep(grace_sec)
+    for child in psutil.Process(rank.pid).children():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            child.send_signal(number)  # as a batch system does, to every process of a job
     os.killpg(rank.pid, signal.SIGKILL)
     _, err = rank.communicate(timeout=LONGEST_SEC)  # the child holds stderr until it has saved
     return (saved.read_text() if saved.exists() else None), err
