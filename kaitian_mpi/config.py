@@ -1,8 +1,8 @@
-"""Everything a training run can be told, in one place.
+"""All settings of a training run, in one place.
 
 Each field is a command-line flag of the same name (`global_batch_size` is
 `--global-batch-size`); its help text is its documentation. Nothing here imports torch or MPI, so
-that a wrong flag is answered before either is loaded.
+that a wrong flag is reported before either is loaded.
 """
 
 from __future__ import annotations
@@ -65,67 +65,67 @@ class TrainConfig:
     dataset: str = _flag(
         "digits",
         "digits, cifar10, mnist, synthetic, or module:factory, a callable that returns "
-        "(train, validation) or one map-style data set of (input, class) pairs",
+        "(train, validation) or one map-style dataset of (input, class) pairs",
     )
-    data_dir: str = _flag("", "folder with the data set's official files", metavar="DIR")
+    data_dir: str = _flag("", "folder with the dataset's official files", metavar="DIR")
     val_split: float = _flag(
-        0.2, "fraction of the training set held out when the data set has no test set"
+        0.2, "fraction of the training set held out where the dataset has no test set"
     )
     augment: str = _flag(
         "auto",
-        "random crop and mirror, seeded by sample; auto: what suits the data set",
+        "random crop and mirror, seeded per sample; auto: what suits the dataset",
         ("auto", "none", "crop", "crop-flip"),
     )
-    workers: int = _flag(0, "data loading processes per rank; 0 loads in the rank itself")
+    workers: int = _flag(0, "data-loading processes per rank; 0: load in the rank itself")
 
-    global_batch_size: int = _flag(256, "samples per step of the whole job, shared out")
+    global_batch_size: int = _flag(256, "samples per step over all ranks")
     batch_policy: str = _flag(
         "global",
-        "global: shares of --global-batch-size; paper: each rank takes "
+        "global: split --global-batch-size between the ranks; paper: each rank takes "
         "round(--batch-size x score), so the global batch grows with the devices",
         ("global", "paper"),
     )
     batch_size: int = _flag(64, "samples per step of the fastest rank, with --batch-policy paper")
     balance: str = _flag(
         "adaptive",
-        "adaptive: benchmark, share for the shortest step, and correct the shares while training; "
-        "static: the benchmark alone; off: equal shares, no benchmark",
+        "adaptive: benchmark the ranks, size their batches for the shortest step, and adjust "
+        "while training; static: benchmark only; off: equal batches, no benchmark",
         ("adaptive", "static", "off"),
     )
-    benchmark_seconds: float = _flag(10.0, "how long the benchmark may take")
+    benchmark_seconds: float = _flag(10.0, "time limit of the benchmark, in seconds")
     benchmark_cache: str = _flag(
         "",
-        "folder to keep benchmark results in, by host, device, model and versions, and to take "
-        "them from",
+        "folder in which to look for benchmark results and to keep them, by host, device, model "
+        "and versions",
         metavar="DIR",
     )
     micro_batch_size: int = _flag(
         0,
-        "samples that a rank computes at once, at most, summing up gradients; 0: what fits its "
+        "most samples that a rank computes at once, accumulating gradients; 0: what fits its "
         "memory",
     )
     keep_all: bool = _flag(
-        False, "train on every rank, also on those without which the job would be faster"
+        False, "train on every rank, even where the job would be faster without it"
     )
 
     allreduce: str = _flag(
         "auto",
-        "how gradients cross device kinds; auto measures the three at start-up",
+        "algorithm for gradients that cross device kinds; auto: the fastest at startup",
         ("auto", "flat", "leader", "striped"),
     )
     devices: str = _flag(
-        "auto", "auto, cpu, or a list by local rank such as cuda:0,cuda:1,cpu", metavar="LIST"
+        "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
     )
     emulate_kinds: str = _flag(
         "",
         "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "
-        "(results say 'emulated')",
+        "(results are marked 'emulated')",
         metavar="LIST",
     )
     emulate_slowdown: str = _flag(
         "",
-        "make ranks slower by sleeping, as rank:factor or rank:factor@step, such as "
-        "2:3.0,3:3@50,3:1@90 (results say 'emulated')",
+        "slow ranks down by sleeping: rank:factor or rank:factor@step, such as "
+        "2:3.0,3:3@50,3:1@90 (results are marked 'emulated')",
         metavar="LIST",
     )
 
@@ -133,65 +133,59 @@ class TrainConfig:
     max_steps: int = _flag(0, "stop after this many steps; 0: no limit but --epochs")
     lr: float = _flag(0.05, "peak learning rate")
     momentum: float = _flag(0.9, "momentum of SGD")
-    nesterov: bool = _flag(True, "use Nesterov's form of momentum")
+    nesterov: bool = _flag(True, "use Nesterov momentum")
     weight_decay: float = _flag(
         5e-4, "weight decay of matrices and filters; biases and norms have none"
     )
     label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
-    schedule: str = _flag("cosine", "learning rate after the warm-up", ("cosine", "constant"))
+    schedule: str = _flag("cosine", "learning rate after the warmup", ("cosine", "constant"))
     warmup: float = _flag(
         0.25, "fraction of all steps in which the learning rate rises from near 0"
     )
     precision: str = _flag(
         "fp32",
-        "arithmetic of forward and backward; weights and sums stay fp32; auto: fp32 or bf16, "
-        "whichever is faster on the rank",
+        "arithmetic of forward and backward; weights and gradient sums stay fp32; auto: fp32 or "
+        "bf16, whichever is faster on the rank",
         ("fp32", "bf16", "fp16", "auto"),
     )
     memory_format: str = _flag(
         "auto",
-        "layout of images in memory; auto: whichever is faster on the rank",
+        "memory layout of images; auto: whichever is faster on the rank",
         ("auto", "contiguous", "channels_last"),
     )
     max_bad_steps: int = _flag(
-        20, "end the run after so many steps in a row without a finite gradient; 0: never"
+        20, "end the run after this many steps in a row without a finite gradient; 0: never"
     )
     check_every: int = _flag(
-        200, "steps between comparisons of the ranks' weights; 0: only after a loss"
+        200, "steps between comparisons of the ranks' weights; 0: only after a rank is lost"
     )
 
     resume: str = _flag(
         "",
-        "auto: resume from the newest good checkpoint in --run-dir, or start from scratch where "
-        "there is none; "
-        "or a checkpoint's .pt file",
+        "auto: resume from the newest valid checkpoint in --run-dir, or start from scratch where "
+        "there is none; or a checkpoint's .pt file",
         metavar="auto|FILE",
     )
     checkpoint_every: int = _flag(0, "steps between checkpoints; 0: by --checkpoint-minutes")
     checkpoint_minutes: float = _flag(
-        10.0, "minutes between checkpoints; 0: only by --checkpoint-every and at the end of epochs"
+        10.0, "minutes between checkpoints; 0: only by --checkpoint-every and after each epoch"
     )
     keep_checkpoints: int = _flag(3, "how many checkpoints to keep, besides the best")
-    spares: int = _flag(
-        0, "how many of the last ranks stand by to take the place of one that is lost"
-    )
+    spares: int = _flag(0, "how many of the last ranks stand by to replace a lost rank")
     step_timeout: float = _flag(
         0.0,
-        "seconds after which a rank that hangs is ended; 0: 20 times the median step, at least 60",
+        "seconds after which a rank that hangs is killed; 0: 20 times the median step, at least 60",
     )
     snapshots: str = _flag(
         "",
-        "keep the state in each host's memory (/dev/shm) under this name, to start again from "
-        "when a host is lost; kaitian-supervise does so without being told",
+        "keep the state in each host's memory (/dev/shm) under this name, to restart from when a "
+        "host is lost; kaitian-supervise sets this itself",
     )
-    snapshot_every: int = _flag(10, "steps between such snapshots")
+    snapshot_every: int = _flag(10, "steps between these snapshots")
 
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
-
     run_dir: str = _flag(
-        "",
-        "folder for results; default runs/<model>-<date>-<time>, with -2, -3 … where that is taken",
-        metavar="DIR",
+        "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
     )
     log_interval: float = _flag(2.0, "seconds between progress lines")
 

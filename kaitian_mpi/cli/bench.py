@@ -61,14 +61,14 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser: the flags of `kaitian-train` that a benchmark needs."""
     parser = OneLineParser(
         prog=PROGRAM,
-        description="Time a model on every rank, and the exchange between them, and forecast what "
-        "each device kind is worth to the job.",
+        description="Time a model on every rank, and communication between them, and forecast "
+        "what each device kind adds to the job.",
         epilog=f"example: mpirun -np 4 {PROGRAM} --model mobilenetv2 --json bench.json",
         allow_abbrev=False,
     )
     add_flags(parser, FLAGS, benchmark_seconds=_SECONDS)
     parser.add_argument(
-        "--json", default="", metavar="FILE", help="write the result, for kaitian-plan"
+        "--json", default="", metavar="FILE", help="write the result to this file, for kaitian-plan"
     )
     return parser
 

@@ -11,6 +11,16 @@ from typing import Any, NoReturn
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
 
+# The sections of --help, each from the field that it starts with.
+_SECTIONS = {
+    "model": "model and data",
+    "global_batch_size": "batch sizes",
+    "allreduce": "devices and communication",
+    "epochs": "optimization",
+    "resume": "checkpoints and failures",
+    "seed": "seed and output",
+}
+
 
 class OneLineParser(argparse.ArgumentParser):
     """An argparse parser that raises `UserError` instead of printing its usage and leaving."""
@@ -24,7 +34,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     """Return the parser of `kaitian-train`: one flag for each field of `TrainConfig`."""
     parser = OneLineParser(
         prog=program,
-        description="Train a PyTorch model on unlike devices at once: start one process per "
+        description="Train a PyTorch model on a mix of accelerators: start one process per "
         "device with mpirun.",
         epilog=f"example: mpirun -np 4 {program} --model mobilenetv2",
         allow_abbrev=False,
@@ -34,18 +44,22 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **defaults: object) -> None:
-    """Add the flags of some fields of `TrainConfig`, in the order of the config.
+    """Add the flags of some fields of `TrainConfig`, in its order and in sections.
 
     Args:
         parser: where to add them.
         names: the fields.
-        defaults: other defaults than the config's.
+        defaults: defaults that differ from the config's.
     """
     types = typing.get_type_hints(TrainConfig)
+    section, group = "", None
     for field in dataclasses.fields(TrainConfig):
+        if field.name in _SECTIONS:
+            section, group = _SECTIONS[field.name], None
         if field.name in names:
+            group = group or parser.add_argument_group(section)
             default = defaults.get(field.name, field.default)
-            _add_flag(parser, field, types[field.name], default)
+            _add_flag(group, field, types[field.name], default)
 
 
 def config_of(chosen: argparse.Namespace, names: Collection[str]) -> TrainConfig:
@@ -67,9 +81,9 @@ def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
 
 
 def _add_flag(
-    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: type, default: object
+    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: type, default: object
 ) -> None:
-    shown = f" (default {default})" if default not in ("", 0) else ""
+    shown = f" (default {'on' if default is True else default})" if default not in ("", 0) else ""
     options: dict[str, Any] = {
         "default": default,
         "help": (field.metadata["help"] + shown).replace("%", "%%"),
@@ -83,4 +97,4 @@ def _add_flag(
         options["metavar"] = field.metadata["metavar"] or (
             None if field.metadata["choices"] else default_metavar
         )
-    parser.add_argument(flag_name(field.name), **options)
+    group.add_argument(flag_name(field.name), **options)

@@ -49,25 +49,27 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = OneLineParser(
         prog=PROGRAM,
-        description="Forecast how fast a bigger job would be, and which devices are worth having "
-        "in it, from what kaitian-bench --json measured. Needs no MPI and none of the devices.",
+        description="Forecast the speed of a bigger job, and which devices are worth having in "
+        "it, from what kaitian-bench --json measured. Needs neither MPI nor the devices.",
         epilog=f"example: {PROGRAM} bench.json --world 8xcuda,16xmlu,32xcpu",
         allow_abbrev=False,
     )
-    parser.add_argument("bench", type=Path, help="the file that kaitian-bench --json saved")
+    parser.add_argument("bench", type=Path, help="the file that kaitian-bench --json wrote")
     parser.add_argument(
         "--world",
         required=True,
         metavar="LIST",
-        help=f"ranks of each kind, such as 8xcuda,32xcpu; {MOST_RANKS:,} in all at most",
+        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {MOST_RANKS:,} in total",
     )
     parser.add_argument(
         "--global-batch-size",
         type=int,
         metavar="N",
-        help="samples per step of the whole job (default: the file's, in proportion to the ranks)",
+        help="samples per step over all ranks (default: the file's, scaled with the ranks)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the forecast there, too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the forecast to this file too"
+    )
     return parser
 
 

@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser. What comes after the script's name is the script's."""
     parser = OneLineParser(
         prog=PROGRAM,
-        description="Run a torch.distributed script on every rank that mpirun has started.",
+        description="Run a torch.distributed script on every rank that mpirun started.",
         epilog=f"example: mpirun -np 4 {PROGRAM} --backend-override nccl,gloo train.py --lr 0.1",
         allow_abbrev=False,
     )
@@ -58,13 +58,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--backend-override",
         default="",
         metavar="LIST",
-        help="backends that the script names, such as nccl,gloo, for which it gets kaitian",
+        help="backends to replace by kaitian where the script names them, such as nccl,gloo",
     )
     parser.add_argument(
         "--devices",
         default="auto",
         metavar="LIST",
-        help="auto, cpu, or a list by local rank such as cuda:0,cuda:1,cpu",
+        help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
     )
     parser.add_argument(
         "--emulate-kinds",

@@ -55,9 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--max-restarts N] [--probe-seconds X] [--hang-seconds X] "
         f"mpirun ... {TRAIN} ...",
-        description=f"Run mpirun with {TRAIN} and start it again after a failure, without hosts "
-        "that do not answer any more, until the job has finished. A user's mistake is not "
-        "repeated.",
+        description=f"Run mpirun with {TRAIN}, and restart it after a failure, without the hosts "
+        "that no longer answer, until the job has finished. A job that ends with a usage error "
+        "is not restarted.",
         epilog=f"example: {PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} "
         "--model mobilenetv2",
         allow_abbrev=False,
@@ -67,25 +67,27 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=3,
         metavar="N",
-        help="how often to start the job again at most (default 3)",
+        help="restart the job at most this many times (default 3)",
     )
     parser.add_argument(
         "--probe-seconds",
         type=float,
         default=4.0,
         metavar="X",
-        help="how long a host may take to answer, after a failure (default 4)",
+        help="seconds that a host may take to answer after a failure (default 4)",
     )
     parser.add_argument(
         "--hang-seconds",
         type=float,
         default=5.0,
         metavar="X",
-        help="how long mpirun may go on after its ranks on this machine have ended, as it does "
-        "when the link to a host is down (default 5; 0: for ever)",
+        help="seconds that mpirun may keep running after its ranks on this machine have ended, as "
+        "it does when the link to a host is down; 0: no limit (default 5)",
     )
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help=f"mpirun with its options and {TRAIN} with its"
+        "command",
+        nargs=argparse.REMAINDER,
+        help=f"mpirun with its options, then {TRAIN} with its flags",
     )
     return parser
 

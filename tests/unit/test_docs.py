@@ -1,0 +1,91 @@
+"""What the documents promise: the commands' reference, links, and commands that can be parsed."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kaitian_mpi.cli import bench, flags, plan, run, supervise, train
+from kaitian_mpi.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PARSERS = {
+    train.PROGRAM: flags.make_parser(train.PROGRAM),
+    run.PROGRAM: run.make_parser(),
+    bench.PROGRAM: bench.make_parser(),
+    plan.PROGRAM: plan.make_parser(),
+    supervise.PROGRAM: supervise.make_parser(),
+}
+
+
+def prose_and_code(path):
+    """Return a page's lines outside and inside code blocks."""
+    prose, code, inside = [], [], False
+    for line in path.read_text().splitlines():
+        if line.startswith("```"):
+            inside = not inside
+        else:
+            (code if inside else prose).append(line)
+    return prose, code
+
+
+def commands(path):
+    """Return the lines of a page that run one of the commands, from the command's name on."""
+    prose, code = prose_and_code(path)
+    lines = [line.split("  #")[0] for line in code]
+    lines += [quoted for line in prose for quoted in re.findall(r"`([^`]+)`", line)]
+    for line in lines:
+        words = line.replace("$(which kaitian-train)", train.PROGRAM)
+        match = re.search(
+            r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise)) \S", words
+        )
+        if match and not line.startswith(("#", " ", "│")):
+            yield words[match.start(1) if words.startswith("mpirun") else 0 :]
+
+
+def anchor(heading):
+    """Return the fragment by which a heading is linked to."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+def test_the_reference_of_the_commands_is_that_of_their_parsers():
+    generator = ROOT / "docs/generate_cli.py"
+    made = runpy.run_path(str(generator))["reference"]()
+    assert (ROOT / "docs/cli.md").read_text() == made, "run: python docs/generate_cli.py"
+
+
+def test_every_flag_of_every_command_is_in_its_reference():
+    page = (ROOT / "docs/cli.md").read_text()
+    for program, parser in PARSERS.items():
+        section = page.partition(f"\n## {program}\n")[2].partition("\n## ")[0]
+        for action in parser._actions:
+            for name in action.option_strings:
+                assert f"`{name}`" in section or name in ("-h", "--help"), f"{program} {name}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in target:
+            continue
+        name, _, fragment = target.partition("#")
+        page = path.parent / name if name else path
+        assert page.exists(), target
+        if fragment:
+            headings = [line for line in prose_and_code(page)[0] if line.startswith("#")]
+            assert fragment in map(anchor, headings), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_in_the_documents_are_accepted_by_their_parsers(path):
+    for command in commands(path):
+        program, *arguments = shlex.split(command)
+        options = vars(PARSERS[program].parse_args(arguments))
+        if program == supervise.PROGRAM:
+            inner = arguments[arguments.index(train.PROGRAM) + 1 :]
+            options = vars(PARSERS[train.PROGRAM].parse_args(inner))
+        if program in (train.PROGRAM, supervise.PROGRAM):
+            TrainConfig(**options)
