@@ -208,6 +208,7 @@ def in_sync_after_a_break(x, group):
     y = x * 2
     torch._dynamo.graph_break()
     dist.all_reduce(y, group=group)
+    dist.reduce(y, 0, group=group)  # which torch has no traceable form of
     return y + 1
 
 

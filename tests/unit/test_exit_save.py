@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -73,7 +74,8 @@ def end(folder, where, how, grace_sec=GRACE_SEC):
     time.sleep(grace_sec)
     for child in psutil.Process(rank.pid).children():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            child.send_signal(number)  # as a batch system does, to every process of a job
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(number)  # as a batch system does, to every process of a job
     os.killpg(rank.pid, signal.SIGKILL)
     _, err = rank.communicate(timeout=LONGEST_SEC)  # the child holds stderr until it has saved
     return (saved.read_text() if saved.exists() else None), err
