@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -54,3 +55,37 @@ def test_a_version_that_cannot_be_is_refused_before_anything_is_made(command, se
     assert why in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert sorted(ROOT.glob(".venv*")) == before
+
+
+def test_ci_tests_the_pinned_torch_on_every_python_and_the_oldest_and_the_newest():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    matrix = {(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]}
+    pinned = re.search(r"^torch==(.*)$", (ROOT / ".ci/constraints.txt").read_text(), re.M)[1]
+    pythons = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
+    assert {(pinned, python) for python in pythons} <= matrix
+    (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
+    oldest, beyond = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()
+    minors = {release(torch)[:2] for torch, python in matrix if python == pythons[0]}
+    major, minor = release(beyond)
+    assert {release(oldest)[:2], (major, minor - 1)} <= minors
+    assert job["steps"][-1]["run"].startswith("bin/test ")
+
+
+def test_ci_may_only_read_and_runs_actions_of_fixed_commits():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert "permissions" not in job
+        for step in job["steps"]:
+            assert (
+                re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", "")) or "run" in step
+            )
+            # What an event brings is no part of a shell command.
+            assert "${{" not in step.get("run", "")
+
+
+def test_pre_commit_hooks_need_no_active_venv():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["id"] for hook in hooks] == ["ruff-check", "ruff-format", "mypy"]
+    assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)
