@@ -1,0 +1,40 @@
+"""Signals to processes that a rank has forked, in real processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+LONGEST_SEC = 30
+
+RANK = """
+import os, signal, sys, time
+from kaitian_mpi.runtime.signals import handle_signals
+handle_signals("program")
+ready, say_ready = os.pipe()
+child = os.fork()
+if child == 0:
+    try:
+        os.write(say_ready, b"x")
+        signal.pause()
+    except KeyboardInterrupt:
+        os._exit(7)
+    os._exit(9)
+os.read(ready, 1)
+os.kill(child, int(sys.argv[1]))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(0.3)  # in which the rank would end, were the signal its own
+print("still there")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(15, -15), (2, 7)], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_a_forked_process_is_its_own(number, code):
+    """The child's handlers are Python's usual ones, and the rank goes on."""
+    command = [sys.executable, "-c", RANK, str(number)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=LONGEST_SEC, check=False
+    )
+    assert ended.stdout.splitlines() == [str(code), "still there"], ended.stderr
+    assert ended.stderr == ""
+    assert ended.returncode == 0
