@@ -42,7 +42,7 @@ def commands(path):
         match = re.search(
             r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise)) \S", words
         )
-        if match and not line.startswith(("#", " ", "│")):
+        if match and "…" not in line and not line.startswith(("#", " ", "│")):
             yield words[match.start(1) if words.startswith("mpirun") else 0 :]
 
 
@@ -89,3 +89,15 @@ def test_commands_in_the_documents_are_accepted_by_their_parsers(path):
             options = vars(PARSERS[train.PROGRAM].parse_args(inner))
         if program in (train.PROGRAM, supervise.PROGRAM):
             TrainConfig(**options)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_lines_are_short(path):
+    """Rows of tables cannot be broken; the README's fit all the same."""
+    for line in path.read_text().splitlines():
+        is_row = line.startswith("|") and path.name != "README.md"
+        assert len(line) <= 120 or is_row, line

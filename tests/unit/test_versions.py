@@ -17,23 +17,25 @@ def release(text):
     return tuple(int(part) for part in text.split("."))
 
 
-def test_the_readme_names_the_torch_releases_that_pip_admits():
+def test_the_documents_name_the_torch_releases_that_pip_admits():
     (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
     oldest, beyond = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()
     major, minor = release(beyond)
-    readme = (ROOT / "README.md").read_text()
-    assert f"torch {oldest} to {major}.{minor - 1} and Python" in readme
+    assert f"torch {oldest} to {major}.{minor - 1}" in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/install.md").read_text()
+    assert f"torch {oldest} to {major}.{minor - 1} and Python" in page
     pinned = re.search(r"^torch==(.*)$", (ROOT / ".ci/constraints.txt").read_text(), re.M)[1]
-    assert f"Every suite passes with torch {pinned} on Python" in readme
-    tested = re.search(r"ranks with torch ([\d., and]+), and at", readme)[1]
+    assert f"Every suite passes with torch {pinned} on Python" in page
+    tested = re.search(r"ranks with torch ([\d., and]+), and at", page)[1]
     for each in (pinned, *re.findall(r"[\d.]+\d", tested)):
         assert release(oldest) <= release(each) < release(beyond)
 
 
-def test_the_readme_names_the_pythons_that_pypi_shows():
+def test_the_documents_name_the_pythons_that_the_classifiers_show():
     shown = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
     assert PROJECT["requires-python"] == f">={shown[0]}"
-    assert f"Python {shown[0]} to {shown[-1]}" in (ROOT / "README.md").read_text()
+    for page in ("README.md", "docs/install.md"):
+        assert f"Python {shown[0]} to {shown[-1]}" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize(
