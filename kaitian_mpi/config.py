@@ -40,6 +40,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "checkpoint_minutes": (0, 1e9, "minutes, at least 0, and at most 1e9"),
     "step_timeout": (0, 1e9, "seconds, at least 0, and at most 1e9"),
 }
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 _PATHS = ("data_dir", "benchmark_cache", "resume", "run_dir")
 
 
@@ -188,6 +190,9 @@ class TrainConfig:
         "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
     )
     log_interval: float = _flag(2.0, "seconds between progress lines")
+    log_level: str = _flag(
+        "info", "lowest level of the log messages; debug shows those of every rank", LOG_LEVELS
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

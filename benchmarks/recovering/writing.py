@@ -52,7 +52,7 @@ def killed_while_writing(files: CheckpointFiles, number: int, after_sec: float) 
 
 def number_found(files: CheckpointFiles) -> int | None:
     """Return the number of the newest checkpoint that loads, if it is whole."""
-    found = files.newest_good(lambda line: None)
+    found = files.newest_good()
     if found is None or len(found.state) != _TENSORS:
         return None
     number: int = found.about["number"]

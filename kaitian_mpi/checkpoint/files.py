@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import pickle
@@ -23,6 +24,8 @@ import torch
 
 from kaitian_mpi.checkpoint.folder_lock import writing_in
 from kaitian_mpi.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2  # 1 had buffers in float64, whatever they were
 _BUFFER_BYTES = 1 << 20  # each call of write() and hash drops the GIL and must win it back
@@ -135,11 +138,10 @@ class CheckpointFiles:
         self._remove_superseded(name)
         return self.folder / f"{name}.pt"
 
-    def newest_good(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole; None where there is none.
+    def newest_good(self) -> Checkpoint | None:
+        """Return the newest intact checkpoint; None if there is none.
 
-        Args:
-            say: is given a line for each one that is passed over, with the reason.
+        Each damaged one is logged, with the reason.
 
         Raises:
             UserError: another version of this package wrote it.
@@ -149,7 +151,7 @@ class CheckpointFiles:
             try:
                 return _read(self.folder / f"{name}.pt")
             except _UnusableError as error:
-                say(f"checkpoint {name}.pt is passed over: {error}")
+                _log.warning("checkpoint %s.pt is damaged and ignored: %s", name, error)
         return None
 
     @staticmethod

@@ -6,12 +6,15 @@ A job that was ended by a signal may still be writing its last checkpoint when t
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _NAME = ".lock"
 _LOOKING_SEC = 0.1
@@ -54,12 +57,10 @@ def _lock(path: Path) -> int:
         os.close(descriptor)  # whoever held it has removed it
 
 
-def wait_for_writer(folder: Path, say: Callable[[str], None]) -> None:
-    """Return once no other process writes in a folder, however long that takes.
+def wait_for_writer(folder: Path) -> None:
+    """Wait, without a time limit, until no other process writes in a folder, and log which does.
 
-    Args:
-        folder: which may not be there.
-        say: is given a line that names the process, if there is one.
+    The folder need not exist.
     """
     try:
         descriptor = os.open(folder / _NAME, os.O_RDONLY | os.O_CLOEXEC)
@@ -70,7 +71,9 @@ def wait_for_writer(folder: Path, say: Callable[[str], None]) -> None:
         while not _is_free(descriptor):
             if not waited:
                 writer = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process"
-                say(f"waiting for {writer}, which is still writing a checkpoint in {folder}")
+                _log.info(
+                    "waiting for %s, which is still writing a checkpoint in %s", writer, folder
+                )
             waited = True
             time.sleep(_LOOKING_SEC)
     finally:

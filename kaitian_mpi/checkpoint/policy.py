@@ -18,7 +18,6 @@ from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import faults_agreed, gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say_here
 from kaitian_mpi.output.folders import (
     is_private,
     make_private,
@@ -44,13 +43,13 @@ class SnapshotFiles(CheckpointFiles):
         make_private(self.folder)
         return super().write(state, about)
 
-    def newest_good(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest snapshot that is whole, as `CheckpointFiles.newest_good`.
+    def newest_good(self) -> Checkpoint | None:
+        """Return the newest intact snapshot, as `CheckpointFiles.newest_good`.
 
         Raises:
             UserError: the folder is not this user's alone.
         """
-        return super().newest_good(say) if is_private(self.folder) else None
+        return super().newest_good() if is_private(self.folder) else None
 
 
 def snapshot_files(config: TrainConfig) -> SnapshotFiles | None:
@@ -75,10 +74,10 @@ class Checkpointing:
         """
         self._config = config
         self._files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
-        self._writer = BackgroundWriter(self._files, say_here)
+        self._writer = BackgroundWriter(self._files)
         self._snapshots_name = snapshots_name(config.snapshots, os.environ)
         self._snapshot_files = snapshots = snapshot_files(config)
-        self._snapshots = BackgroundWriter(snapshots, say_here) if snapshots is not None else None
+        self._snapshots = BackgroundWriter(snapshots) if snapshots is not None else None
         self._saved_step = -1
         self._exit_copy: dict[str, Any] | None = None
         self.begin()
@@ -239,7 +238,7 @@ class Checkpointing:
         """
         name = self._snapshots_name or secrets.token_hex(8)
         files = SnapshotFiles(snapshot_folder(name))
-        writer = self._snapshots or BackgroundWriter(files, say_here)
+        writer = self._snapshots or BackgroundWriter(files)
         self._submit(writer, state, memory, [], None)
         writer.wait()
         return name if files.steps() else ""

@@ -20,7 +20,7 @@ from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import broadcast_bytes, faults_agreed, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say, say_here
+from kaitian_mpi.output.console import say
 
 
 @dataclass
@@ -215,7 +215,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint, or why there is none although there should be one."""
-    wait_for_writer(run_folder / "checkpoints", say_here)  # the job before may just have been ended
+    wait_for_writer(run_folder / "checkpoints")  # of a job that has only just ended
     if resume != "auto":
         path = Path(resume)
         if not os.path.isfile(path):  # which never raises, as Path.is_file does
@@ -225,7 +225,7 @@ def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkp
         return CheckpointFiles.load(path), ""
     files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
     try:
-        found, steps = files.newest_good(say_here), files.steps()
+        found, steps = files.newest_good(), files.steps()
     except OSError as error:
         raise UserError(
             f"--resume: {files.folder} cannot be read: {error.strerror}; make it readable, or "
@@ -245,4 +245,4 @@ def _in_memory(config: TrainConfig, world: World) -> Checkpoint | None:
     snapshots = snapshot_files(config)
     if snapshots is None or hosts.index(world.info.host) != world.rank:
         return None
-    return snapshots.newest_good(say_here)
+    return snapshots.newest_good()

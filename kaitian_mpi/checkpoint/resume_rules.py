@@ -92,6 +92,7 @@ RULES: Mapping[str, Rule] = {
     "seed": _REFUSED,
     "run_dir": _OF_THIS_START,
     "log_interval": _APPLIES,
+    "log_level": _APPLIES,
 }
 
 

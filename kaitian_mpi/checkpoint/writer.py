@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
+
+_log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
@@ -19,14 +21,9 @@ class BackgroundWriter:
     finishes its last checkpoint and does not hang. One thread calls this object's methods.
     """
 
-    def __init__(self, files: CheckpointFiles, say: Callable[[str], None]) -> None:
-        """Start nothing yet.
-
-        Args:
-            files: where to write.
-            say: is given a line for each checkpoint that is not written; called in either thread.
-        """
-        self._files, self._say = files, say
+    def __init__(self, files: CheckpointFiles) -> None:
+        """Start nothing yet; checkpoints will go to `files`."""
+        self._files = files
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._writing: int | None = None
@@ -44,7 +41,7 @@ class BackgroundWriter:
         """Have a checkpoint written; return at once.
 
         While an earlier one is being written, one waits: the newest. It takes the place of one
-        that waits already, which is said and never written.
+        that waits already, which is logged and never written.
 
         Args:
             state: is the writer's from now on: nobody else may change it.
@@ -68,9 +65,10 @@ class BackgroundWriter:
         if replaced is None:
             return False
         self._spare = replaced[0]
-        self._say(
-            f"checkpoint of step {replaced[1]['step']} is left out: the one of step {writing} is "
-            f"still being written; the one of step {step} is next"
+        _log.warning(
+            "checkpoint of step %d is skipped: the one of step %d is still being written, and the "
+            "one of step %d is next",
+            *(replaced[1]["step"], writing, step),
         )
         return True
 
@@ -124,9 +122,9 @@ class BackgroundWriter:
         try:
             self._files.write(state, about)
         except OSError as error:
-            self._say(
-                f"checkpoint of step {step} could not be written: {error.strerror or error}; "
-                f"training goes on, {self._kept()}"
+            _log.warning(
+                "checkpoint of step %d could not be written: %s; training continues, %s",
+                *(step, error.strerror or error, self._kept()),
             )
         else:
             self._last_written = step

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
+from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, check_file_can_be_written
 from kaitian_mpi.mpi.exchange import faults_agreed
-from kaitian_mpi.runtime.abort import abort_guard, told_once
+from kaitian_mpi.runtime.abort import abort_guard, label, told_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import start_mpi
 from kaitian_mpi.runtime.signals import handle_signals
@@ -20,7 +21,7 @@ PROGRAM = "kaitian-bench"
 FLAGS = (
     *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
     *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "devices"),
-    *("emulate_kinds", "emulate_slowdown", "precision", "memory_format", "seed"),
+    *("emulate_kinds", "emulate_slowdown", "precision", "memory_format", "seed", "log_level"),
 )
 
 _SECONDS = 20.0  # more than before training: it is all there is to do here
@@ -39,6 +40,7 @@ def main() -> None:
             chosen = make_parser().parse_args(arguments)
         target = Path(chosen.json).expanduser() if chosen.json else None
         config = config_of(chosen, FLAGS)
+        configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
         watchdog = start_watching(setup_limit(0))
         comm = start_mpi()
         check_before_loading(config, comm)

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.logs import configure_logging
+from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.runtime.abort import abort_guard
+from kaitian_mpi.runtime.abort import abort_guard, label
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import start_mpi
 
@@ -31,6 +33,7 @@ def main() -> None:
         return
     with abort_guard(PROGRAM):
         chosen = make_parser().parse_args(options)
+        configure_logging(chosen.log_level, label(), read_launch(os.environ).world_rank)
         if not os.path.isfile(chosen.script):
             raise UserError(f"found no script {chosen.script}; name the file to run")
         comm = start_mpi()
@@ -71,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
         default="",
         metavar="LIST",
         help="label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="lowest level of kaitian_mpi's own log messages",
     )
     parser.add_argument("script", help="the Python file to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
+from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.folders import make_new_folder
 from kaitian_mpi.supervision.command import (
@@ -34,12 +35,13 @@ _MOST_RESTARTS = 1_000_000
 
 def main() -> None:
     """Run the command."""
+    configure_logging("info", f"{PROGRAM}:")
     try:
         options = read_options(sys.argv[1:])
         job = make_job(options.command)
         agent = find_agent(job.command, os.environ)
         limits = (options.probe_seconds, options.hang_seconds)
-        with Machine(PROGRAM, job, agent, *limits) as machine:
+        with Machine(job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts)
         with suppress(OSError):  # a new one that nothing was written to
             job.folder.rmdir()

@@ -6,8 +6,9 @@ import os
 import sys
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
+from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading
-from kaitian_mpi.runtime.abort import abort_guard, told_once
+from kaitian_mpi.runtime.abort import abort_guard, label, told_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import leave_after_loss, start_mpi
 from kaitian_mpi.runtime.signals import handle_signals
@@ -27,6 +28,7 @@ def main() -> None:
     with abort_guard(PROGRAM):
         with told_once():
             config = parse_config(PROGRAM, arguments)
+        configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
         watchdog = start_watching(setup_limit(config.step_timeout))
         check_before_loading(config, start_mpi())
         # Only now: these load torch, which takes seconds.

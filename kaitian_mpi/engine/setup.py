@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
 from kaitian_mpi.output.run_folder import NoFolder, RunFolder, open_run_folder
 from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_limit
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -117,12 +119,11 @@ def check_same_samples(world: World, name: str, data: Dataset) -> None:
             own, _ = of_ranks[world.rank]
             check_same(world.comm, f"the {name} data", own, advice)
     differing = sum(len({digest for _, digest in of_ranks}) > 1 for of_ranks in same_samples)
-    if differing:
-        say(
-            world,
-            f"warning: the inputs of {differing} of {len(same_samples)} {name} samples differ "
-            "between ranks, their classes do not; unless they are augmented at random, give every "
-            "host the same files",
+    if differing and world.rank == 0:
+        _log.warning(
+            "the inputs of %d of %d %s samples differ between ranks, their classes do not; unless "
+            "they are augmented at random, give every host the same files",
+            *(differing, len(same_samples), name),
         )
 
 

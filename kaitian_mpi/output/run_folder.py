@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import math
 import os
 import shutil
@@ -20,6 +21,8 @@ from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import faults_agreed
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.folders import make_new_folder
+
+_log = logging.getLogger(__name__)
 
 _claimed: set[Path] = set()
 """Folders that this process has begun to write."""
@@ -229,7 +232,9 @@ def _warned(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"{path} could not be written: {error.strerror or error}; training goes on")
+        _log.warning(
+            "%s could not be written: %s; training continues", path, error.strerror or error
+        )
 
 
 def _cut(path: Path, size: int) -> None:

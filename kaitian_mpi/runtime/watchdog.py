@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import logging
 import os
 import statistics
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from kaitian_mpi.runtime.abort import label
 from kaitian_mpi.runtime.launcher import read_launch
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_BEAT_SEC = 1.0
 _BEATS_PER_LIMIT = 8
@@ -215,6 +218,7 @@ def enter_phase(
     phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
 ) -> None:
     """Tell this rank's watchdog what the rank does now, as `Watchdog.enter`, if it is watched."""
+    _log.debug("%s", phase if step is None else f"step {step}: {phase}")
     if _current is not None:
         _current.enter(phase, step=step, waits=waits, limited=limited)
 

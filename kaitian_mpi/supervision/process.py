@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +21,8 @@ from kaitian_mpi.supervision.job_marks import environment, ranks_live_on, remove
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.probe import lost_hosts
 from kaitian_mpi.supervision.starts import Job, list_names
+
+_log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -46,13 +48,10 @@ class Machine:
     command and remembered in `stopped`, SIGUSR1 is passed on.
     """
 
-    def __init__(
-        self, program: str, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float
-    ) -> None:
+    def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
         """Do nothing yet.
 
         Args:
-            program: what each line that is said begins with.
             job: whose ranks are marked, and whose hosts are asked.
             agent: as `probe.find_agent`.
             probe_sec: how long a host's answer may take.
@@ -61,7 +60,6 @@ class Machine:
         """
         self.stopped = 0
         """The signal that asked to stop; 0 for none."""
-        self._program = program
         self._job = job
         self._agent = agent
         self._probe_sec = probe_sec
@@ -125,7 +123,7 @@ class Machine:
         code = self._wait(self._child)
         self._child = None
         if self.stopped:  # the process that saves the last step may outlive mpirun
-            wait_for_writer(self._job.folder / "checkpoints", self.say)
+            wait_for_writer(self._job.folder / "checkpoints")
         return code if code >= 0 else 128 - code
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
@@ -179,9 +177,7 @@ class Machine:
         from kaitian_mpi.checkpoint.last_snapshot import save_snapshot  # loads torch, for seconds
 
         try:
-            return save_snapshot(
-                self._job.snapshots, self._job.folder, self._job.keep_checkpoints, self.say
-            )
+            return save_snapshot(self._job.snapshots, self._job.folder, self._job.keep_checkpoints)
         except (OSError, UserError) as error:
             self.say(f"the snapshot in memory could not be brought to disk: {error}")
             return False
@@ -205,9 +201,8 @@ class Machine:
         return lost_hosts(self._agent, hosts, self._probe_sec)
 
     def say(self, text: str) -> None:
-        """Write a line to stderr; a terminal that has gone away is no reason to end."""
-        with suppress(OSError):
-            print(f"{self._program}: {text}", file=sys.stderr, flush=True)
+        """Log a line."""
+        _log.info("%s", text)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number in _STOPS:

@@ -227,7 +227,7 @@ def test_a_job_that_was_cut_off_goes_on_to_the_same_weights(tmp_path):
         file.truncate(newest.stat().st_size // 2)
     ended = run_ranks(2, *often, cwd=cut)
     assert ended.code == 0, ended.text
-    assert f"checkpoint {newest.name} is passed over: " in ended.out
+    assert f"] warning: checkpoint {newest.name} is damaged and ignored: " in ended.err
     step = int(re.search(r"resuming from step (\d+) \(step-", ended.out)[1])
     assert step % 12 != 0, "not in the middle of an epoch"
     assert steps_shown(ended) == list(range(step + 1, 37))
@@ -425,9 +425,9 @@ def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
     command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
     ended = finish(start(*command, *EVEN, cwd=tmp_path), time.time())
     assert ended.code == 0, ended.text
-    assert "could not be written: No space left on device; training goes on, none" in ended.out
+    assert "could not be written: No space left on device; training continues, none" in ended.err
     # One that has to wait for the one before may be left out for the next.
-    said = re.findall(r"checkpoint of step (\d+) (?:could not be written|is left out)", ended.out)
+    said = re.findall(r"checkpoint of step (\d+) (?:could not be written|is skipped)", ended.err)
     assert set(map(int, said)) == {4, 6, 8, 12, 16, 18}
     summary = summary_of(tmp_path)
     assert summary["finished"] is True

@@ -52,6 +52,7 @@ DEFAULTS = {
     "--seed": 0,
     "--run-dir": "",
     "--log-interval": 2.0,
+    "--log-level": "info",
 }
 
 

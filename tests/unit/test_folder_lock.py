@@ -34,15 +34,15 @@ def start_writer(folder, seconds):
     return writer
 
 
-def test_a_writer_at_work_is_named_and_waited_for(tmp_path):
+def test_a_writer_at_work_is_named_and_waited_for(tmp_path, caplog):
+    caplog.set_level("INFO")
     with start_writer(tmp_path, 0.7) as writer:
-        said = []
-        wait_for_writer(tmp_path, said.append)
+        wait_for_writer(tmp_path)
         assert (tmp_path / "done").exists()
         assert writer.wait(LONGEST_SEC) == 0
-    assert len(said) == 1
-    assert f"process {writer.pid} of " in said[0]
-    wait_for_writer(tmp_path, pytest.fail)
+    wait_for_writer(tmp_path)
+    (line,) = caplog.messages  # of the first
+    assert f"process {writer.pid} of " in line
     assert os.listdir(tmp_path) == ["done"]
 
 
@@ -52,20 +52,22 @@ def test_one_process_writes_after_the_other(tmp_path):
         assert writer.wait(LONGEST_SEC) == 0
 
 
-def test_a_writer_that_was_killed_is_not_waited_for(tmp_path):
+def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, caplog):
+    caplog.set_level("INFO")
     with start_writer(tmp_path, 1000) as writer:
         writer.kill()
-    wait_for_writer(tmp_path, pytest.fail)
+    wait_for_writer(tmp_path)
+    assert caplog.messages == []
     with writing_in(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["", "none"], ids=["without a writer", "not there"])
-def test_there_is_nothing_to_wait_for_and_nothing_is_made(tmp_path, name):
-    said = []
-    wait_for_writer(tmp_path / name, said.append)
-    assert said == []
+def test_there_is_nothing_to_wait_for_and_nothing_is_made(tmp_path, name, caplog):
+    caplog.set_level("INFO")
+    wait_for_writer(tmp_path / name)
+    assert caplog.messages == []
     assert list(tmp_path.iterdir()) == []
 
 

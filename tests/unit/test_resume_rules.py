@@ -53,6 +53,7 @@ APPLIES = {
     "step_timeout": (9.0, set(), ""),
     "snapshot_every": (5, set(), ""),
     "log_interval": (1.0, set(), ""),
+    "log_level": ("debug", set(), ""),
 }
 # name: another value, what it has found out again, and why it is ignored
 IGNORED = {

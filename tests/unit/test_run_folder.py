@@ -111,7 +111,7 @@ def test_a_model_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, f
     name = text.rpartition("--snapshots ")[2]
     assert name == (given or name)
     assert snapshots.name.startswith(f"kaitian-{name}-")
-    kept = Checkpointing(TrainConfig(snapshots=name), tmp_path)._snapshot_files.newest_good(print)
+    kept = Checkpointing(TrainConfig(snapshots=name), tmp_path)._snapshot_files.newest_good()
     assert kept.step == 26
     assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
 
@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_at_the_start_is_no_place_for_a_run(tmp_path, full):
         run_in(tmp_path / "run")
 
 
-def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, capsys):
+def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, caplog):
     folder = DiskFolder(tmp_path)
     folder.append("metrics.jsonl", {"step": 1})
     dumps = json.dumps
@@ -156,7 +156,7 @@ def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as context:
         context.setattr(json, "dumps", half)
         folder.append("metrics.jsonl", {"step": 2})
-    assert "metrics.jsonl could not be written: No space left on device" in capsys.readouterr().out
+    assert "metrics.jsonl could not be written: No space left on device" in caplog.text
     folder.append("metrics.jsonl", {"step": 3})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]

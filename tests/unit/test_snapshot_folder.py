@@ -45,7 +45,7 @@ def test_snapshots_are_written_where_only_this_user_can_enter(memory):
     assert stat.S_IMODE(found.st_mode) == 0o700
     assert found.st_uid == os.geteuid()
     files_of().write(STATE, {"step": 2})
-    assert files_of().newest_good(print).step == 2
+    assert files_of().newest_good().step == 2
     remove_private(files_of().folder)
     assert list(memory.iterdir()) == []
 
@@ -55,7 +55,7 @@ def test_a_folder_that_others_can_enter_is_refused(memory, mode):
     files = files_of()
     planted(files.folder, mode)
     with pytest.raises(UserError, match=f"found a folder of mode {mode:o}, needed one that only"):
-        files.newest_good(print)
+        files.newest_good()
     with pytest.raises(UserError, match="nothing is read from it"):
         files.write(STATE, {"step": 61})
     remove_private(files.folder)
@@ -68,7 +68,7 @@ def test_a_folder_of_another_user_is_refused(memory):
     planted(files.folder, 0o700)
     os.chown(files.folder, 65534, 65534)
     with pytest.raises(UserError, match=r"found a folder of another user \(uid 65534\)"):
-        files.newest_good(print)
+        files.newest_good()
 
 
 def test_a_link_to_a_good_folder_is_refused(memory):
@@ -76,7 +76,7 @@ def test_a_link_to_a_good_folder_is_refused(memory):
     planted(memory / "elsewhere", 0o700)
     files.folder.symlink_to(memory / "elsewhere")
     with pytest.raises(UserError, match="found something that is no folder"):
-        files.newest_good(print)
+        files.newest_good()
     with pytest.raises(UserError, match="found something that is no folder"):
         files.write(STATE, {"step": 61})
     remove_private(files.folder)

@@ -1,0 +1,40 @@
+"""Where log messages of the package go: configured here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_PACKAGE = "kaitian_mpi"
+
+
+class _Formatter(logging.Formatter):
+    """Puts a prefix before each message, and the level's name before those that are warnings."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a line, or several where the message has a traceback."""
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self._prefix} {level}{super().format(record)}"
+
+
+def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
+    """Write the package's log messages to stderr, a line each.
+
+    Args:
+        level: the lowest level to show: `debug`, `info`, `warning` or `error`. At `info`, ranks
+            other than 0 show only warnings and errors, since most of what they log is the same.
+        prefix: starts each line, such as `[rank@host]`.
+        rank: this process's rank.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(prefix))
+    logger = logging.getLogger(_PACKAGE)
+    logger.handlers[:] = [handler]
+    logger.propagate = False  # a script's own configuration would show each message again
+    lowest = logging.getLevelNamesMapping()[level.upper()]
+    logger.setLevel(max(lowest, logging.WARNING) if rank and level == "info" else lowest)
+    logging.raiseExceptions = False  # a terminal that has gone away must not end a job
