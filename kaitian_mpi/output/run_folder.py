@@ -185,7 +185,10 @@ class DiskFolder:
         """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
         buffer = io.BytesIO()  # torch.save turns a full disk into an error of another kind
         torch.save(state, buffer)
-        self._replace(self.path / "checkpoints" / "model.pt", buffer.getbuffer())
+        # Released even when an error keeps this frame: Python 3.12.1 crashes in the collection of a
+        # cycle with a buffer that is still exported.
+        with buffer.getbuffer() as content:
+            self._replace(self.path / "checkpoints" / "model.pt", content)
 
     def has(self, name: str) -> bool:
         """Return whether the last content that this object was given for a file is written."""
