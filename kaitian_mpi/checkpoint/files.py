@@ -4,50 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
 import itertools
-import json
 import logging
 import math
 import os
-import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from kaitian_mpi.checkpoint.folder_lock import writing_in
+from kaitian_mpi.checkpoint.format import (
+    Checkpoint,
+    HashingFile,
+    UnusableError,
+    check_loadable,
+    describe,
+    read,
+    read_description,
+)
 from kaitian_mpi.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2  # 1 had buffers in float64, whatever they were
 _BUFFER_BYTES = 1 << 20  # each call of write() and hash drops the GIL and must win it back
 _FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
-_PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was read and found whole."""
-
-    path: Path
-    """The .pt file."""
-    about: dict[str, Any]
-    """What the .json beside it holds: what `write` was given, and what it added."""
-    state: dict[str, Any]
-    """Its tensors are in host memory."""
-
-    @property
-    def step(self) -> int:
-        """The steps that were done when it was written."""
-        return self.about["step"]
 
 
 @dataclass(frozen=True, order=True)
@@ -63,10 +48,6 @@ class _Name:
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}" + (f"-{self.turn}" if self.turn else "")
-
-
-class _UnusableError(Exception):
-    """A checkpoint that is not good; the text is the reason."""
 
 
 class CheckpointFiles:
@@ -119,7 +100,7 @@ class CheckpointFiles:
 
     @contextlib.contextmanager
     def _writing(self, state: dict[str, Any]) -> Iterator[None]:
-        _check_loadable(state, "state")
+        check_loadable(state, "state")
         self.folder.mkdir(parents=True, exist_ok=True)
         with writing_in(self.folder):
             yield
@@ -129,7 +110,7 @@ class CheckpointFiles:
         name = self._next_name(about["step"])
         try:
             size, sha256 = self._put(f"{name}.pt", lambda file: torch.save(state, file))
-            text = _describe(about, size, sha256)
+            text = describe(about, size, sha256)
             self._put(f"{name}.json", lambda file: file.write(text))
         except BaseException:
             self._remove(name)
@@ -149,8 +130,8 @@ class CheckpointFiles:
         """
         for name in reversed(self._names("pt", "json")):
             try:
-                return _read(self.folder / f"{name}.pt")
-            except _UnusableError as error:
+                return read(self.folder / f"{name}.pt")
+            except UnusableError as error:
                 _log.warning("checkpoint %s.pt is damaged and ignored: %s", name, error)
         return None
 
@@ -162,8 +143,8 @@ class CheckpointFiles:
             UserError: it is not whole, or another version of this package wrote it.
         """
         try:
-            return _read(path)
-        except _UnusableError as error:
+            return read(path)
+        except UnusableError as error:
             raise UserError(
                 f"checkpoint {path} cannot be used: {error}; name another one"
             ) from error
@@ -224,7 +205,7 @@ class CheckpointFiles:
         """Write a file, whole or not at all; return its bytes and their SHA-256 in hex."""
         partial = self.folder / f"{file_name}.partial"
         with partial.open("wb", buffering=0) as file:
-            hashing = _HashingFile(file)
+            hashing = HashingFile(file)
             with io.BufferedWriter(hashing, _BUFFER_BYTES) as buffered:
                 fill(buffered)
             if hashing.error is not None:
@@ -265,8 +246,8 @@ class CheckpointFiles:
         """Return the one of the best score, the newest of equals; none where none has a score."""
         scores = {}
         for name in names:
-            with contextlib.suppress(_UnusableError, UserError):
-                score = _read_about(self.folder / f"{name}.json").get("score")
+            with contextlib.suppress(UnusableError, UserError):
+                score = read_description(self.folder / f"{name}.json").get("score")
                 if isinstance(score, (int, float)) and math.isfinite(score):
                     scores[name] = score
         return [max(scores, key=lambda name: (scores[name], name))] if scores else []
@@ -284,37 +265,6 @@ class CheckpointFiles:
                     (self.folder / match[0]).unlink(missing_ok=True)
 
 
-class _HashingFile(io.RawIOBase):
-    """Writes to a file and hashes what it wrote.
-
-    torch.save writes from the first byte to the last and never goes back; its writer checks that.
-    """
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.size, self.sha256 = 0, hashlib.sha256()
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        """Write some; after an error, which is kept, nothing.
-
-        Raised through torch's writer in C++, an OSError would come out as a RuntimeError.
-        """
-        if self.error is not None:
-            return len(data)
-        try:
-            count = os.write(self._file.fileno(), data)
-        except OSError as error:
-            self.error = error
-            return len(data)
-        self.sha256.update(data[:count])
-        self.size += count
-        return count
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -324,92 +274,3 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _check_loadable(value: Any, where: str) -> None:
-    """Raise TypeError for what torch.save takes and torch.load refuses: found out too late."""
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            _check_loadable(key, f"a key of {where}")
-            _check_loadable(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _check_loadable(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{where}: found a {type(value).__module__}.{type(value).__qualname__}, needed "
-            "tensors, numbers, strings, lists, tuples and dicts; turn it into one of these"
-        )
-
-
-def _describe(about: dict[str, Any], size: int, sha256: str) -> bytes:
-    content = {
-        **about,
-        "format_version": FORMAT_VERSION,
-        "bytes": size,
-        "sha256": sha256,
-        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    content = json.loads(json.dumps(content))  # keys become strings here, as they will in the file
-    return (json.dumps(_seal(content), indent=2) + "\n").encode()
-
-
-def _seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum of the description itself: the .pt's says nothing about a changed epoch."""
-    content = {key: value for key, value in content.items() if key != "check"}
-    text = json.dumps(content, sort_keys=True)
-    return {**content, "check": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise _UnusableError(f"{path.name} is missing, which is written last") from error
-    except OSError as error:
-        raise _UnusableError(f"{path.name} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"{path.name} is not JSON") from error
-    if not isinstance(content, dict):
-        raise _UnusableError(f"{path.name} does not describe a checkpoint")
-    version = content.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed at "
-            f"most {FORMAT_VERSION}; install a newer kaitian-mpi"
-        )
-    if isinstance(version, int) and version < FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed "
-            f"{FORMAT_VERSION}; finish that run with the kaitian-mpi that began it"
-        )
-    if content != _seal(content):
-        raise _UnusableError(f"{path.name} was altered after it was written")
-    return content
-
-
-def _read(path: Path) -> Checkpoint:
-    try:
-        with path.open("rb") as file:
-            about = _read_about(path.with_suffix(".json"))
-            size = os.fstat(file.fileno()).st_size
-            if size != about["bytes"]:
-                raise _UnusableError(f"{size:,} bytes found, {about['bytes']:,} written")
-            if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
-                raise _UnusableError("it was altered after it was written (its SHA-256 differs)")
-            file.seek(0)
-            return Checkpoint(path, about, _load_state(file))
-    except OSError as error:
-        raise _UnusableError(f"it cannot be read: {error.strerror}") from error
-
-
-def _load_state(file: IO[bytes]) -> dict[str, Any]:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except pickle.UnpicklingError as error:  # its text advises to load the file unsafely
-        raise _UnusableError("it holds more than tensors and plain values") from error
-    except Exception as error:  # whatever a strange file brings torch to
-        reason = str(error).partition("\n")[0]
-        raise _UnusableError(f"torch.load: {type(error).__name__}: {reason}") from error

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kaitian_mpi.checkpoint.files import Checkpoint, CheckpointFiles
+from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import Memory
 from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
 from kaitian_mpi.config import TrainConfig

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from kaitian_mpi.checkpoint.files import Checkpoint, CheckpointFiles
+from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
+from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import Memory
 from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.checkpoint.resume_rules import Renewed, compare_flags

@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from kaitian_mpi.checkpoint.files import FORMAT_VERSION, CheckpointFiles, _describe
+from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.checkpoint.format import FORMAT_VERSION, describe
 from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host
 from kaitian_mpi.errors import UserError
 
@@ -283,7 +284,7 @@ def put_content(files, content):
     """Replace the newest checkpoint's .pt, with a .json that has the right checksum."""
     path = files.folder / "step-00000120.pt"
     path.write_bytes(content)
-    about = _describe({"step": 120}, len(content), hashlib.sha256(content).hexdigest())
+    about = describe({"step": 120}, len(content), hashlib.sha256(content).hexdigest())
     path.with_suffix(".json").write_bytes(about)
 
 
