@@ -306,6 +306,7 @@ def test_what_was_done_is_saved_when_the_job_is_told_to_end(tmp_path, number, su
         ended = job.finish()
     assert ended.code != 0
     assert ended.ended_at - told_at < LIMIT_SEC
+    assert steps_saved(tmp_path), ended.text
     saved = int(newest_checkpoint(tmp_path).stem[5:])
     # mpirun may have dropped the very last line; the file has it.
     assert saved >= steps_shown(ended)[-1]
