@@ -12,6 +12,7 @@ from kaitian_mpi.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_A_USER = ("script.py", "train.py", "runs/")
 PARSERS = {
     train.PROGRAM: flags.make_parser(train.PROGRAM),
     run.PROGRAM: run.make_parser(),
@@ -101,3 +102,28 @@ def test_lines_are_short(path):
     for line in path.read_text().splitlines():
         is_row = line.startswith("|") and path.name != "README.md"
         assert len(line) <= 120 or is_row, line
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_files_that_the_documents_name_exist(path):
+    text = path.read_text()
+    quoted = re.findall(r"`([^`\n]+)`", text) + [line.strip() for line in prose_and_code(path)[1]]
+    words = {word for each in quoted for word in each.split()}
+    for word in words:
+        is_file_or_folder = re.fullmatch(r"[\w./-]+\.py|[a-z_]+/", word)
+        if is_file_or_folder and word not in OF_A_USER:
+            assert any((place / word).exists() for place in (ROOT, ROOT / "kaitian_mpi")), word
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_scripts_that_the_documents_run_have_the_flags_that_are_given(path):
+    """Those of benchmarks/ and examples/, by their sources: to run them takes minutes."""
+    quoted = re.findall(r"`([^`\n]+)`", path.read_text()) + prose_and_code(path)[1]
+    for command in quoted:
+        match = re.search(r"((?:benchmarks|examples)/\S+\.py)( .*)?$", command.split("  #")[0])
+        if match and "|" not in command:
+            script = ROOT / match[1]
+            sources = [script, *script.parent.glob("*/*.py")]
+            text = "\n".join(source.read_text() for source in sources)
+            for flag in re.findall(r" (--[\w-]+)", match[2] or ""):
+                assert f'"{flag}"' in text, command
