@@ -1,9 +1,9 @@
-"""Saving the state when a signal ends the job, by a process that outlives the rank.
+"""Saving the state when a signal ends the job, in a process that outlives the rank.
 
-mpirun kills its ranks 0.25 s after it has sent them the signal. It is held up where that is
-possible; but whatever it does, the rank only has to fork: the child has the whole state as it is at
-this moment, at the cost of a copy of the page tables, and writes it in a session of its own, which
-mpirun's SIGKILL does not reach.
+mpirun kills its ranks 0.25 s after it has sent them the signal. It is paused where that is
+possible. In any case the rank only has to fork: the child has the complete state of this moment, at
+the cost of a copy of the page tables, and writes it in its own session, which mpirun's SIGKILL does
+not reach.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExitSave:
         save: Callable[[], str],
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Do nothing yet.
+        """Prepare; nothing happens before a signal.
 
         Args:
             lock: of the state.
@@ -51,12 +51,12 @@ class ExitSave:
         self._child = 0
 
     def run(self) -> str | None:
-        """Have the state saved and wait until it is; for the thread that learns of the signal.
+        """Save the state and wait until that is done; for the thread that handles the signal.
 
-        The lock is not given back: this process has to end.
+        The lock is not released: this process has to end.
 
         Returns:
-            A line on what has been saved; None where the child has printed it.
+            A line on what was saved; None if the child has printed it.
         """
         self._ask()
         pause = pause_launcher(even_if_shown=_is_large())

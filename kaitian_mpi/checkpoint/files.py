@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written so that a kill or a power loss at any moment leaves a good one."""
+"""Checkpoints on disk: a kill or a power loss at any moment leaves an intact one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
 class _Name:
     """What a checkpoint's files are called; in order of age.
 
-    A step that is written again takes its next turn, a name of its own: a pair of files is never
-    changed, so it cannot be half old and half new.
+    A step that is written again gets the next turn and so a new name: a pair of files is never
+    overwritten, so it cannot be half old and half new.
     """
 
     step: int
@@ -54,16 +54,16 @@ class CheckpointFiles:
     """The checkpoints of one run, in a folder that one process writes at a time.
 
     A checkpoint is `step-00000120.pt`, which plain `torch.load` reads, and `step-00000120.json`,
-    which describes it. It is there once its .json is. Written again, step 120 is
+    which describes it. It exists once its .json does. Written again, step 120 is
     `step-00000120-1.pt`.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """Touch nothing on disk.
+        """Create the object only; nothing on disk changes.
 
         Args:
-            folder: where the checkpoints are; made by the first write where it is not there.
-            keep: how many of the newest stay, at least 1; the one of the best score stays too.
+            folder: of the checkpoints; created by the first write.
+            keep: how many of the newest to keep, at least 1, besides the one with the best score.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}, needed at least 1")
@@ -72,10 +72,10 @@ class CheckpointFiles:
     def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove those that are not to be kept.
 
-        Where another process is writing in the folder, its end is waited for.
+        Waits while another process is writing in the folder.
 
-        Checkpoints of later steps are left alone and count for nothing: the run may have passed
-        them over for a fault that goes away. See `remove_after`.
+        Checkpoints of later steps are left alone and not counted: the run may have ignored them
+        because of a transient fault. See `remove_after`.
 
         Args:
             state: tensors, numbers, strings, lists, tuples and dicts, nested.
@@ -86,8 +86,8 @@ class CheckpointFiles:
             The .pt file.
 
         Raises:
-            OSError: the disk is full or another fault; what there was before is still there.
-            TypeError: the state holds something that could not be loaded again.
+            OSError: the disk is full or faulty; what was there before is kept.
+            TypeError: the state holds something that could not be loaded.
         """
         with self._writing(state):
             return self._write(state, about)
@@ -140,7 +140,7 @@ class CheckpointFiles:
         """Return the checkpoint of this .pt file, which may have any name and be in any folder.
 
         Raises:
-            UserError: it is not whole, or another version of this package wrote it.
+            UserError: it is damaged, or another version of this package wrote it.
         """
         try:
             return read(path)
@@ -150,11 +150,11 @@ class CheckpointFiles:
             ) from error
 
     def steps(self) -> list[int]:
-        """Return the steps of which there are checkpoints, good or not, oldest first."""
+        """Return the steps that have checkpoints, intact or not, oldest first."""
         return sorted({name.step for name in self._names("json")})
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps: the user wants the run to leave their course."""
+        """Remove the checkpoints of later steps: the user resumes from an earlier one."""
         for name in self._names("pt", "json"):
             if name.step > step:
                 self._remove(name)
@@ -162,7 +162,7 @@ class CheckpointFiles:
     def set_aside(self, path: Path, earlier: bool = False) -> Path | None:
         """Move the checkpoints that are later than this one to a folder beside them.
 
-        So `newest_good` returns this one from now on, until there is a later one.
+        From then on `newest_good` returns this one, until there is a later one.
 
         Args:
             path: a .pt file here.
@@ -192,7 +192,7 @@ class CheckpointFiles:
         return folder
 
     def newest_of(self, step: int) -> Path:
-        """Return the .pt file that was written last of those of a step, of which there is one."""
+        """Return the .pt file of a step that was written last; there must be one."""
         name = max(name for name in self._names("json") if name.step == step)
         return self.folder / f"{name}.pt"
 
@@ -202,7 +202,7 @@ class CheckpointFiles:
         return of_path is not None and path.resolve().parent == self.folder.resolve()
 
     def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-        """Write a file, whole or not at all; return its bytes and their SHA-256 in hex."""
+        """Write a file atomically; return its bytes and their SHA-256 in hex."""
         partial = self.folder / f"{file_name}.partial"
         with partial.open("wb", buffering=0) as file:
             hashing = HashingFile(file)
@@ -232,7 +232,7 @@ class CheckpointFiles:
         return _Name(step, max(turns, default=-1) + 1)
 
     def _remove_superseded(self, written: _Name) -> None:
-        with contextlib.suppress(OSError):  # the new one is whole; the next write tries again
+        with contextlib.suppress(OSError):  # the new one is intact; the next write tries again
             whole = set(self._names("json")) & set(self._names("pt"))
             past = [name for name in self._names("pt", "json") if name <= written]
             last_turns = {name.step: name for name in past if name in whole}
@@ -243,7 +243,7 @@ class CheckpointFiles:
                     self._remove(name)
 
     def _best(self, names: list[_Name]) -> list[_Name]:
-        """Return the one of the best score, the newest of equals; none where none has a score."""
+        """Return the one with the best score, the newest of equals; empty if none has a score."""
         scores = {}
         for name in names:
             with contextlib.suppress(UnusableError, UserError):
@@ -253,7 +253,7 @@ class CheckpointFiles:
         return [max(scores, key=lambda name: (scores[name], name))] if scores else []
 
     def _remove(self, name: _Name) -> None:
-        """Remove a checkpoint; what cannot be removed stays: there is nothing better to do."""
+        """Remove a checkpoint; files that cannot be removed stay."""
         for suffix in ("json", "pt"):  # in this order: a .json alone would look like a loss
             with contextlib.suppress(OSError):
                 (self.folder / f"{name}.{suffix}").unlink(missing_ok=True)

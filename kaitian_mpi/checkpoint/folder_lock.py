@@ -1,4 +1,4 @@
-"""One process at a time writes checkpoints in a folder, also where jobs follow each other closely.
+"""A lock so that one process at a time writes checkpoints in a folder.
 
 A job that was ended by a signal may still be writing its last checkpoint when the next one starts.
 """
@@ -22,10 +22,10 @@ _LOOKING_SEC = 0.1
 
 @contextmanager
 def writing_in(folder: Path) -> Iterator[None]:
-    """Be the only process that writes in a folder; wait, without a limit, for another that does.
+    """Hold a folder's lock for writing; wait, without a time limit, while another process does.
 
-    The lock belongs to the process: it ends with it, and a forked child has no part in it. Where
-    the file system has no locks there is none.
+    The lock belongs to the process: it is released when the process ends, and a forked child does
+    not inherit it. On a file system without locks nothing is locked.
     """
     path = folder / _NAME
     descriptor = -1
@@ -37,12 +37,12 @@ def writing_in(folder: Path) -> Iterator[None]:
     finally:
         if descriptor >= 0:
             with suppress(OSError):
-                os.remove(path)  # first: whoever waits for it now finds that it is gone
+                os.remove(path)  # first, so that a process waiting for it finds it gone
             os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
-    """Return a locked descriptor of a new, empty file of this path, or of one that is there."""
+    """Return a locked descriptor of the empty file at this path, which is created if needed."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -54,7 +54,7 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # whoever held it has removed it
+        os.close(descriptor)  # its holder has removed it
 
 
 def wait_for_writer(folder: Path) -> None:
@@ -83,7 +83,7 @@ def wait_for_writer(folder: Path) -> None:
 def _is_free(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the standard allows for both
+    except (BlockingIOError, PermissionError):  # POSIX allows both
         return False
     except OSError:  # no locks here
         return True

@@ -21,7 +21,7 @@ import torch
 
 from kaitian_mpi.errors import UserError
 
-FORMAT_VERSION = 2  # 1 had buffers in float64, whatever they were
+FORMAT_VERSION = 2  # version 1 stored all buffers as float64
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
@@ -49,7 +49,7 @@ class UnusableError(Exception):
 class HashingFile(io.RawIOBase):
     """Writes to a file and hashes what it wrote.
 
-    torch.save writes from the first byte to the last and never goes back; its writer checks that.
+    torch.save writes sequentially and never seeks; its writer checks that.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -62,9 +62,9 @@ class HashingFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write some; after an error, which is kept, nothing.
+        """Write data; after an error, which is kept, discard it.
 
-        Raised through torch's writer in C++, an OSError would come out as a RuntimeError.
+        torch's C++ writer would turn an OSError raised here into a RuntimeError.
         """
         if self.error is not None:
             return len(data)
@@ -79,7 +79,7 @@ class HashingFile(io.RawIOBase):
 
 
 def check_loadable(value: Any, where: str) -> None:
-    """Raise TypeError for what torch.save takes and torch.load refuses: found out too late."""
+    """Raise TypeError for a value that torch.save accepts but a safe torch.load refuses."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             check_loadable(key, f"a key of {where}")
@@ -109,12 +109,12 @@ def describe(about: dict[str, Any], size: int, sha256: str) -> bytes:
         "sha256": sha256,
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    content = json.loads(json.dumps(content))  # keys become strings here, as they will in the file
+    content = json.loads(json.dumps(content))  # keys become strings, as in the file
     return (json.dumps(_seal(content), indent=2) + "\n").encode()
 
 
 def _seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum of the description itself: the .pt's says nothing about a changed epoch."""
+    """Add a checksum of the description itself, which the .pt file's checksum does not cover."""
     content = {key: value for key, value in content.items() if key != "check"}
     text = json.dumps(content, sort_keys=True)
     return {**content, "check": hashlib.sha256(text.encode()).hexdigest()}
@@ -181,6 +181,6 @@ def _load_state(file: IO[bytes]) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:  # its text advises to load the file unsafely
         raise UnusableError("it holds more than tensors and plain values") from error
-    except Exception as error:  # whatever a strange file brings torch to
+    except Exception as error:  # torch.load raises many types for malformed files
         reason = str(error).partition("\n")[0]
         raise UnusableError(f"torch.load: {type(error).__name__}: {reason}") from error

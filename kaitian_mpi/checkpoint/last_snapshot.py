@@ -1,4 +1,4 @@
-"""Bringing to disk what a job that is not started again has left in the host's memory."""
+"""Writing to disk the snapshot that a job has left in the host's memory."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class SnapshotFiles(CheckpointFiles):
     """The snapshots of one job on this host, in its memory; only this user can reach them."""
 
     def __init__(self, folder: Path) -> None:
-        """Touch nothing."""
+        """Create the object only; the folder is not touched."""
         super().__init__(folder, keep=1)
 
     def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
@@ -62,8 +62,8 @@ def snapshot_files(config: TrainConfig) -> SnapshotFiles | None:
 class Checkpointing:
     """Saves the state of a run: to the run's folder, and to each host's memory.
 
-    The rank that owns the files writes; every rank gives what is its own. Training waits only for
-    a copy in memory.
+    The rank that owns the files writes; every rank contributes its own state. Training waits only
+    for a copy in memory.
     """
 
     def __init__(self, config: TrainConfig, run_folder: Path) -> None:
@@ -84,12 +84,12 @@ class Checkpointing:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to count the time, on some ranks."""
+        """Restart the timer for `--checkpoint-minutes`."""
         self._saved_at = time.monotonic()
         self._was_asked = self._has_asked = False
 
     def ask(self) -> None:
-        """Ask for a checkpoint at the next occasion. From any thread, on any rank."""
+        """Request a checkpoint after the current step. From any thread, on any rank."""
         self._was_asked = True
 
     def wants(self) -> bool:
@@ -130,23 +130,24 @@ class Checkpointing:
             self._submit(self._writer, state, memory, parts, score)
 
     def prepare_exit(self, state: TrainingState) -> None:
-        """Copy the state to the host, for `save_at_exit` in a process that sees no device."""
+        """Copy the state to the host, for `save_at_exit` in a process without the device."""
         self._exit_copy = copy_to_host(state.shared(), self._writer.take_spare())
 
     def save_at_exit(self, state: TrainingState, memory: Memory) -> str:
-        """Save the last whole step, in a process forked from the one that trains.
+        """Save the last complete step, in a process forked from the one that trains.
 
-        Not collective: what belongs to the other ranks alone is not saved.
+        Not collective: the state that only other ranks hold is not saved.
 
         Returns:
             A line on what has been saved.
         """
         step = state.progress.step
         if step == 0:
-            return "no step is done yet: nothing is saved"
+            return "no step has completed yet: nothing is saved"
         content = self._exit_copy or without_copy(state.shared())
         content |= {"own": [], "memory": memory.to_json()}
-        # Its last checkpoint may still be being written when it is killed, and knows the score.
+        # The checkpoint of this step may still be in writing when the rank is killed; it has the
+        # score.
         is_saved = step == self._saved_step
         write = self._files.write_once if is_saved else self._files.write
         try:
@@ -157,7 +158,7 @@ class Checkpointing:
                     kept = f"the checkpoint of step {steps[-1]} is kept"
                     return f"step {step} could not be saved: {error.strerror or error}; {kept}"
             return f"step {step} could not be saved: {error.strerror or error}"
-        return f"step {step} is saved: --resume auto goes on from there"
+        return f"step {step} is saved: --resume auto resumes from it"
 
     def begin_course(
         self, world: World, state: TrainingState, memory: Memory, origin: Path
@@ -208,7 +209,7 @@ class Checkpointing:
     def snapshot(self, world: World, state: TrainingState, memory: Callable[[], Memory]) -> None:
         """Keep the state in this host's memory, every few steps. Not collective.
 
-        After the first one as well: a job that starts again then needs no benchmark.
+        After the first step as well, so that a restarted job needs no benchmark.
         """
         hosts = [info.host for info in world.infos]
         speaks_for_host = hosts.index(world.info.host) == world.rank
@@ -218,7 +219,7 @@ class Checkpointing:
             self._submit(self._snapshots, state, memory(), [], None)
 
     def wait(self) -> None:
-        """Wait until what was saved is on disk, or could not be written."""
+        """Wait until everything submitted is on disk or has failed."""
         self._writer.wait()
 
     def is_on_disk(self, step: int) -> bool:
@@ -231,7 +232,7 @@ class Checkpointing:
             return False
 
     def keep_in_memory(self, state: TrainingState, memory: Memory) -> str:
-        """Keep the state in this host's memory, since the disk does not take it.
+        """Keep the state in this host's memory, since it cannot be written to disk.
 
         Returns:
             The name to give to `--snapshots`; empty where there is no snapshot, not even of an
@@ -245,7 +246,7 @@ class Checkpointing:
         return name if files.steps() else ""
 
     def close(self) -> None:
-        """Give memory back: the run is done and on disk, so that its snapshots go. On any rank."""
+        """Remove the snapshots: the run is finished and on disk. On any rank."""
         self._writer.close()
         if self._snapshots is not None and self._snapshot_files is not None:
             self._snapshots.close()

@@ -1,4 +1,4 @@
-"""Bringing to disk what a run has come to: until it is there, the run is not finished."""
+"""Writing a run's results: until they are on disk, the run is not finished."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def write_results(
 ) -> None:
     """Write the weights, if they are not on disk yet, and then that the run is finished.
 
-    By the rank that owns the files. What there was before stays; where the disk takes no more,
-    the state goes into this host's memory. A checkpoint that did not fit is no reason to fail.
+    On the rank that owns the files. What was there before is kept; if the disk is full, the state
+    is kept in this host's memory. A checkpoint that did not fit is not an error.
 
     Args:
         folder: the run's.
@@ -54,9 +54,9 @@ def _keep(
     state: TrainingState,
     memory: Callable[[], Memory],
 ) -> str:
-    """Keep the state where there is room; return what the user is to do."""
+    """Keep the state where there is room; return what the user should do."""
     step = state.progress.step
-    again = f"make room, and give the same command with --run-dir {folder.path} --resume auto"
+    again = f"make room, and run the same command with --run-dir {folder.path} --resume auto"
     if checkpoints.is_on_disk(step):
         return f"step {step} is in its checkpoint: {again}"
     name = checkpoints.keep_in_memory(state, memory())

@@ -1,4 +1,4 @@
-"""What a flag means that is given another value when a run is resumed. Pure: one table."""
+"""What a flag whose value changed does when a run is resumed. Pure: one table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kaitian_mpi.config import TrainConfig, flag_name
 
 
 class OnChange(Enum):
-    """What becomes of a changed value."""
+    """How a changed value is treated."""
 
     REFUSED = "refused"
-    """It would be another run: one line, and exit code 2."""
+    """It would be another run: refused in one line, exit code 2."""
     APPLIES = "applies"
-    """It holds from the step on that the run resumes from, as one line says."""
+    """It applies from the resumed step on, which is reported in one line."""
     OF_THIS_START = "of this start"
-    """It says where and how this job runs, not what it trains: it holds, and nothing is said."""
+    """It says where and how this job runs, not what it trains: it applies without a message."""
 
 
 class Renewed(Enum):
-    """What an earlier job has found out, and has to be found out again after a change."""
+    """What an earlier job determined and a change invalidates."""
 
     COSTS = "the ranks are benchmarked again"
     EXCLUSION = "which ranks are excluded"
@@ -32,7 +32,7 @@ class Renewed(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a changed flag means."""
+    """How a changed flag is treated, and what it invalidates."""
 
     on_change: OnChange
     renews: frozenset[Renewed] = frozenset()
@@ -103,9 +103,9 @@ class Changes:
     refused: str = ""
     """Why this job cannot resume it; empty where it can."""
     lines: tuple[str, ...] = ()
-    """What to say, a line a changed flag."""
+    """Lines to report, one per changed flag."""
     renewed: frozenset[Renewed] = frozenset()
-    """What has to be found out again."""
+    """What has to be determined again."""
 
 
 def compare_flags(then: Mapping[str, Any], now: TrainConfig, ranks_are_known: bool) -> Changes:
@@ -140,10 +140,10 @@ def compare_flags(then: Mapping[str, Any], now: TrainConfig, ranks_are_known: bo
 
 def _line(name: str, before: Any, value: Any, now: TrainConfig, benchmarks: bool) -> str:
     if why := _without_effect(name, now, benchmarks):
-        return f"{flag_name(name)} was {before!r} before; {value!r} is ignored: {why}"
+        return f"{flag_name(name)} changed from {before!r} to {value!r}, which is ignored: {why}"
     again = Renewed.COSTS in RULES[name].renews and now.balance != "off"
     note = f"; {Renewed.COSTS.value}" if again else ""
-    return f"{flag_name(name)} was {before!r} before, and is {value!r} from here on{note}"
+    return f"{flag_name(name)} changed from {before!r} to {value!r}{note}"
 
 
 def _without_effect(name: str, now: TrainConfig, benchmarks: bool) -> str:
@@ -152,7 +152,7 @@ def _without_effect(name: str, now: TrainConfig, benchmarks: bool) -> str:
         why = "--balance off needs none" if now.balance == "off" else "all ranks have been"
         return f"no rank is benchmarked; {why}"
     if name == "batch_size" and now.batch_policy != "paper":
-        return "it goes with --batch-policy paper"
+        return "it is used with --batch-policy paper only"
     if name == "global_batch_size" and now.batch_policy == "paper":
-        return "it goes with --batch-policy global"
+        return "it is used with --batch-policy global only"
     return ""

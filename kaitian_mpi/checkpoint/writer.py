@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on."""
+"""Writing checkpoints in the background."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Writes checkpoints in a thread; training waits only for the copy, which the caller has made.
+    """Writes checkpoints in a thread; the caller waits only for its own copy of the state.
 
-    The thread lives while there is something to write, so that a job that ends by an exception
-    finishes its last checkpoint and does not hang. One thread calls this object's methods.
+    The thread exists only while there is something to write, so that a job that ends with an
+    exception completes its last checkpoint and does not hang. Not thread-safe.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
@@ -34,24 +34,24 @@ class BackgroundWriter:
 
     @property
     def last_written(self) -> int | None:
-        """The step of the last checkpoint that this object brought to disk; None before it."""
+        """The step of the last checkpoint that this object wrote; None before the first."""
         return self._last_written
 
     def submit(self, state: dict[str, Any], about: dict[str, Any]) -> bool:
-        """Have a checkpoint written; return at once.
+        """Write a checkpoint in the background; return at once.
 
-        While an earlier one is being written, one waits: the newest. It takes the place of one
-        that waits already, which is logged and never written.
+        While an earlier one is being written, only the newest is queued; one that it replaces is
+        logged and never written.
 
         Args:
-            state: is the writer's from now on: nobody else may change it.
+            state: now owned by the writer; the caller must not change it.
             about: as of `CheckpointFiles.write`.
 
         Returns:
-            Whether it took the place of another.
+            Whether it replaced a queued one.
 
         Raises:
-            Exception: an earlier write met an error other than OSError. This one is not taken.
+            Exception: an earlier write raised something other than OSError; this one is not queued.
         """
         self._raise_bug()
         step = about["step"]
@@ -73,7 +73,7 @@ class BackgroundWriter:
         return True
 
     def take_spare(self) -> dict[str, Any] | None:
-        """Return a state that the writer is done with, to copy the next into; None without one."""
+        """Return a state whose memory can be reused for the next copy; None if there is none."""
         with self._lock:
             spare, self._spare = self._spare, None
         return spare
@@ -82,7 +82,7 @@ class BackgroundWriter:
         """Return when all that was submitted is on disk or has failed.
 
         Raises:
-            Exception: a write met an error other than OSError.
+            Exception: a write raised something other than OSError.
         """
         with self._lock:
             thread = self._thread
@@ -131,14 +131,14 @@ class BackgroundWriter:
 
     def _kept(self) -> str:
         step = self._last_written
-        if step is None:  # it may be of the run that this one goes on from
+        if step is None:  # it may be of the run that this one resumes
             with contextlib.suppress(OSError):  # the disk has a fault: there may be no listing
                 step = max(self._files.steps(), default=None)
-        return "none is there yet" if step is None else f"the one of step {step} is kept"
+        return "there is none yet" if step is None else f"the one of step {step} is kept"
 
 
 def without_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same as `copy_to_host`, whose tensors are those of `state` where that will do."""
+    """Return the same as `copy_to_host`, whose tensors are those of `state` where possible."""
     with torch.no_grad():
         return _copy(state, None, share=True)
 

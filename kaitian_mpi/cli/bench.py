@@ -24,7 +24,7 @@ FLAGS = (
     *("emulate_kinds", "emulate_slowdown", "precision", "memory_format", "seed", "log_level"),
 )
 
-_SECONDS = 20.0  # more than before training: it is all there is to do here
+_SECONDS = 20.0  # more than before training, since nothing else follows
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         with faults_agreed(comm):
             if comm.rank == 0 and target is not None:
                 check_file_can_be_written("--json", str(target))
-        # Only now: these load torch, which takes seconds.
+        # Imported late: torch takes seconds to load.
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init

@@ -1,4 +1,4 @@
-"""Checks that need neither torch nor a device, so that common mistakes are answered at once."""
+"""Checks that need neither torch nor a device, so that common mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
-    """Check what the number of ranks and the hosts' files tell about a config. Collective.
+    """Check a config against the number of ranks and the files on each host. Collective.
 
     Raises:
         AgreedError: a value does not suit the number of ranks, or a folder is missing on a host.
@@ -48,7 +48,7 @@ def _check_data_dir(folder: str, dataset: str) -> None:
 
 
 def check_file_can_be_written(flag: str, path: str) -> None:
-    """Check a file that is written at the end, before what it takes to get there.
+    """Check that a file can be written before the work whose result it will hold.
 
     Args:
         flag: the command-line flag, for the error's text.
@@ -78,7 +78,7 @@ def check_file_can_be_written(flag: str, path: str) -> None:
 def _check_spares(spares: int, ranks: int) -> None:
     if spares >= ranks:
         raise UserError(
-            f"--spares: found {spares} of {ranks} ranks, needed fewer, so that one is left to train"
+            f"--spares: found {spares} of {ranks} ranks, needed fewer, so that at least one trains"
         )
     if not ulfm.is_on():
         raise UserError(

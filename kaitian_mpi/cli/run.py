@@ -1,4 +1,4 @@
-"""`kaitian-run script.py args…`: what torchrun is to a user, for unlike devices, under mpirun."""
+"""`kaitian-run script.py args…`: torchrun's counterpart under mpirun, for unlike devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command's parser. What comes after the script's name is the script's."""
+    """Return the command's parser; arguments after the script's name are passed to the script."""
     parser = OneLineParser(
         prog=PROGRAM,
         description="Run a torch.distributed script on every rank that mpirun started.",
@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:
-    """Set the variables that torchrun sets; where the ranks meet may be set by the user.
+    """Set the variables that torchrun sets; MASTER_ADDR and MASTER_PORT given by the user stay.
 
     Args:
         environ: where to set them.
@@ -105,7 +105,7 @@ def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, ru
     environ["GROUP_WORLD_SIZE"] = str(len(names))
     environ["ROLE_NAME"] = "default"
     environ["ROLE_RANK"], environ["ROLE_WORLD_SIZE"] = str(rank), size
-    # Frameworks take the first of these for the sign that they are not to start ranks themselves.
+    # Frameworks that see the first of these do not start ranks themselves.
     environ["TORCHELASTIC_RUN_ID"] = run_id
     environ["TORCHELASTIC_RESTART_COUNT"] = environ["TORCHELASTIC_MAX_RESTARTS"] = "0"
     # torchrun's own process serves the store at MASTER_PORT; here rank 0 must.
@@ -116,14 +116,14 @@ def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, ru
 
 
 def free_port() -> int:
-    """Return a port of this host that is free now; nothing stays open."""
+    """Return a port of this host that is free at the moment; it is not kept open."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script as `python script args…` would; `sys.exit()` and `sys.exit(0)` are good ends."""
+    """Run a script as `python script args…` would; `sys.exit()` and `sys.exit(0)` are success."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

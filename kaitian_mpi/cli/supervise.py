@@ -1,4 +1,4 @@
-"""`kaitian-supervise`: keep a job going when a host is lost."""
+"""`kaitian-supervise`: keep a job running when a host is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main() -> None:
         limits = (options.probe_seconds, options.hang_seconds)
         with Machine(job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts)
-        with suppress(OSError):  # a new one that nothing was written to
+        with suppress(OSError):  # removed only if nothing was written to it
             job.folder.rmdir()
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -127,13 +127,13 @@ def make_job(words: Sequence[str]) -> Job:
     """Read a command line, its hostfiles, and the flags of kaitian-train.
 
     Raises:
-        UserError: one of them is wrong, which is told before anything is started.
+        UserError: one of them is wrong; nothing has been started yet.
     """
     command = parse_command(words)
     config = parse_config(TRAIN, command.arguments)
     hostfiles = {path: _read_hostfile(path) for path in command.values(HOSTFILES)}
     hosts = _hosts(command, hostfiles)
-    # Where mpirun is told to start the ranks elsewhere, their folder is there, too.
+    # With mpirun --wdir the run folder is relative to that directory.
     place = Path(*command.values(FOLDERS)[-1:])
     run_dir = config.run_dir
     if not run_dir:
@@ -167,7 +167,9 @@ def _read_hostfile(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: found no way to read it ({error}); correct it") from error
+        raise UserError(
+            f"{path}: cannot be read ({error}); correct it or name another hostfile"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`kaitian-train`: train a model on all devices that mpirun has started a process for."""
+"""`kaitian-train`: train a model on every device that mpirun started a process for."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def main() -> None:
         configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
         watchdog = start_watching(setup_limit(config.step_timeout))
         check_before_loading(config, start_mpi())
-        # Only now: these load torch, which takes seconds.
+        # Imported late: torch takes seconds to load.
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
         from kaitian_mpi.training.session import train
 
         train(config, init(config.devices, config.emulate_kinds))
-        if dist.is_initialized():  # a rank that stood by has no group any more
+        if dist.is_initialized():  # a standby rank has no group
             dist.destroy_process_group()
         if watchdog is not None:
             watchdog.close()

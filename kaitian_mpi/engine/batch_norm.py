@@ -11,7 +11,7 @@ _NEARLY_NONE = 1e-30  # so that there is a mean even where no rank has seen a sa
 
 
 class RunningStatistics:
-    """Keeps a model's running statistics fit for evaluation, whatever the ranks' shares.
+    """Keeps a model's running statistics usable for evaluation with any batch sizes per rank.
 
     The mean over the ranks is that of one device with the global batches: a step counts by the
     momentum, however many micro-batches it is computed in, and a rank counts by its part of each
@@ -55,7 +55,7 @@ class RunningStatistics:
         self._parts = self._kept_parts
 
     def before_step(self, step_in_epoch: int, own_samples: int, samples: int) -> None:
-        """Let the statistics of an epoch begin anew, as the mean of its steps so far.
+        """Restart the statistics of an epoch, as the mean of its steps so far.
 
         A momentum of 0.1 needs tens of steps to forget the weights of the start, and an epoch may
         have six. Once an epoch has more steps than the model's own momentum looks back, that

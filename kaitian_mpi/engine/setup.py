@@ -1,4 +1,4 @@
-"""What every rank makes from the config alone, checked to be the same everywhere."""
+"""Data, model and run folder, made from the config and checked to be the same on every rank."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Ingredients:
     model: nn.Module
     folder: RunFolder
     slowdowns: tuple[Schedule, ...]
-    """Emulated slowdown of every rank; empty where there is none."""
+    """Emulated slowdown of every rank; empty if there is none."""
     path: Path = Path()
     """The run folder, as rank 0 has it."""
     data_set: str = ""
-    """What tells the data set from others, the same on every rank."""
+    """Identifies the data set; the same on every rank."""
 
 
 def prepare(config: TrainConfig, world: World) -> Ingredients:
@@ -57,7 +57,7 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
 
 
 def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None:
-    """Write what this job is told and where it runs, once it is clear that it will train."""
+    """Write the config and the topology, once it is clear that the job will train."""
     folder.write("config.json", asdict(config))
     folder.write(
         "topology.json",

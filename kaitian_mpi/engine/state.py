@@ -1,4 +1,4 @@
-"""What training has made so far: all that a run must not lose."""
+"""The state of a training run: everything that must not be lost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Progress:
         """Return how much of the run is done in the middle of the next step, from 0 to 1.
 
         In the middle, so that neither the first nor the last is made with a learning rate of 0.
-        Counted in samples, so that it goes on from where it was when the global batch changes; or
+        Counted in samples, so that it stays where it was when the global batch changes; or
         in steps, where `--max-steps` ends the run before its epochs do.
 
         Args:
@@ -129,9 +129,9 @@ class TrainingState:
         self.statistics = RunningStatistics(self.model)
         self.progress = Progress(total_steps)
         self.is_begun = False
-        """Whether it is what the run has come to, and not only where it began."""
+        """Whether it holds the run's current state, rather than a freshly initialised one."""
         self.lock = StateLock()
-        """Held while a step is applied: whoever else reads the state takes it."""
+        """Held while a step is applied; taken by any other reader of the state."""
         self._kept_buffers: list[torch.Tensor] = []
         self._is_in_piece = False
 
@@ -175,7 +175,7 @@ class TrainingState:
     def load_shared(self, state: dict[str, Any]) -> None:
         """Take over what `shared` returned, here or on another rank.
 
-        What the flags of this job say stays: the optimizer's settings and the number of all steps.
+        What this job's flags set is kept: the optimizer's settings and the total number of steps.
 
         Raises:
             UserError: it belongs to another model.

@@ -1,4 +1,4 @@
-"""The lock of what is trained, for whoever saves it while the job is being ended."""
+"""The lock of the training state, taken by the save at a signal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class StateLock:
-    """Held while the state changes: whoever else reads it takes this lock.
+    """Held while the state changes; taken by any other reader of it.
 
     Attributes:
         on_acquired: called with the lock held, before the state changes; None for nothing.

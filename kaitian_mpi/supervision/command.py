@@ -1,4 +1,4 @@
-"""A command such as `mpirun -np 4 --hostfile hf kaitian-train …`, read and written anew. Pure."""
+"""A command such as `mpirun -np 4 --hostfile hf kaitian-train …`, parsed and rewritten. Pure."""
 
 from __future__ import annotations
 

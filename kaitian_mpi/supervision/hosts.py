@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from kaitian_mpi.errors import UserError
 
-# A name never begins with a minus: as a word of its own it would be an option of ssh.
+# A name never begins with a minus sign: ssh would take it for an option.
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _ENTRY = re.compile(rf"(?:(?P<user>{_NAME})@)?(?P<name>{_NAME})(?::(?P<slots>\d{{1,6}}|\*|auto))?")
 _SETTING = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
@@ -44,7 +44,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     """Read a hostfile's content, each host once, in the order of their first lines.
 
     Raises:
-        UserError: a line does not begin with a host's name.
+        UserError: a line does not start with a host name.
     """
     entries = [_read_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1)]
     return _add_up([entry for entry in entries if entry is not None])

@@ -1,4 +1,4 @@
-"""Whether a launcher has ranks on this machine, from what Linux tells about its children."""
+"""Whether a launcher has ranks on this machine, from /proc."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def probe_command(
     """Return the words that run a command on a host, `true` by default."""
     words = list(agent)
     if PurePath(agent[0]).name == "ssh":
-        # Never a question: nobody may be there to answer.
+        # Never prompt: nobody may be there to answer.
         words += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={math.ceil(seconds)}"]
         words += ["-p", str(host.port)] if host.port else []
     return [*words, f"{host.user}@{host.name}" if host.user else host.name, *asked]

@@ -1,4 +1,4 @@
-"""mpirun as a child process, and the signals that reach the supervisor meanwhile."""
+"""mpirun as a child process, and the signals that the supervisor receives meanwhile."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 
 class Machine:
-    """What a supervisor does to the world: it runs, waits, asks hosts and speaks.
+    """The effects of a supervisor: it runs commands, waits, probes hosts and logs.
 
-    As a context manager it takes the signals: SIGINT and SIGTERM are passed on to the running
+    As a context manager it handles signals: SIGINT and SIGTERM are passed on to the running
     command and remembered in `stopped`, SIGUSR1 is passed on.
     """
 
@@ -70,7 +70,7 @@ class Machine:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
-        """Take the signals, except those that whoever started us wants to be ignored."""
+        """Install the handlers, except for signals that our parent has set to be ignored."""
         for number in _PASSED_ON:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._pass_on)
@@ -82,7 +82,7 @@ class Machine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -145,21 +145,23 @@ class Machine:
                 alive_at, patience = time.monotonic(), min(2 * patience, _MOST_PATIENCE_SEC)
 
     def _lives_elsewhere(self) -> bool:
-        """Return whether ranks on other hosts go on without those of this machine."""
+        """Return whether ranks on other hosts continue without those of this machine."""
         job = self._job
         if not job.survives:
             return False
         if not job.hosts and any(name in os.environ for name in _BATCH_SYSTEMS):
-            return True  # whom to ask only the batch system knows
+            return True  # only the batch system knows the hosts
         living = ranks_live_on(self._agent, job.remote, job, self._probe_sec)
         if living and not self._said_living:
             self._said_living = True
             names = list_names(sorted(living))
-            self.say(f"no rank is left on this machine; the job goes on: {names}")
+            self.say(f"no rank is left on this machine; the job continues on {names}")
         return bool(living)
 
     def _end_hanging(self, child: subprocess.Popen[bytes]) -> int:
-        self.say("mpirun waits, but its ranks on this machine have ended; it is ended, too")
+        self.say(
+            "mpirun is still waiting after its ranks on this machine have ended; terminating it"
+        )
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             return child.wait(_GRACE_SEC)
@@ -167,7 +169,7 @@ class Machine:
         return child.wait()
 
     def save_snapshot(self) -> bool:
-        """Bring this machine's snapshot to disk, if it is newer than what is there.
+        """Write this machine's snapshot to disk, if it is newer than the checkpoints there.
 
         Returns:
             Whether nothing is in memory that the disk has not.
@@ -179,7 +181,7 @@ class Machine:
         try:
             return save_snapshot(self._job.snapshots, self._job.folder, self._job.keep_checkpoints)
         except (OSError, UserError) as error:
-            self.say(f"the snapshot in memory could not be brought to disk: {error}")
+            self.say(f"the snapshot in memory could not be written to disk: {error}")
             return False
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Which ranks a job keeps when it goes on without a host. Pure.
+"""Which ranks a job keeps when it continues without a host. Pure.
 
 mpirun is assumed to place ranks as it does by default, by slot: it fills the first host's slots,
 then the second's, in the order of the hostfile. With another mapping (`--map-by node`) an emulated
@@ -13,7 +13,7 @@ from kaitian_mpi.supervision.hosts import Host
 
 
 def total_slots(hosts: Sequence[Host]) -> int | None:
-    """Return the slots of all hosts; None where a host does not say how many it has."""
+    """Return the slots of all hosts; None if a host does not state how many it has."""
     known = [host.slots for host in hosts if host.slots is not None]
     return sum(known) if len(known) == len(hosts) else None
 

@@ -32,13 +32,13 @@ class Job:
     hostfiles: Mapping[str, str]
     """The content of each hostfile, by the path in the command."""
     run_dir: str
-    """The run folder as kaitian-train is told."""
+    """The run folder as passed to kaitian-train."""
     folder: Path
     """The run folder as it is seen from here."""
     snapshots: str
     """Under which name hosts keep snapshots in memory from one start to the next."""
     mark: str = ""
-    """What tells the ranks of this job from others' by their environment."""
+    """Marks the environment of this job's ranks, to tell them from those of other jobs."""
     keep_checkpoints: int = 1
     emulate_kinds: str = ""
     emulate_slowdown: str = ""
@@ -51,12 +51,12 @@ class Job:
 
     @property
     def survives(self) -> bool:
-        """Whether mpirun is told to let the job go on without a rank that is lost."""
+        """Whether mpirun lets the job continue after a rank is lost (`--with-ft ulfm`)."""
         return bool(self.command.values(("with-ft",)))
 
     @property
     def owns_snapshots(self) -> bool:
-        """Whether the snapshots have a name that nobody else has given them."""
+        """Whether the snapshots' name was generated here, not given by the user."""
         return not _is_given("--snapshots", self.command.arguments)
 
     @property
@@ -98,7 +98,7 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
         command, hostfile = _without(job, lost, new_hostfile, ranks)
         fitting = _fitting_flags(job, lost, ranks)
     own = [*fitting, f"--run-dir={job.run_dir}"]
-    # A user's own --resume says where a job begins, not where it goes on after a failure.
+    # A user's --resume says where the job starts, not where it resumes after a failure.
     if trained or not _is_given("--resume", command.arguments):
         own += ["--resume=auto"]
     return Start(words=command.words + own, hostfile=hostfile, shape=_shape(job, lost, ranks))

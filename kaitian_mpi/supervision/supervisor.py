@@ -1,4 +1,4 @@
-"""Start a job, and start it again after a failure, until its own sign of success is there."""
+"""Start a job, and restart it after failures until its summary says that it has finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAUSE_SEC = 5.0
 
 
 class Effects(Protocol):
-    """What the supervisor does to the world; `process.Machine` is the real one."""
+    """The supervisor's effects; `process.Machine` is the real implementation."""
 
     stopped: int
 
@@ -42,15 +42,15 @@ class Effects(Protocol):
         ...
 
     def save_snapshot(self) -> bool:
-        """Bring the newest state from memory to disk; return whether the disk has it now."""
+        """Write the newest state in memory to disk; return whether the disk has it now."""
         ...
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
-        """Remove the job's snapshots here and on hosts; return who does not answer."""
+        """Remove the job's snapshots here and on hosts; return those that do not answer."""
         ...
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Log a line."""
         ...
 
 
@@ -58,15 +58,15 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
     """Run a job to its end.
 
     mpirun's exit code proves nothing: it is 0 when a host was lost. What counts is `finished` in
-    the job's `summary.json`, said in this start: a folder that is finished already is started once,
-    for the command may ask for more. A user's mistake is not repeated, nor a start that failed at
-    once, twice, nor one whose results cannot be written. What the hosts keep in memory goes at the
-    end, if the disk has it.
+    the job's `summary.json`, written by this start: a run that has finished already is started
+    once, since the command may ask for more. A mistake in the command line is not retried, nor
+    a start that failed at once twice, nor one whose results cannot be written. Snapshots in the
+    hosts' memory are removed at the end, if the disk has their content.
 
     Args:
         job: the job.
-        effects: the world.
-        max_restarts: how often to start it again at most.
+        effects: what runs commands and probes hosts.
+        max_restarts: how many times to restart it at most.
 
     Returns:
         The exit code: 0 where the job has finished, 128 + n after signal n, 2 after a user's
@@ -93,8 +93,8 @@ class _Supervisor:
         self._before = read_state(job.folder)
         self._lost: frozenset[str] = frozenset()
         self._ever_lost: frozenset[str] = frozenset()
-        self._idle = 0  # starts in a row that brought no progress
-        self._quick = 0  # starts in a row, on the same hosts, that failed at once without any
+        self._idle = 0  # consecutive starts without progress
+        self._quick = 0  # consecutive starts on the same hosts that failed at once
 
     def run(self) -> int:
         number = 1
@@ -120,7 +120,7 @@ class _Supervisor:
             number += 1
 
     def clean_up(self, code: int) -> None:
-        """Leave nothing in the hosts' memory that is not needed any more.
+        """Remove from the hosts' memory what is no longer needed.
 
         A run that has finished removes its snapshots itself, where it can.
         """
@@ -129,8 +129,8 @@ class _Supervisor:
             return
         if code and not effects.save_snapshot():
             effects.say(
-                f"the newest state stays in memory ({MEMORY}): make room on the disk, and give the "
-                f"same command with --run-dir {job.run_dir} --resume auto "
+                f"the newest state is still in memory ({MEMORY}): make room on the disk, and run "
+                f"the same command with --run-dir {job.run_dir} --resume auto "
                 f"--snapshots {job.snapshots}"
             )
             return
@@ -141,10 +141,10 @@ class _Supervisor:
             )
 
     def _start(self, number: int, before: RunState) -> int:
-        """Start the job, wait for its end, and take note of whether it got on."""
+        """Start the job, wait for its end, and record whether it made progress."""
         job, effects = self._job, self._effects
         new_hostfile = job.folder / f"hostfile-restart-{number - 1}"
-        # What an earlier run has left in the folder is not what these starts have trained.
+        # Results of an earlier run in the folder were not trained by these starts.
         trained = before.trained and before != self._before
         start = plan_start(job, self._lost, trained, str(new_hostfile))
         _write_hostfile(new_hostfile, start)
@@ -161,15 +161,15 @@ class _Supervisor:
         self._quick = self._quick + 1 if idle and seconds < _QUICK_SEC else 0
 
     def _prepare_restart(self) -> bool:
-        """Find out which hosts are lost; return whether another start makes sense."""
+        """Find out which hosts are lost; return whether to start again."""
         job, effects = self._job, self._effects
         before = self._lost
         if job.remote:
-            # All of them, also those that were lost: one may have come back.
+            # All of them, lost ones included: one may be back.
             self._lost = effects.lost(job.remote)
             self._ever_lost |= self._lost
         if self._lost != before:
-            self._quick = 0  # the next start is another one
+            self._quick = 0  # the next start uses other hosts
         if self._lost and not job.left(self._lost):
             effects.say(f"{self._name_lost()}; no host is left")
             return False

@@ -212,7 +212,7 @@ def test_balance_can_be_turned_on_and_off(world, folder, capsys):
     capsys.readouterr()
     run(world, folder, max_steps=6, **measured | {"benchmark_seconds": 0.6})
     if world.rank == 0:
-        assert "0.6 is ignored: no rank is benchmarked" in capsys.readouterr().out
+        assert "0.6, which is ignored: no rank is benchmarked" in capsys.readouterr().out
     run(world, folder)
     sizes = newest(folder)["memory"]["batch_sizes"]
     assert sum(sizes) == BATCH

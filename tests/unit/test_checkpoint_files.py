@@ -666,7 +666,7 @@ def test_a_full_disk_is_a_warning_each_time(tmp_path, monkeypatch, caplog):
         "checkpoint of step {} could not be written: No space left on device; training continues, "
     )
     assert caplog.messages == [
-        text.format(80) + "none is there yet",
+        text.format(80) + "there is none yet",
         text.format(120) + "the one of step 100 is kept",
         text.format(140) + "the one of step 100 is kept",
     ]

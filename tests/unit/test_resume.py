@@ -44,8 +44,8 @@ def test_another_run_is_refused(changes, message):
 def test_what_may_change_is_said():
     found = Found(Memory(THEN, {}, [], "", [], [], [], DATA))
     assert check(found=found, lr=0.2, global_batch_size=128) == [
-        "--global-batch-size was 256 before, and is 128 from here on",
-        "--lr was 0.1 before, and is 0.2 from here on",
+        "--global-batch-size changed from 256 to 128",
+        "--lr changed from 0.1 to 0.2",
     ]
     assert found.renewed == {Renewed.PLAN, Renewed.EXCLUSION}
 

@@ -23,7 +23,7 @@ UNSAID = {
     "run_dir": "other",
     "snapshots": "name",
 }
-# name: another value, what it has found out again, and what is said behind "from here on"
+# name: another value, what is determined again, and the end of the line about it
 APPLIES = {
     "augment": ("none", set(), ""),
     "workers": (2, set(), ""),
@@ -57,7 +57,7 @@ APPLIES = {
 }
 # name: another value, what it has found out again, and why it is ignored
 IGNORED = {
-    "batch_size": (32, PLAN, "it goes with --batch-policy paper"),
+    "batch_size": (32, PLAN, "it is used with --batch-policy paper only"),
     "benchmark_seconds": (3.0, set(), "no rank is benchmarked; all ranks have been"),
     "benchmark_cache": ("cache", set(), "no rank is benchmarked; all ranks have been"),
 }
@@ -108,7 +108,7 @@ def test_what_applies_is_said_and_has_found_out_again_what_depends_on_it(name):
     changes = compare(**{name: value})
     flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
     assert changes.refused == ""
-    assert changes.lines == (f"{flag} was {before!r} before, and is {value!r} from here on{note}",)
+    assert changes.lines == (f"{flag} changed from {before!r} to {value!r}{note}",)
     assert changes.renewed == renewed
 
 
@@ -117,25 +117,27 @@ def test_what_has_no_effect_is_said_to_be_ignored(name):
     value, renewed, why = IGNORED[name]
     changes = compare(**{name: value})
     flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
-    assert changes.lines == (f"{flag} was {before!r} before; {value!r} is ignored: {why}",)
+    assert changes.lines == (
+        f"{flag} changed from {before!r} to {value!r}, which is ignored: {why}",
+    )
     assert changes.renewed == renewed
 
 
 def test_what_is_ignored_at_times_applies_at_others():
     unknown = compare(ranks_are_known=False, benchmark_seconds=3.0)
-    assert unknown.lines == ("--benchmark-seconds was 10.0 before, and is 3.0 from here on",)
+    assert unknown.lines == ("--benchmark-seconds changed from 10.0 to 3.0",)
     again = compare(precision="bf16", benchmark_seconds=3.0)
-    assert "--benchmark-seconds was 10.0 before, and is 3.0 from here on" in again.lines
+    assert "--benchmark-seconds changed from 10.0 to 3.0" in again.lines
     off = TrainConfig(balance="off")
     (line,) = compare(ranks_are_known=False, then=off, benchmark_seconds=3.0).lines
-    assert line.endswith("3.0 is ignored: no rank is benchmarked; --balance off needs none")
+    assert line.endswith("3.0, which is ignored: no rank is benchmarked; --balance off needs none")
     (line,) = compare(then=off, precision="bf16").lines
-    assert line.endswith("and is 'bf16' from here on")
+    assert line.endswith("to 'bf16'")
     paper = TrainConfig(batch_policy="paper")
     (line,) = compare(then=paper, batch_size=32).lines
-    assert line == "--batch-size was 64 before, and is 32 from here on"
+    assert line == "--batch-size changed from 64 to 32"
     (line,) = compare(then=paper, global_batch_size=32).lines
-    assert line.endswith("32 is ignored: it goes with --batch-policy global")
+    assert line.endswith("32, which is ignored: it is used with --batch-policy global only")
 
 
 def test_nothing_changed_and_a_setting_that_is_newer_than_the_checkpoint():

@@ -102,7 +102,7 @@ def test_a_model_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, f
     text = str(caught.value)
     assert f"training is done, but {tmp_path}/run/{MODEL} could not be written: No space" in text
     assert "bytes needed, " in text
-    assert " free); step 26 is kept in this host's memory: make room, and give the same" in text
+    assert " free); step 26 is kept in this host's memory: make room, and run the same" in text
     assert caught.value.exit_code == 74
     # What was good before is still there, and so is what is new.
     assert summary_in(tmp_path / "run")["finished"] is False

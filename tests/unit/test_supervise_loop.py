@@ -183,7 +183,7 @@ def test_a_full_disk_is_no_reason_to_train_again(folder):
     assert len(world.commands) == 1
     assert world.said[1:] == [
         f"not started again: {folder} cannot be written",
-        "the newest state stays in memory (/dev/shm): make room on the disk, and give the same "
+        "the newest state is still in memory (/dev/shm): make room on the disk, and run the same "
         f"command with --run-dir {folder} --resume auto --snapshots beef",
     ]
     assert world.removed == []

@@ -218,7 +218,9 @@ def test_an_mpirun_that_waits_for_nobody_is_ended(place, ending):
     code, _, err = run(place, script, *words, options=["--hang-seconds", "0.5"])
     assert time.monotonic() - began < 15
     assert (code, calls(place)) == (0, 2)
-    assert "mpirun waits, but its ranks on this machine have ended; it is ended, too" in err
+    assert (
+        "mpirun is still waiting after its ranks on this machine have ended; terminating it" in err
+    )
     how = "137" if ending else "143"
     assert f"mpirun ended with code {how}, and the job is not finished" in err
 
@@ -245,7 +247,7 @@ def test_a_job_that_lives_on_elsewhere_is_not_ended(place, options, hosts, is_en
     assert code == 0, err
     assert calls(place) == (2 if is_ended else 1)
     assert ("mpirun waits" in err) == is_ended
-    said = "no rank is left on this machine; the job goes on: 198.51.100.5"
+    said = "no rank is left on this machine; the job continues on 198.51.100.5"
     assert err.count(said) == (0 if is_ended else 1)
     asked = (place / "asked").read_text() if (place / "asked").exists() else ""
     mark = (place / "names").read_text().split()[1]
