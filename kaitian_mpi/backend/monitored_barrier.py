@@ -10,12 +10,11 @@ import numpy as np
 
 from kaitian_mpi.errors import MissingRanksError
 from kaitian_mpi.runtime.polling import abandon, wait_for
+from kaitian_mpi.runtime.tags import MONITORED_BARRIERS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FIRST_TAG = 1_000
-_TAGS = 30_000
 _MARGIN_SEC = 2.0  # for rank 0's answer after its own time-out
 
 
@@ -43,7 +42,7 @@ class MonitoredBarrier:
             MissingRanksError: some rank did not come; raised by every rank that did.
         """
         self._calls += 1
-        tag = _FIRST_TAG + self._calls % _TAGS
+        tag = MONITORED_BARRIERS[self._calls % len(MONITORED_BARRIERS)]
         limit_sec = timeout.total_seconds()
         if self._comm.rank == 0:
             self._call_the_roll(tag, limit_sec, wait_all_ranks)

@@ -55,19 +55,14 @@ class Bench:
         return [Cohort(rank.kind, rank.cost) for rank in self.ranks]
 
 
-def write_bench(path: Path, bench: Bench, extra: Mapping[str, Any] | None = None) -> None:
-    """Write a benchmark as JSON.
+def bench_to_json(bench: Bench, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a benchmark as the content of the file that `read_bench` reads.
 
     Args:
-        path: the file; one that is there is replaced.
-        bench: what to write.
-        extra: more keys for readers of their own; `read_bench` passes over them.
-
-    Raises:
-        UserError: the file cannot be written.
-        ValueError: a number is not finite.
+        bench: what was measured.
+        extra: more keys for other readers; `read_bench` ignores them.
     """
-    content = dict(extra or {}) | {
+    return dict(extra or {}) | {
         "version": VERSION,
         "model": bench.model,
         "emulated": bench.emulated,
@@ -76,24 +71,6 @@ def write_bench(path: Path, bench: Bench, extra: Mapping[str, Any] | None = None
         "ranks": [_rank_to_json(rank) for rank in bench.ranks],
         "allreduce": [_allreduce_to_json(entry) for entry in bench.measured],
     }
-    write_json(path, content)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON that every reader takes: no infinities and no NaN.
-
-    Raises:
-        UserError: the file cannot be written.
-        ValueError: a number is not finite.
-    """
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{path}: found no way to write it ({error.strerror}); give a file in a folder that "
-            "is there and may be written to"
-        ) from error
 
 
 def read_bench(path: Path) -> Bench:

@@ -22,6 +22,7 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.setup import describe_model
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.files import json_bytes, replacing
 
 
 class BenchmarkCache:
@@ -79,10 +80,8 @@ class BenchmarkCache:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._file.with_suffix(f".{os.getpid()}.partial")
-            content = {"key": self._key, "measured": asdict(measured)}
-            partial.write_text(json.dumps(content, indent=2) + "\n")
-            os.replace(partial, self._file)
+            with replacing(self._file, shared=True) as file:
+                file.write(json_bytes({"key": self._key, "measured": asdict(measured)}))
         except OSError as error:
             raise UserError(
                 f"--benchmark-cache {self._file.parent}: {error.strerror}; "

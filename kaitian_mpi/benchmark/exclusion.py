@@ -73,12 +73,7 @@ def ranks_to_leave_out(
 def tell_left_out(world: World, left_out: dict[int, str]) -> None:
     """Show which ranks the job goes on without, and why."""
     for rank, why in left_out.items():
-        info = world.infos[rank]
-        say(
-            world,
-            f"rank {info.world_rank} ({info.host}, {info.device}, {info.kind}) is left out: {why}; "
-            "--keep-all keeps it",
-        )
+        say(world, f"{world.infos[rank]} is excluded: {why}; --keep-all keeps it")
 
 
 def _without_share(costs: Sequence[RankCost], batch: int, min_batch: int) -> dict[int, str]:

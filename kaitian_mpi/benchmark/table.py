@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kaitian_mpi.balance.bench_file import Bench, BenchRank, write_bench
+from kaitian_mpi.balance.bench_file import Bench, BenchRank, bench_to_json
 from kaitian_mpi.balance.communication import MeasuredAllreduce, ddp_buckets
 from kaitian_mpi.balance.forecast import (
     SubsetForecasts,
@@ -24,6 +24,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import faults_agreed
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import make_table, say, show_table, show_topology
+from kaitian_mpi.output.files import save_json
 
 _EXAMPLE_RANKS = 8
 
@@ -63,7 +64,7 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
     _show_forecasts(world, found, forecasts)
     with faults_agreed(world.comm):
         if target is not None and world.rank == 0:
-            write_bench(target, found, {"forecasts": _to_json(forecasts)})
+            save_json(target, bench_to_json(found, {"forecasts": _to_json(forecasts)}))
             say(world, f"written to {target}; {advice(target, found)}")
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import itertools
 import logging
@@ -28,6 +27,7 @@ from kaitian_mpi.checkpoint.format import (
     read_description,
 )
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.output.files import replacing, sync_folder
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,6 @@ class CheckpointFiles:
             self._put(f"{name}.json", lambda file: file.write(text))
         except BaseException:
             self._remove(name)
-            self._remove_partial_files()
             raise
         self._remove_superseded(name)
         return self.folder / f"{name}.pt"
@@ -188,7 +187,7 @@ class CheckpointFiles:
             for suffix in ("json", "pt"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(self.folder / f"{name}.{suffix}", folder / f"{name}.{suffix}")
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         return folder
 
     def newest_of(self, step: int) -> Path:
@@ -203,16 +202,12 @@ class CheckpointFiles:
 
     def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
         """Write a file atomically; return its bytes and their SHA-256 in hex."""
-        partial = self.folder / f"{file_name}.partial"
-        with partial.open("wb", buffering=0) as file:
+        with replacing(self.folder / file_name, sync=True) as file:
             hashing = HashingFile(file)
             with io.BufferedWriter(hashing, _BUFFER_BYTES) as buffered:
                 fill(buffered)
             if hashing.error is not None:
                 raise hashing.error
-            os.fsync(file.fileno())
-        os.replace(partial, self.folder / file_name)
-        _sync_folder(self.folder)
         return hashing.size, hashing.sha256.hexdigest()
 
     def _files(self) -> list[re.Match[str]]:
@@ -263,14 +258,3 @@ class CheckpointFiles:
             for match in self._files():
                 if match[4]:
                     (self.folder / match[0]).unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
-            raise
-    finally:
-        os.close(descriptor)

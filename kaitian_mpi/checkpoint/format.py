@@ -20,6 +20,7 @@ from typing import IO, Any
 import torch
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.output.files import json_bytes
 
 FORMAT_VERSION = 2  # version 1 stored all buffers as float64
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
@@ -52,7 +53,7 @@ class HashingFile(io.RawIOBase):
     torch.save writes sequentially and never seeks; its writer checks that.
     """
 
-    def __init__(self, file: io.FileIO) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.size, self.sha256 = 0, hashlib.sha256()
         self.error: OSError | None = None
@@ -110,7 +111,7 @@ def describe(about: dict[str, Any], size: int, sha256: str) -> bytes:
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     content = json.loads(json.dumps(content))  # keys become strings, as in the file
-    return (json.dumps(_seal(content), indent=2) + "\n").encode()
+    return json_bytes(_seal(content))
 
 
 def _seal(content: dict[str, Any]) -> dict[str, Any]:

@@ -120,12 +120,6 @@ def is_over(config: TrainConfig, progress: dict[str, Any]) -> bool:
     return progress["is_done"] and has_come_to_its_end
 
 
-def results_until(step: int, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what a summary says, if it is of no later step than the run resumes from."""
-    steps = summary.get("steps")
-    return summary if isinstance(steps, int) and steps <= step else {}
-
-
 def hand_over(world: World, found: Found, to: int) -> Found:
     """Give the checkpoint to a rank that trains, if the rank that read it will not. Collective.
 

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kaitian_mpi.balance.bench_file import MOST_SAMPLES, Bench, read_bench, write_json
+from kaitian_mpi.balance.bench_file import MOST_SAMPLES, Bench, read_bench
 from kaitian_mpi.balance.communication import ddp_buckets
 from kaitian_mpi.balance.forecast import (
     Forecast,
@@ -25,6 +25,7 @@ from kaitian_mpi.balance.forecast import (
 )
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.output.files import save_json
 
 PROGRAM = "kaitian-plan"
 MOST_RANKS = 100_000
@@ -38,7 +39,7 @@ def main() -> None:
         options = make_parser().parse_args()
         job = plan_job(options.bench, options.world, options.global_batch_size)
         if options.json is not None:
-            write_json(options.json, to_json(job))
+            save_json(options.json, to_json(job))
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -18,7 +18,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World, survivors_of
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.polling import Call, call
+from kaitian_mpi.runtime.polling import WakeUp, wait_until, wake_up
 
 Result = TypeVar("Result")
 
@@ -188,7 +188,7 @@ class Crew:
             self._regroup(NotCommittedError("the work is done"))
         elif self.world.rank == 0:
             trains = self._roles.working(self.whole.infos)
-            call(self.whole.comm, set(range(self.whole.size)).difference(trains))
+            wake_up(self.whole.comm, set(range(self.whole.size)).difference(trains))
 
     def _may_be_loss(self, error: Exception, world: World) -> bool:
         """Return whether an error may be due to the loss of a rank of this world."""
@@ -202,18 +202,18 @@ class Crew:
         """Wait until the others are done, or need this rank; return whether they are done."""
         comm = self.whole.comm
         try:
-            end = Call(comm)
-            while not end.has_come():
-                time.sleep(_LOOKING_SEC)
-            return True
+            return wait_until(WakeUp(comm).has_arrived, longest_nap_sec=_LOOKING_SEC)
         except Exception as error:
             if not self._may_be_loss(error, self.whole):
                 raise
         # Somebody is lost: whoever trains calls, unless all of them are lost.
         trains = self._roles.working(self.whole.infos)
-        while not comm.Is_revoked() and not ulfm.are_lost(comm, trains):
-            time.sleep(_LOOKING_SEC)
+
+        def is_over() -> bool:
             ulfm.make_progress()
+            return comm.Is_revoked() or ulfm.are_lost(comm, trains)
+
+        wait_until(is_over, longest_nap_sec=_LOOKING_SEC)
         return False
 
     def _regroup(self, noticed_as: Exception) -> None:

@@ -17,14 +17,13 @@ import torch
 from mpi4py import MPI
 
 from kaitian_mpi.mpi.datatypes import WIDER, Reduction, moved
+from kaitian_mpi.runtime import tags
 
 # A piece is long enough that a message's fixed cost does not show; the scratch of all pieces that
 # come in at once stays near the cache.
 _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20
 _SHORTEST_PIECE_BYTES = 32 << 10
-
-_TAG = 1  # a receive of any tag would take another's message, such as a monitored barrier's
 
 _threads = threading.local()
 
@@ -34,12 +33,12 @@ def exchange(
 ) -> None:
     """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are left out."""
     requests = [
-        comm.Irecv(moved(piece), rank, _TAG)
+        comm.Irecv(moved(piece), rank, tags.PAIRWISE)
         for rank in _others(comm)
         if (piece := received[rank]) is not None and piece.numel()
     ]
     requests += [
-        comm.Isend(moved(piece), rank, _TAG)
+        comm.Isend(moved(piece), rank, tags.PAIRWISE)
         for rank in _others(comm)
         if (piece := sent[rank]) is not None and piece.numel()
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +21,6 @@ from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.mpi.store_server import (
     LOST,
     REFUSED,
-    REQUEST_TAG,
     TIMED_OUT,
     Fields,
     StoreServer,
@@ -30,11 +28,11 @@ from kaitian_mpi.mpi.store_server import (
     unpack,
 )
 from kaitian_mpi.runtime.lifecycle import close_at_exit, closed_early
+from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.runtime.tags import STORE_REPLIES, STORE_REQUEST
 from kaitian_mpi.runtime.ulfm import is_loss, is_revoked, track
 
-_FIRST_REPLY_TAG = REQUEST_TAG + 1
-_REPLY_TAGS = 16_384  # MPI promises tags up to 32,767
-_SHORTEST_SEC, _LONGEST_SEC = 20e-6, 5e-3
+_LONGEST_NAP_SEC = 5e-3
 
 
 class StoreLink:
@@ -97,16 +95,14 @@ class StoreLink:
     def _ask_by_message(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
         if self.is_closed:
             return (LOST,)
-        tag = _FIRST_REPLY_TAG + next(self._tags) % _REPLY_TAGS
+        tag = STORE_REPLIES[next(self._tags) % len(STORE_REPLIES)]
         request = pack((operation.encode(), b"%d" % tag, str(limit_sec).encode(), *fields))
-        self.comm.Send([request, MPI.BYTE], 0, REQUEST_TAG)
-        pause = _SHORTEST_SEC
+        self.comm.Send([request, MPI.BYTE], 0, STORE_REQUEST)
         status = MPI.Status()
-        while (message := self.comm.Improbe(0, tag, status)) is None:
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_SEC)
+        # A message that is probed stays for the receive: no other thread waits for this tag.
+        wait_until(lambda: self.comm.Iprobe(0, tag, status), longest_nap_sec=_LONGEST_NAP_SEC)
         buffer = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([buffer, MPI.BYTE])
+        self.comm.Recv([buffer, MPI.BYTE], 0, tag)
         return unpack(bytes(buffer))
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from kaitian_mpi.runtime.abort import end_with_traceback
-from kaitian_mpi.runtime.polling import abandon
+from kaitian_mpi.runtime.polling import abandon, wait_until
+from kaitian_mpi.runtime.tags import STORE_REQUEST
 from kaitian_mpi.runtime.ulfm import are_lost, is_loss, is_on, is_revoked
 
-REQUEST_TAG = 1
 OK, TIMED_OUT, REFUSED, LOST = b"ok", b"timed out", b"refused", b"lost"
 
 Fields = tuple[bytes, ...]
@@ -127,10 +127,7 @@ class StoreServer:
 
     def close(self) -> None:
         """Stop the thread once every other rank has departed or is lost, and wait for its end."""
-        pause = self._SHORTEST_SEC
-        while not self._is_alone():
-            time.sleep(pause)
-            pause = min(2 * pause, self._LONGEST_SEC)
+        wait_until(self._is_alone, longest_nap_sec=self._LONGEST_SEC)
         self._stop.set()
         self._thread.join()
 
@@ -215,7 +212,7 @@ class StoreServer:
         pause = self._SHORTEST_SEC
         status = MPI.Status()
         while not self._stop.is_set():
-            message = self._comm.Improbe(MPI.ANY_SOURCE, REQUEST_TAG, status)
+            message = self._comm.Improbe(MPI.ANY_SOURCE, STORE_REQUEST, status)
             if message is not None:
                 self._receive(message, status)
                 pause = self._SHORTEST_SEC
@@ -245,15 +242,14 @@ class StoreServer:
 
         self.submit(operation, tuple(arguments), float(timeout), reply)
 
-    def _forget_sent_replies(self) -> None:
+    def _forget_sent_replies(self) -> bool:
+        """Drop the replies that have been sent; return whether that is all of them."""
         self._replies = [item for item in self._replies if not _is_over(item[0])]
+        return not self._replies
 
     def _finish_replies(self) -> None:
-        deadline = time.monotonic() + self._LAST_REPLIES_SEC
-        while self._replies and time.monotonic() < deadline:
-            self._forget_sent_replies()
-            time.sleep(self._SHORTEST_SEC)
-        abandon(self._replies)
+        if not wait_until(self._forget_sent_replies, self._LAST_REPLIES_SEC):
+            abandon(self._replies)
 
 
 def _is_over(request: MPI.Request) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.ulfm import track
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ class RankInfo:
     torch_version: str
     emulated: bool = False
     """Whether the kind is a label given to a CPU rank."""
+
+    def __str__(self) -> str:
+        """Return how messages name the rank: `rank 2 (node-b, cuda:0)`.
+
+        The kind is added where the device does not show it: `rank 2 (node-b, cpu, mlu)`.
+        """
+        shown = () if self.kind == self.device.partition(":")[0] else (self.kind,)
+        return f"rank {self.world_rank} ({', '.join((self.host, self.device, *shown))})"
 
     @property
     def place(self) -> str:
@@ -97,7 +106,7 @@ def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intrac
     """
     from mpi4py import MPI
 
-    tag = zlib.crc32(name.encode()) % 32_768
+    tag = zlib.crc32(name.encode()) % tags.COUNT
     comm = base.Create_group(base.group.Incl(list(members)), tag)
     assert isinstance(comm, MPI.Intracomm)
     return comm

@@ -84,8 +84,7 @@ def result_line(epochs: int, samples: int, step: int, loss: float, accuracy: flo
 
 def lost_line(lost: Sequence[RankInfo]) -> str:
     """Return a line that names the ranks that are lost."""
-    names = ", ".join(f"{i.world_rank} ({i.host}, {i.device}, {i.kind})" for i in lost)
-    return f"rank {names} is lost" if len(lost) == 1 else f"ranks {names} are lost"
+    return f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} lost"
 
 
 def _count(number: int, noun: str) -> str:

@@ -20,6 +20,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import faults_agreed
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.files import json_bytes, read_json, replacing
 from kaitian_mpi.output.folders import make_new_folder
 
 _log = logging.getLogger(__name__)
@@ -121,8 +122,7 @@ class DiskFolder:
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
-        text = json.dumps(content, indent=2) + "\n"
-        self._replace(self.path / name, text.encode())
+        self._replace(self.path / name, json_bytes(content))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Add a line to a JSON lines file."""
@@ -170,11 +170,7 @@ class DiskFolder:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return what a JSON file holds; nothing where there is none that can be read."""
-        try:
-            content = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_json(self.path / name)
 
     def confirm(self, name: str) -> None:
         """Give a file the present time: what it says holds for this job, too."""
@@ -208,15 +204,12 @@ class DiskFolder:
             raise StorageError(f"{path} could not be written: {reason}")
 
     def _replace(self, target: Path, content: bytes | memoryview) -> None:
-        partial = target.with_name(target.name + ".partial")
         with _warned(target):
             try:
-                partial.write_bytes(content)
-                os.replace(partial, target)
+                with replacing(target) as file:
+                    file.write(content)
             except OSError as error:
                 self._faults[target] = _describe(error, target.parent, len(content))
-                with contextlib.suppress(OSError):
-                    partial.unlink(missing_ok=True)
                 raise
             self._faults[target] = ""
 

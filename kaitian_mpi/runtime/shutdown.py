@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.runtime import tags
+from kaitian_mpi.runtime.polling import wait_until
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LOOKING_SEC = 0.2
 _ENDING_SEC = 2.0
-_TAG = 0
 
 _comm: MPI.Intracomm | None = None
 
@@ -61,11 +63,14 @@ def end_all(code: int) -> None:
     code = code & 255 or 1
     others = [rank for rank in range(_comm.size) if rank != _comm.rank]
     # Synchronous: it is over when the other has heard.
-    unheard = [_comm.Issend([bytes([code]), MPI.BYTE], rank, _TAG) for rank in others]
-    deadline = time.monotonic() + _ENDING_SEC
-    while unheard and time.monotonic() < deadline:
+    unheard = [_comm.Issend([bytes([code]), MPI.BYTE], rank, tags.SHUTDOWN) for rank in others]
+
+    def all_heard() -> bool:
+        nonlocal unheard
         unheard = [request for request in unheard if not _is_over(request)]
-        time.sleep(_LOOKING_SEC / 10)
+        return not unheard
+
+    wait_until(all_heard, _ENDING_SEC, _LOOKING_SEC / 10)
     # The launcher may take the first exit for the end of the job, and kill who has not heard yet.
     time.sleep(2 * _LOOKING_SEC)
     if unheard:
@@ -88,8 +93,8 @@ def _listen(comm: MPI.Intracomm, stop: threading.Event) -> None:
     code = bytearray(1)
     while not stop.wait(_LOOKING_SEC):
         try:
-            if comm.Iprobe(MPI.ANY_SOURCE, _TAG):
-                comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, _TAG)
+            if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
+                comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, tags.SHUTDOWN)
                 os._exit(code[0])
         except MPI.Exception:  # a rank is lost: the others may still have something to say
             comm.Ack_failed()

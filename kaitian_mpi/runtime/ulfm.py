@@ -8,11 +8,11 @@ waiting in one for somebody who has left; then all that live agree and shrink.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from kaitian_mpi.runtime.launcher import FAULT_TOLERANCE
+from kaitian_mpi.runtime.polling import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,15 +77,12 @@ def may_have_lost_ranks(comm: MPI.Intracomm, seconds: float) -> bool:
     For an error that may be the consequence of one: what a collective delivers may be mutilated
     before MPI reports the death of who sent it.
     """
-    deadline = time.monotonic() + seconds
-    while is_on():
+
+    def is_known() -> bool:
         make_progress()
-        if comm.Is_revoked() or comm.Get_failed().size > 0:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOKING_SEC)
-    return False
+        return comm.Is_revoked() or comm.Get_failed().size > 0
+
+    return is_on() and wait_until(is_known, seconds, _LOOKING_SEC)
 
 
 def make_progress() -> None:

@@ -1,12 +1,13 @@
-"""What the run folder tells about a job: whether it has ended well, and whether it gets on."""
+"""What the run folder says about a job: whether it has finished, and whether it makes progress."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from kaitian_mpi.output.files import read_json
+from kaitian_mpi.training.summary import NAME, Summary
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,11 @@ class RunState:
 
     finished: bool = False
     steps: int = 0
-    """Steps of training that the summary tells of."""
+    """Steps that the summary counts."""
     metrics_bytes: int = 0
     """Size of the file that gets a line every few steps, in every start."""
 
-    told_at: int = field(default=0, compare=False)
+    confirmed_at: int = field(default=0, compare=False)
     """When the summary was last confirmed, in nanoseconds; 0 where there is none."""
 
     @property
@@ -29,7 +30,7 @@ class RunState:
 
     def has_finished_since(self, before: RunState) -> bool:
         """Return whether the job has said since that it is finished; it may have been before."""
-        return self.finished and (not before.finished or self.told_at != before.told_at)
+        return self.finished and (not before.finished or self.confirmed_at != before.confirmed_at)
 
     def is_beyond(self, before: RunState) -> bool:
         """Return whether steps have been trained since; a start may begin with older ones."""
@@ -37,15 +38,14 @@ class RunState:
 
 
 def read_state(folder: Path) -> RunState:
-    """Read a run folder; one that is missing or unreadable tells of nothing."""
-    summary = _read_summary(folder / "summary.json")
-    steps = summary.get("steps", 0)
-    told, metrics = _stat(folder / "summary.json"), _stat(folder / "metrics.jsonl")
+    """Read a run folder; nothing is known of one that is missing or unreadable."""
+    summary = Summary.from_json(read_json(folder / NAME))
+    confirmed, metrics = _stat(folder / NAME), _stat(folder / "metrics.jsonl")
     return RunState(
-        finished=summary.get("finished") is True,
-        steps=steps if isinstance(steps, int) else 0,
+        finished=summary.finished,
+        steps=summary.steps or 0,
         metrics_bytes=metrics.st_size if metrics is not None else 0,
-        told_at=told.st_mtime_ns if told is not None else 0,
+        confirmed_at=confirmed.st_mtime_ns if confirmed is not None else 0,
     )
 
 
@@ -54,11 +54,3 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -30,15 +30,14 @@ def repair_divergence(world: World, state: TrainingState) -> list[int]:
     healthy, different = split_by_majority(told)
     if not different:
         return []
-    names = [world.infos[rank].world_rank for rank in different]
-    hosts = ", ".join(f"{world.infos[r].world_rank} ({world.infos[r].host})" for r in different)
+    names = ", ".join(str(world.infos[rank]) for rank in different)
     say(
         world,
-        f"step {state.progress.step}: the weights of rank {hosts} differ from the others'; taken "
-        f"anew from rank {world.infos[healthy].world_rank}",
+        f"step {state.progress.step}: the weights of {names} differ from the others'; copied from "
+        f"{world.infos[healthy]}",
     )
     state.take_from(world, healthy, different)
-    return names
+    return [world.infos[rank].world_rank for rank in different]
 
 
 def split_by_majority(values: Sequence[int]) -> tuple[int, list[int]]:

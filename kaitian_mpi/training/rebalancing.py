@@ -111,12 +111,11 @@ class Balancing:
 
     def _tell(self, step: int, plan: NewPlan) -> None:
         self.plans += 1
-        rank = plan.rank
         line = {
             "step": step + self._steps_ahead,
             "decided_at_step": step,
             "batch_sizes": plan.batch_sizes,
-            "why": f"rank {self._where(rank)['rank']} {plan.why}",
+            "why": f"{self._world.infos[plan.rank]} {plan.why}",
             "predicted_gain": round(plan.gain, 4),
             "times_as_long_as_measured": [round(factor, 3) for factor in plan.factors],
         }
@@ -127,10 +126,9 @@ class Balancing:
         )
 
     def _line(self, slow: Slowness) -> str:
-        place = self._where(slow.rank)
-        name = f"rank {place['rank']} ({place['host']}, {place['device']}, {place['device_kind']})"
+        name = self._world.infos[slow.rank]
         if slow.until_step is not None:
-            return f"{name} is not slow any more ({slow.kind}, since step {slow.since_step})"
+            return f"{name} recovered ({slow.kind}, slow since step {slow.since_step})"
         return f"{name} is slow since step {slow.since_step} ({slow.kind}): {slow.text}"
 
     def _where(self, rank: int) -> dict[str, Any]:

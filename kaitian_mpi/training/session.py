@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.checkpoint.exit_save import ExitSave
 from kaitian_mpi.checkpoint.metadata import Memory
 from kaitian_mpi.checkpoint.policy import Checkpointing
-from kaitian_mpi.checkpoint.results import write_results
 from kaitian_mpi.checkpoint.resume_rules import Renewed
-from kaitian_mpi.checkpoint.resumption import Resumption
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Crew
@@ -36,12 +34,14 @@ from kaitian_mpi.runtime.polling import wait_quietly
 from kaitian_mpi.runtime.signals import last_words, requests
 from kaitian_mpi.runtime.watchdog import enter_phase, first_limit, set_phase_limit
 from kaitian_mpi.training.divergence import repair_divergence
-from kaitian_mpi.training.summary import failures, opening, standing
+from kaitian_mpi.training.results import write_results
+from kaitian_mpi.training.resumption import Resumption
+from kaitian_mpi.training.summary import NAME, Summary, describe_losses
 from kaitian_mpi.training.trainer import Trainer
 
 
-def train(config: TrainConfig, world: World) -> dict[str, Any]:
-    """Train a model and return the content of `summary.json`. Collective.
+def train(config: TrainConfig, world: World) -> Summary:
+    """Train a model and return its summary. Collective.
 
     Returns:
         The summary; on a rank that has not trained, little of it.
@@ -83,7 +83,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, crew: Crew) -> None:
         self.config, self.crew = config, crew
-        self.summary: dict[str, Any] = {}
+        self.summary = Summary()
         self.fault = ""  # why the results are not on disk
         self.profiles = Profiles(config)
         self.left_out: dict[int, str] = {}
@@ -102,12 +102,12 @@ class _Run:
         self.checkpoints = Checkpointing(self.config, self.path)
         self.earlier = Resumption(self.config, self.path)
         self.slowdown = Slowdown(self.made.slowdowns[world.info.world_rank])
-        self.summary["emulated"] = is_emulated(world, self.made)
+        self.summary = replace(self.summary, emulated=is_emulated(world, self.made))
 
     def find_checkpoint(self, world: World) -> None:
         """Look for what an earlier job has left, if it is asked for."""
         self.earlier.find(world, self.made)
-        self.summary = self.earlier.summary | self.summary
+        self.summary = replace(self.earlier.summary, emulated=self.summary.emulated)
 
     def benchmark(self, world: World) -> None:
         """Find out what a step costs each rank, unless that is known or not asked for."""
@@ -133,10 +133,11 @@ class _Run:
             self.left_out = self._find_left_out(world, buckets)
         self.places_left_out = [places[rank] for rank in self.left_out]
         tell_left_out(world, self.left_out)
-        self.summary["left_out"] = [
+        left_out = [
             {"rank": world.infos[rank].world_rank, "why": why}
             for rank, why in self.left_out.items()
         ]
+        self.summary = replace(self.summary, left_out=left_out)
 
     def hand_over(self, world: World) -> None:
         """Have the checkpoint at a rank that will train: the one that read it may be excluded."""
@@ -178,18 +179,16 @@ class _Run:
         """Bring the results to disk; without them the run is not finished. Collective."""
         fault = ""
         if world.rank == 0:
-            self.summary["failures"] = self._failures()
+            summary = replace(self.summary, failures=self._failures())
             try:
-                write_results(
-                    self.made.folder, self.checkpoints, self.state, self._memory, self.summary
-                )
+                write_results(self.made.folder, self.checkpoints, self.state, self._memory, summary)
             except StorageError as error:
                 fault = str(error)
         wait_quietly(world.comm)
         self.fault = gather_values(world.comm, fault)[0]
         if not self.fault:
             self.checkpoints.close()
-            self.summary["finished"] = True
+            self.summary = replace(self.summary, finished=True)
             say(world, f"results in {self.path}")
 
     def _end_epoch(self, trainer: Trainer, result: Evaluation) -> None:
@@ -205,7 +204,7 @@ class _Run:
             ),
         )
         self.made.folder.save_model(trainer.state.weights())
-        self.summary |= standing(trainer, result)
+        self.summary = self.summary.with_epoch(trainer, result)
         self._write_summary()
         self.checkpoints.save(trainer.world, trainer.state, self._memory(), result.accuracy)
 
@@ -228,7 +227,7 @@ class _Run:
         elif isinstance(self.made.folder, NoFolder):
             self.made.folder = DiskFolder(self.path)
             self.made.folder.mend()
-            say(world, f"the files are written by rank {world.info.world_rank} from now on")
+            say(world, f"the files are written by {world.info} from now on")
 
     def _choose_allreduce_again(self, world: World) -> None:
         """Keep the algorithm that was chosen, where these ranks are of several kinds."""
@@ -255,7 +254,7 @@ class _Run:
         places = [info.place for info in world.infos]
         is_same_crew = memory is not None and memory.crew == places and not self.crew.losses
         if memory is not None and is_same_crew and min(memory.batch_sizes) >= plan.min_batch:
-            return dataclasses.replace(plan, batch_sizes=memory.batch_sizes)
+            return replace(plan, batch_sizes=memory.batch_sizes)
         return plan
 
     def _state_on(self, world: World, plan: Plan) -> TrainingState:
@@ -273,7 +272,7 @@ class _Run:
         batch = sum(plan.batch_sizes)
         steps = count_steps(self.config, samples, batch, plan.min_batch, progress)
         progress.total_steps = steps
-        has_results = all(gather_values(world.comm, self.summary.get("steps") == progress.step))
+        has_results = all(gather_values(world.comm, self.summary.steps == progress.step))
         progress.is_done = progress.is_done and progress.step >= steps and has_results
         return state
 
@@ -293,7 +292,8 @@ class _Run:
 
     def _failures(self) -> list[dict[str, Any]]:
         memory = self.earlier.memory
-        return failures(self.crew, memory.failures if memory is not None else [])
+        earlier = memory.failures if memory is not None else []
+        return earlier + describe_losses(self.crew.losses)
 
     @contextmanager
     def _saved_at_signals(self) -> Iterator[None]:
@@ -324,8 +324,7 @@ class _Run:
         else:
             why = "equal shares"
         tell_plan(world, self.made, plan, step, why)
-        self.summary |= {"allreduce": self.allreduce, "failures": self._failures()}
-        self.summary |= opening(world, trainer.state, plan)
+        self.summary = self.summary.with_ranks(world, trainer.state, plan, self.allreduce)
         self._write_summary()
 
     def _tell_recovery(self, world: World, step: int) -> None:
@@ -337,5 +336,5 @@ class _Run:
             self._write_summary()
 
     def _write_summary(self) -> None:
-        self.summary["failures"] = self._failures()
-        self.made.folder.write("summary.json", self.summary)
+        self.summary = replace(self.summary, failures=self._failures())
+        self.made.folder.write(NAME, self.summary.to_json())

@@ -84,7 +84,7 @@ def test_a_rank_that_only_holds_the_job_up_is_left_out_even_the_first(mpirun, tm
     ended = mpirun(3, *command, *flags.split())
     assert ended.code == 0, ended.text
     assert "rank 0 (" in ended.out
-    assert "is left out: a single sample takes it" in ended.out
+    assert "is excluded: a single sample takes it" in ended.out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["finished"] is True
     assert summary["ranks"] == [1, 2]

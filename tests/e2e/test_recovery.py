@@ -385,7 +385,7 @@ def test_a_bad_step_is_left_out_and_a_rank_gone_astray_is_put_right(tmp_path):
     assert bad == {"step": 3, "epoch": 0, "samples": samples}
     found = re.findall(r"step (\d+): the weights of rank (.*) differ from the others'", ended.out)
     assert found == [("6", f"1 ({os.uname().nodename})")]
-    assert "taken anew from rank 0" in ended.out
+    assert "copied from rank 0 (" in ended.out
     assert all(torch.isfinite(value).all() for value in weights_in(tmp_path).values())
 
 

@@ -78,7 +78,7 @@ def run(world, folder, **flags):
     }
     summary = train(TrainConfig(**usual | flags), world)
     world.comm.Barrier()  # rank 0 writes the last file when the others have left
-    return summary
+    return summary.to_json()
 
 
 def cut_back(world, folder, step):

@@ -3,7 +3,7 @@
 import pytest
 
 from kaitian_mpi.mpi.exchange import describe_faults
-from kaitian_mpi.mpi.topology import Group, plan_groups
+from kaitian_mpi.mpi.topology import Group, RankInfo, plan_groups
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
 
 OPEN_MPI = {
@@ -87,3 +87,16 @@ def test_groups_are_the_ranks_of_one_kind(kinds, expected):
 )
 def test_faults_are_joined_into_one_line(faults, expected):
     assert describe_faults(faults) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "name"),
+    [
+        ("cuda", "cuda:0", "rank 2 (node-b, cuda:0)"),
+        ("cpu", "cpu", "rank 2 (node-b, cpu)"),
+        ("mlu", "cpu", "rank 2 (node-b, cpu, mlu)"),  # emulated
+        ("rocm", "cuda:1", "rank 2 (node-b, cuda:1, rocm)"),
+    ],
+)
+def test_messages_name_a_rank_by_number_host_device_and_kind(kind, device, name):
+    assert str(RankInfo(2, 0, "node-b", kind, device, "a device", 2**30, "2.13")) == name

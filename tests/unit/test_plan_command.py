@@ -8,13 +8,14 @@ import time
 import pytest
 
 from kaitian_mpi.balance import forecast
-from kaitian_mpi.balance.bench_file import Bench, BenchRank, read_bench, write_bench, write_json
+from kaitian_mpi.balance.bench_file import Bench, BenchRank, bench_to_json, read_bench
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.benchmark import table
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.output.files import save_json
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):
@@ -44,7 +45,7 @@ BENCH = Bench(
 @pytest.fixture
 def bench_path(tmp_path):
     path = tmp_path / "bench.json"
-    write_bench(path, BENCH)
+    save_json(path, bench_to_json(BENCH))
     return path
 
 
@@ -74,7 +75,7 @@ def test_a_file_is_read_as_it_was_written(bench_path):
 
 def test_other_keys_are_kept_and_passed_over(tmp_path):
     path = tmp_path / "bench.json"
-    write_bench(path, BENCH, {"scores": [1.0, 0.5], "version": 7})
+    save_json(path, bench_to_json(BENCH, {"scores": [1.0, 0.5], "version": 7}))
     content = json.loads(path.read_text())
     assert content["scores"] == [1.0, 0.5]
     assert content["version"] == 1
@@ -85,7 +86,7 @@ def test_other_keys_are_kept_and_passed_over(tmp_path):
 
 def test_what_is_not_finite_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "out.json", {"seconds": float("nan")})
+        save_json(tmp_path / "out.json", {"seconds": float("nan")})
     assert not (tmp_path / "out.json").exists()
 
 
@@ -274,7 +275,7 @@ def test_every_line_fits_its_width(run):
         (["--world", "90000xgpu,10001xmlu"], "found 100,001 ranks, needed 100,000 at most"),
         (["--world", "2xgpu", "--global-batch-size", "0"], "found 0, needed 1 to 1000000000"),
         (["--world", "2xgpu", "--global-batch-size", "x"], "invalid int value: 'x'"),
-        (["--world", "2xgpu", "--json", "/proc/none/out"], "found no way to write it"),
+        (["--world", "2xgpu", "--json", "/proc/none/out"], "cannot be written"),
         (["--world", "2xgpu", "--wrold", "2xgpu"], "unrecognized arguments: --wrold"),
     ],
 )
@@ -336,7 +337,7 @@ def test_what_kaitian_bench_advises_works(tmp_path, kinds, works):
         ),
     )
     target = tmp_path / "bench.json"
-    write_bench(target, found, {})
+    save_json(target, bench_to_json(found))
     text = table.advice(target, found)
     if not works:
         assert text == "for kaitian-plan to forecast a bigger job, measure two ranks of each kind"

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from kaitian_mpi.checkpoint.metadata import Memory
-from kaitian_mpi.checkpoint.resume import Found, check_resumable, is_over, results_until
+from kaitian_mpi.checkpoint.resume import Found, check_resumable, is_over
 from kaitian_mpi.checkpoint.resume_rules import Renewed
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.training.resumption import results_until
+from kaitian_mpi.training.summary import Summary
 
 THEN = TrainConfig(model="cnn", run_dir="run", lr=0.1)
 DATA = "80 + 20 samples"
@@ -82,7 +84,26 @@ def test_a_run_is_over_where_nothing_is_left_to_train_and_to_evaluate(done, flag
 
 
 def test_results_of_later_steps_are_of_a_course_that_the_run_leaves():
-    summary = {"steps": 10, "val_loss": 0.5}
+    summary = Summary(steps=10, val_loss=0.5)
     assert results_until(10, summary) == results_until(12, summary) == summary
-    assert results_until(9, summary) == {}
-    assert results_until(9, {"finished": False}) == results_until(0, {"steps": "7"}) == {}
+    assert results_until(9, summary) == Summary()
+    assert results_until(9, Summary()) == Summary()
+    assert results_until(0, Summary.from_json({"steps": "7"})) == Summary()
+
+
+def test_a_summary_is_read_as_it_was_written():
+    summary = Summary(
+        finished=True, steps=10, groups={"cpu": [0, 1]}, val_loss=0.5, failures=[], emulated=False
+    )
+    content = summary.to_json()
+    assert content == {
+        "finished": True,
+        "emulated": False,
+        "failures": [],
+        "groups": {"cpu": [0, 1]},
+        "steps": 10,
+        "val_loss": 0.5,
+    }
+    assert Summary.from_json(content) == summary
+    odd = {"finished": 1, "steps": True, "ranks": {}, "val_loss": 2, "of a later version": 3}
+    assert Summary.from_json(odd) == Summary(val_loss=2)

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from kaitian_mpi.checkpoint.policy import Checkpointing
-from kaitian_mpi.checkpoint.results import write_results
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.output import folders, run_folder
 from kaitian_mpi.output.folders import make_new_folder
 from kaitian_mpi.output.run_folder import DiskFolder, open_run_folder
+from kaitian_mpi.training.results import write_results
+from kaitian_mpi.training.summary import Summary
 
 WEIGHTS = {"weight": torch.arange(3.0)}
 MODEL = "checkpoints/model.pt"
@@ -52,18 +53,14 @@ def full(monkeypatch):
     """Return what makes a disk full, for files of some names."""
 
     def fill(*names):
-        write_bytes, write_text = Path.write_bytes, Path.write_text
+        real_open = Path.open
 
-        def refuse(path):
-            if path.name.removesuffix(".partial") in names:
+        def refuse(path, mode="r", *args, **kwargs):
+            if "w" in mode and path.name.removesuffix(".partial") in names:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real_open(path, mode, *args, **kwargs)
 
-        monkeypatch.setattr(
-            Path, "write_bytes", lambda path, data: refuse(path) or write_bytes(path, data)
-        )
-        monkeypatch.setattr(
-            Path, "write_text", lambda path, text: refuse(path) or write_text(path, text)
-        )
+        monkeypatch.setattr(Path, "open", refuse)
 
     return fill
 
@@ -75,7 +72,7 @@ def run_in(folder, **flags):
 
 def finish(folder, checkpoints):
     to_json = SimpleNamespace(to_json=lambda: {"config": {}})
-    write_results(folder, checkpoints, State(), lambda: to_json, {"steps": 26, "finished": False})
+    write_results(folder, checkpoints, State(), lambda: to_json, Summary(steps=26))
 
 
 def summary_in(folder):

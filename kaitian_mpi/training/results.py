@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from kaitian_mpi.checkpoint.metadata import Memory
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.output.run_folder import RunFolder
+from kaitian_mpi.training.summary import NAME, Summary
 
 _MODEL = "checkpoints/model.pt"
 
@@ -19,7 +20,7 @@ def write_results(
     checkpoints: Checkpointing,
     state: TrainingState,
     memory: Callable[[], Memory],
-    summary: dict[str, Any],
+    summary: Summary,
 ) -> None:
     """Write the weights, if they are not on disk yet, and then that the run is finished.
 
@@ -31,7 +32,7 @@ def write_results(
         checkpoints: the run's.
         state: of the last step.
         memory: what goes with it.
-        summary: the content of `summary.json`.
+        summary: of the run.
 
     Raises:
         StorageError: the disk is full, or cannot be written for another reason.
@@ -41,8 +42,8 @@ def write_results(
         if not folder.has(_MODEL):  # the disk may have been full only for a while
             folder.save_model(state.weights())
         folder.require(_MODEL)
-        folder.write("summary.json", summary | {"finished": True})
-        folder.require("summary.json")
+        folder.write(NAME, replace(summary, finished=True).to_json())
+        folder.require(NAME)
     except StorageError as error:
         kept = _keep(folder, checkpoints, state, memory)
         raise StorageError(f"training is done, but {error}; {kept}") from error

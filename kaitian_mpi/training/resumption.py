@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from kaitian_mpi.checkpoint.metadata import Memory
 from kaitian_mpi.checkpoint.policy import Checkpointing
@@ -15,7 +14,6 @@ from kaitian_mpi.checkpoint.resume import (
     is_held,
     is_over,
     restore,
-    results_until,
 )
 from kaitian_mpi.checkpoint.resume_rules import Renewed
 from kaitian_mpi.config import TrainConfig
@@ -24,6 +22,7 @@ from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
+from kaitian_mpi.training.summary import NAME, Summary
 
 
 class Resumption:
@@ -47,7 +46,7 @@ class Resumption:
         self._config, self._path = config, path
         self._found = Found()
         self._begins_course = False
-        self.summary: dict[str, Any] = {}
+        self.summary = Summary()
         self.was_finished = False
         self.stood_by = False
 
@@ -62,14 +61,14 @@ class Resumption:
         found = self._found = find_checkpoint(config, world, self._path, config.resume)
         if found.memory is not None:
             lines = check_resumable(config, world, found, made.data_set)
-            earlier = gather_values(world.comm, made.folder.read("summary.json"))[0]
+            earlier = Summary.from_json(gather_values(world.comm, made.folder.read(NAME))[0])
             if self._is_finished(earlier):
                 self.was_finished, self.summary = True, earlier
-                made.folder.confirm("summary.json")  # for kaitian-supervise
+                made.folder.confirm(NAME)  # for kaitian-supervise
                 say(
                     world,
-                    f"{self._path} is finished ({earlier['epochs']} epochs, {earlier['steps']} "
-                    "steps): nothing left to train; more --epochs or --max-steps resume it",
+                    f"{self._path} is finished ({earlier.epochs} epochs, {earlier.steps} steps)"
+                    ": nothing left to train; more --epochs or --max-steps resume it",
                 )
                 return
             for line in lines:
@@ -138,8 +137,13 @@ class Resumption:
         if aside is not None:
             say(world, f"the run's other checkpoints are in {aside} from now on")
 
-    def _is_finished(self, earlier: dict[str, Any]) -> bool:
+    def _is_finished(self, earlier: Summary) -> bool:
         """Return whether the run has come to its end, with the results that are in its summary."""
         progress = self._found.progress
-        has_results = earlier.get("finished") is True and earlier.get("steps") == progress["step"]
+        has_results = earlier.finished and earlier.steps == progress["step"]
         return self._config.resume == "auto" and has_results and is_over(self._config, progress)
+
+
+def results_until(step: int, summary: Summary) -> Summary:
+    """Return what a summary says, if it is of no later step than the run resumes from."""
+    return summary if summary.steps is not None and summary.steps <= step else Summary()

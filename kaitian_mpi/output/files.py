@@ -1,0 +1,94 @@
+"""JSON files, and files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from kaitian_mpi.errors import UserError
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterator[IO[bytes]]:
+    """Write a file beside `path`, which takes its place when the block ends without an error.
+
+    Args:
+        path: the file; its folder exists.
+        sync: whether to wait until the content and the name are on disk.
+        shared: whether other processes may write the same file at the same time.
+
+    Raises:
+        OSError: the disk is full, or another fault; `path` is as it was.
+    """
+    own = f".{os.getpid()}" if shared else ""
+    partial = path.with_name(f"{path.name}{own}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is none that can be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def json_bytes(content: Any, *, allow_nan: bool = True) -> bytes:
+    """Return a value as a JSON file's content.
+
+    Raises:
+        ValueError: a number is not finite, and that is not allowed.
+    """
+    return (json.dumps(content, indent=2, allow_nan=allow_nan) + "\n").encode()
+
+
+def save_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the JSON file that a flag names, with no infinities and no NaN.
+
+    Raises:
+        UserError: the file cannot be written.
+        ValueError: a number is not finite.
+    """
+    text = json_bytes(content, allow_nan=False)
+    try:
+        target = path.resolve()  # a link stays one
+        if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
+            path.write_bytes(text)  # such as /dev/stdout, or a file in another user's folder
+            return
+        with replacing(target) as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists "
+            "and is writable"
+        ) from error
