@@ -32,6 +32,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.trainer import Trainer
 
 FACTOR = 3.0
@@ -53,8 +54,23 @@ class Repeated(Dataset):
         return self._data[[index % length for index in indices]]
 
 
+class Run:
+    """A trainer and what follows its steps."""
+
+    def __init__(self, trainer: Trainer, follow_up: StepFollowUp) -> None:
+        self.sampler, self.balancing = trainer.sampler, follow_up.balancing
+        self.close = follow_up.close
+        self._trainer, self._follow_up = trainer, follow_up
+
+    def steps(self) -> Iterator[None]:
+        """Train a step each time that the next one is asked for."""
+        for step in self._trainer.steps():
+            self._follow_up.step_done(step)
+            yield
+
+
 class Bench:
-    """Makes trainers on this rank, of the same model and data."""
+    """Makes runs on this rank, of the same model and data."""
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
@@ -89,17 +105,16 @@ class Bench:
         """Return a plan of one's own."""
         return Plan(shares, [1.0, 1.0], None, "channels_last", "fp32", None)
 
-    def trainer(
-        self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static"
-    ) -> Trainer:
-        """Return a trainer whose ranks are slowed down by these schedules."""
+    def run(self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static") -> Run:
+        """Return a run whose ranks are slowed down by these schedules."""
         config = self.config(sum(plan.batch_sizes), balance)
         data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
         made = Ingredients(data, self.model(), NoFolder(), schedules)
         slowdown = Slowdown(schedules[self.world.rank])
         steps = count_steps(config, len(self.data), config.global_batch_size)
         state = TrainingState(config, made.model, self.computation(), steps)
-        return Trainer(config, self.world, made, state, plan, slowdown)
+        trainer = Trainer(config, self.world, made, state, plan, slowdown)
+        return Run(trainer, StepFollowUp(config, self.world, made.folder, trainer, plan))
 
     def computation(self) -> Computation:
         """Return how every trainer here computes."""
@@ -151,11 +166,11 @@ SLOW: tuple[Schedule, ...] = ((), ((0, FACTOR),))
 def sum_of_parts(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, object]:
     """Together, against both at the same time on their own, and against equal shares."""
     world, batch = bench.world, sum(plan.batch_sizes)
-    together = bench.trainer(plan, SLOW, "adaptive")
+    together = bench.run(plan, SLOW, "adaptive")
     planned_steps = together.steps()
     timed(world, planned_steps, SETTLING)
     shares = together.sampler.batch_sizes
-    equal = bench.trainer(bench.fixed([batch // 2, batch - batch // 2]), SLOW)
+    equal = bench.run(bench.fixed([batch // 2, batch - batch // 2]), SLOW)
     alone = Alone(bench, shares[world.rank], SLOW[world.rank])
     equal_steps = equal.steps()
     timed(world, equal_steps, 1)
@@ -187,13 +202,13 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
     world = bench.world
     plan = bench.plan(batch, SLOW)
     splits = [[share, batch - share] for share in range(1, batch)]
-    trainer = bench.trainer(bench.fixed(splits[0]), SLOW)
-    steps = trainer.steps()
+    run = bench.run(bench.fixed(splits[0]), SLOW)
+    steps = run.steps()
     timed(world, steps, WARM_UP)
     seconds: dict[int, list[float]] = {share: [] for share, _ in splits}
     for _ in range(rounds):
         for split in splits:
-            trainer.sampler.set_plan(split)
+            run.sampler.set_plan(split)
             next(steps)  # the loader has asked for this one's samples already
             seconds[split[0]].append(timed(world, steps, 1))
     medians = {share: statistics.median(times) for share, times in seconds.items()}
@@ -202,10 +217,10 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
     again: dict[int, list[float]] = {share: [] for share in {*finalists, plan.batch_sizes[0]}}
     for _ in range(3 * rounds):
         for share, times in again.items():
-            trainer.sampler.set_plan([share, batch - share])
+            run.sampler.set_plan([share, batch - share])
             next(steps)
             times.append(timed(world, steps, 1))
-    trainer.close()
+    run.close()
     finals = {share: statistics.median(times) for share, times in again.items()}
     best = min(finals, key=lambda share: finals[share])
     return {
@@ -220,20 +235,20 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
 def steady(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, object]:
     """Adaptive against static where nothing changes."""
     world = bench.world
-    trainers = [bench.trainer(plan, SLOW, balance) for balance in ("static", "adaptive")]
-    runs = [trainer.steps() for trainer in trainers]
-    for run in runs:
-        timed(world, run, WARM_UP)
+    runs = [bench.run(plan, SLOW, balance) for balance in ("static", "adaptive")]
+    steps_of = [run.steps() for run in runs]
+    for run_steps in steps_of:
+        timed(world, run_steps, WARM_UP)
     ratios = []
     for number in range(rounds):
         order = (0, 1) if number % 2 else (1, 0)
         seconds = [0.0, 0.0]
         for index in order:
-            seconds[index] = timed(world, runs[index], steps)
+            seconds[index] = timed(world, steps_of[index], steps)
         ratios.append(seconds[1] / seconds[0])
-    plans = trainers[1].balancing.plans
-    for trainer in trainers:
-        trainer.close()
+    plans = runs[1].balancing.plans
+    for run in runs:
+        run.close()
     return {"adaptive_over_static": quartiles(ratios), "plans": plans}
 
 
@@ -242,15 +257,15 @@ def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> 
     world = bench.world
     plan = bench.plan(batch, ((), ()))
     schedules: tuple[Schedule, ...] = ((), ((slow_at, FACTOR), (well_at, 1.0)))
-    trainer = bench.trainer(plan, schedules, "adaptive")
-    run = trainer.steps()
+    run = bench.run(plan, schedules, "adaptive")
+    run_steps = run.steps()
     seconds, shares = [], []
     for _ in range(steps):
-        shares.append(trainer.sampler.batch_sizes)
-        seconds.append(timed(world, run, 1))
-    plans = trainer.balancing.plans - 1
-    slow = trainer.balancing.slow_ranks()
-    trainer.close()
+        shares.append(run.sampler.batch_sizes)
+        seconds.append(timed(world, run_steps, 1))
+    plans = run.balancing.plans - 1
+    slow = run.balancing.slow_ranks()
+    run.close()
     optimum = best_fixed(bench, batch, SLOW)
     well = best_fixed(bench, batch, ((), ()))
 
@@ -278,16 +293,16 @@ def best_fixed(bench: Bench, batch: int, schedules: tuple[Schedule, ...]) -> flo
     ratio = 1 / FACTOR if schedules[1] else 1.0
     ideal = round(batch / (1 + ratio))
     reach = max(1, batch // 32)
-    trainer = bench.trainer(bench.fixed([ideal, batch - ideal]), schedules)
-    run = trainer.steps()
-    timed(world, run, WARM_UP)
+    run = bench.run(bench.fixed([ideal, batch - ideal]), schedules)
+    run_steps = run.steps()
+    timed(world, run_steps, WARM_UP)
     seconds: dict[int, list[float]] = {}
     for _ in range(3):
         for share in (ideal - reach, ideal, ideal + reach):
-            trainer.sampler.set_plan([share, batch - share])
-            next(run)
-            seconds.setdefault(share, []).extend(timed(world, run, 1) for _ in range(2))
-    trainer.close()
+            run.sampler.set_plan([share, batch - share])
+            next(run_steps)
+            seconds.setdefault(share, []).extend(timed(world, run_steps, 1) for _ in range(2))
+    run.close()
     return min(statistics.median(times) for times in seconds.values())
 
 

@@ -60,9 +60,10 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     config, crew = make_config(options.model, options.batch), Crew(world)
     commit = Stopwatch(crew.commit)
     ready, plain = make_trainer(config, world, commit), make_trainer(config, world)
-    copy = Stopwatch(ready.state.begin_piece)
-    ready.state.begin_piece = copy  # type: ignore[method-assign]
-    steps = (endless(plain), endless(ready))
+    state = ready[0].state
+    copy = Stopwatch(state.begin_piece)
+    state.begin_piece = copy  # type: ignore[method-assign]
+    steps = (endless(*plain), endless(*ready))
     for run in steps:
         timed(world, run, WARM_UP)
     commit.seconds.clear()
@@ -71,8 +72,8 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.pairs):
         for index in (0, 1) if number % 2 else (1, 0):
             blocks[index].append(timed(world, steps[index], options.steps))
-    ready.close()
-    plain.close()
+    for _, follow_up in (ready, plain):
+        follow_up.close()
     return summarise(world, blocks, commit.seconds, copy.seconds)
 
 

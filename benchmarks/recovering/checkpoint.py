@@ -49,9 +49,9 @@ def is_writing(world: World) -> bool:
 def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Save every few steps. Collective."""
     config = make_config(options.model, options.batch)
-    trainer = make_trainer(config, world)
+    trainer, follow_up = make_trainer(config, world)
     memory, checkpoints = memory_of(config, trainer), Checkpointing(config, folder)
-    steps = endless(trainer)
+    steps = endless(trainer, follow_up)
     timed(world, steps, WARM_UP)
     saves, written, normal, after = [], [], [], []
     for _ in range(options.saves):
@@ -66,7 +66,7 @@ def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str
         written.append(newest - clock)
         normal += [timed(world, steps, 1) for _ in range(options.steps)]
     checkpoints.close()
-    trainer.close()
+    follow_up.close()
     by_rank = gather_values(world.comm, saves)
     size = max((path.stat().st_size for path in folder.rglob("*.pt")), default=0)
     step = statistics.median(normal)

@@ -20,7 +20,8 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import wait_quietly
-from kaitian_mpi.training.trainer import Trainer
+from kaitian_mpi.training.follow_up import StepFollowUp
+from kaitian_mpi.training.trainer import Step, Trainer
 
 
 def make_config(model: str, batch: int) -> TrainConfig:
@@ -38,8 +39,8 @@ def make_config(model: str, batch: int) -> TrainConfig:
 
 def make_trainer(
     config: TrainConfig, world: World, commit: Callable[[bool], None] | None = None
-) -> Trainer:
-    """Return a trainer with equal shares and a model of its own. Collective."""
+) -> tuple[Trainer, StepFollowUp]:
+    """Return a trainer with equal batch sizes and a model of its own. Collective."""
     data = load_data(config)
     torch.manual_seed(0)
     made = Ingredients(data, build_model(config.model, data.num_classes), NoFolder(), ())
@@ -48,17 +49,21 @@ def make_trainer(
     computation = Computation(world.device, "fp32", "channels_last", 0.0)
     steps = count_steps(config, len(data.train), config.global_batch_size)  # type: ignore[arg-type]
     state = TrainingState(config, made.model, computation, steps)
-    return Trainer(config, world, made, state, plan, Slowdown(()), commit)
+    trainer = Trainer(config, world, made, state, plan, Slowdown(()), commit)
+    return trainer, StepFollowUp(config, world, made.folder, trainer, plan)
 
 
-def endless(trainer: Trainer) -> Iterator[None]:
+def endless(trainer: Trainer, follow_up: StepFollowUp) -> Iterator[Step]:
     """Train a step each time that the next one is asked for, epoch after epoch."""
     while True:
-        yield from trainer.steps()
+        for step in trainer.steps():
+            follow_up.step_done(step)
+            yield step
+        follow_up.epoch_done()
         trainer.progress.epoch_done(epochs=10**9)
 
 
-def timed(world: World, steps: Iterator[None], count: int) -> float:
+def timed(world: World, steps: Iterator[Step], count: int) -> float:
     """Return the seconds per step of the next so many steps, the slowest rank's. Collective."""
     wait_quietly(world.comm)
     began = time.perf_counter()

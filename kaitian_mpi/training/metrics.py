@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.clock import StepTimes, make_clock
+from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import progress_line, say
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.training.trainer import Step
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,18 @@ class Metrics:
     cost nothing.
     """
 
-    def __init__(self, config: TrainConfig, world: World, folder: RunFolder) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, folder: RunFolder, clock: StepClock
+    ) -> None:
         """Start counting.
 
         Args:
             config: the number of epochs and the seconds between progress lines.
             world: the ranks.
             folder: where the lines go.
+            clock: of this rank's steps.
         """
-        self.clock = make_clock(world.device)
+        self._clock = clock
         self.compute_sec = [0.0] * world.size
         self.wait_sec = [0.0] * world.size
         self.steps = 0
@@ -60,30 +64,17 @@ class Metrics:
         """Do not count the time since the last reading: it went into something else."""
         self._since = time.perf_counter()
 
-    def add_data_time(self, seconds: float) -> None:
-        """Count time spent on getting a batch."""
-        self._data_sec += seconds
-
-    def step_done(
-        self,
-        progress: Progress,
-        loss: torch.Tensor,
-        own_samples: int,
-        samples: int,
-        times: StepTimes,
-    ) -> None:
-        """Count a step of `samples`, `own_samples` of them here. Collective at a reading.
+    def observe(self, step: Step, progress: Progress) -> None:
+        """Count a step. Collective at a reading.
 
         Args:
+            step: of this rank.
             progress: how far the run is with this step.
-            loss: the mean over this rank's samples.
-            own_samples: of this rank.
-            samples: of all ranks.
-            times: of the steps that the device has ended since the last call.
         """
-        self._loss_sum += loss.to(self._loss_sum) * own_samples
-        self._add_times(times)
-        self._samples += samples
+        self._loss_sum += step.loss.to(self._loss_sum) * step.own_samples
+        self._data_sec += step.data_sec
+        self._add_times(step.times)
+        self._samples += step.samples
         self._steps += 1
         if progress.step >= self._next_reading:
             self.read(progress)
@@ -110,7 +101,7 @@ class Metrics:
         self._wait += times.waited
 
     def _gather(self) -> list[Reading]:
-        self._add_times(self.clock.take(wait=True))
+        self._add_times(self._clock.take(wait=True))
         elapsed = time.perf_counter() - self._since
         own = (self._loss_sum.item(), self._compute, self._wait, self._data_sec, elapsed)
         wait_quietly(self._world.comm)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
 from kaitian_mpi.balance.stragglers import COMMUNICATION, Slowness, SlownessWatch
-from kaitian_mpi.engine.clock import StepTimes
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.training.link_probe import FEWEST, MOST, end_with_slow_links, time_links
-from kaitian_mpi.training.step_exchange import StepExchange
+from kaitian_mpi.training.step_exchange import StepReport
 
 
 class Balancing:
-    """Tells the ranks of each other's steps; every rank draws the same conclusions from that."""
+    """Follows every rank's speed; all ranks draw the same conclusions from the same reports."""
 
     def __init__(
         self,
@@ -31,7 +29,7 @@ class Balancing:
         steps_ahead: int = 0,
         min_batch: int = 1,
     ) -> None:
-        """Begin with a plan. Collective, as every method is.
+        """Begin with a plan.
 
         Args:
             world: the ranks.
@@ -44,38 +42,27 @@ class Balancing:
             min_batch: the smallest batch that a plan may give.
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
-        self._exchange = StepExchange(world.comm, 6)
-        self.asks = False
-        """Whether this rank asks for something that all have to do between the same two steps."""
-        self.was_asked = False
-        """Whether any rank did, as all ranks know after the same step."""
         self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
         self._watch = SlownessWatch(world.size, costs or ())
         self.plans = 1
 
-    def step_done(
-        self, step: int, samples: int, times: StepTimes, data_sec: float
-    ) -> list[int] | None:
-        """Tell the others of a step of this rank; return other batch sizes where they pay.
+    def observe(self, step: int, reports: Sequence[StepReport]) -> list[int] | None:
+        """Take in every rank's report of a step; return other batch sizes where they pay.
+
+        Collective: where the exchange between hosts has become slow, its links are measured.
 
         Args:
-            step: how many steps are done.
-            samples: this rank's in the step.
-            times: of the steps that the device has ended since the last call.
-            data_sec: seconds spent on getting the batch.
+            step: how many steps are done by now; the reports are of the one before.
+            reports: by rank.
         """
-        own = (times.steps, samples, times.computed, times.waited, data_sec, self.asks)
-        told = self._exchange.swap(own)
-        self.was_asked = told is not None and bool(told[:, 5].any())
-        if told is None:
-            return None
-        steps = [_rank_step(row) for row in told]
-        for change in self._watch.observe(step - 1, steps, told[:, 4].tolist()):
+        steps = [_rank_step(report) for report in reports]
+        data_sec = [report.data_sec for report in reports]
+        for change in self._watch.observe(step - 1, steps, data_sec):
             say(self._world, f"step {step}: {self._line(self._traced(change))}")
         plan = self._rebalancer.observe(steps) if self._rebalancer else None
         if plan is None:
             return None
-        self._tell(step, plan)
+        self._record(step, plan)
         return plan.batch_sizes
 
     def slow_ranks(self) -> list[dict[str, Any]]:
@@ -87,10 +74,6 @@ class Balancing:
     def costs(self) -> list[RankCost] | None:
         """Return what a step costs each rank by what has been seen of it; None if unknown."""
         return self._rebalancer.costs if self._rebalancer else None
-
-    def close(self, together: bool = True) -> None:
-        """End the exchange; not `together` where a rank may be lost."""
-        self._exchange.close(together)
 
     def _traced(self, change: Slowness) -> Slowness:
         """Find out by a few messages which host's links are slow, where the exchange has become so.
@@ -109,7 +92,7 @@ class Balancing:
         text = f"{change.text}; messages to and from its host take {factor:.1f}x as long as usual"
         return self._watch.name(change, ends[end], text)
 
-    def _tell(self, step: int, plan: NewPlan) -> None:
+    def _record(self, step: int, plan: NewPlan) -> None:
         self.plans += 1
         line = {
             "step": step + self._steps_ahead,
@@ -141,8 +124,12 @@ class Balancing:
         }
 
 
-def _rank_step(row: np.ndarray) -> RankStep:
+def _rank_step(report: StepReport) -> RankStep:
     """Return a rank's step; getting the batch is its own work, as computing is."""
-    steps, samples, computed, waited, data_sec, _ = row.tolist()
-    count = max(1, int(steps))
-    return RankStep(int(steps), int(samples), computed / count + data_sec, waited / count)
+    count = max(1, report.timed_steps)
+    return RankStep(
+        report.timed_steps,
+        report.samples,
+        report.computed_sec / count + report.data_sec,
+        report.waited_sec / count,
+    )

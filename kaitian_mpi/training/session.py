@@ -34,6 +34,7 @@ from kaitian_mpi.runtime.polling import wait_quietly
 from kaitian_mpi.runtime.signals import last_words, requests
 from kaitian_mpi.runtime.watchdog import enter_phase, first_limit, set_phase_limit
 from kaitian_mpi.training.divergence import repair_divergence
+from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.resumption import Resumption
 from kaitian_mpi.training.summary import NAME, Summary, describe_losses
@@ -90,6 +91,7 @@ class _Run:
         self.places_left_out: list[str] = []
         self.allreduce = ""
         self.trainer: Trainer | None = None
+        self.follow_up: StepFollowUp | None = None
 
     def check_folder(self, world: World) -> None:
         """Check where the files are to go, before anything that takes time."""
@@ -161,16 +163,16 @@ class _Run:
         state = self._state_on(world, plan)
         self.checkpoints.begin()
         commit = self.crew.commit if self.crew.survives else None
-        with Trainer(
-            self.config, world, self.made, state, plan, self.slowdown, commit, self._after_step
-        ) as trainer:
-            self.trainer = trainer
+        trainer = Trainer(self.config, world, self.made, state, plan, self.slowdown, commit)
+        self.trainer = trainer
+        with StepFollowUp(self.config, world, self.made.folder, trainer, plan) as follow_up:
+            self.follow_up = follow_up
             self._tell_start(world, trainer, plan)
             self.earlier.begin_course(world, self.checkpoints, state, self._memory())
             with self._saved_at_signals():
                 while not state.progress.is_done:
-                    trainer.train_epoch()
-                    self._end_epoch(trainer, trainer.evaluate())
+                    self._train_epoch(trainer, follow_up)
+                    self._end_epoch(trainer, follow_up, trainer.evaluate())
         enter_phase("writing the last checkpoint", limited=False)
         with self._saved_at_signals():
             self._finish(world)
@@ -191,7 +193,17 @@ class _Run:
             self.summary = replace(self.summary, finished=True)
             say(world, f"results in {self.path}")
 
-    def _end_epoch(self, trainer: Trainer, result: Evaluation) -> None:
+    def _train_epoch(self, trainer: Trainer, follow_up: StepFollowUp) -> None:
+        """Train what is left of the epoch, and do what follows each step."""
+        follow_up.metrics.restart()
+        for step in trainer.steps():
+            is_wanted = follow_up.step_done(step, self.checkpoints.wants())
+            self._tell_recovery(trainer.world, step.number)
+            self._check_weights(trainer.world, step.number)
+            self._save_if_due(trainer.world, step.number, is_wanted)
+        follow_up.epoch_done()
+
+    def _end_epoch(self, trainer: Trainer, follow_up: StepFollowUp, result: Evaluation) -> None:
         progress, samples = trainer.progress, len(self.made.data.train)  # type: ignore[arg-type]
         if progress.position >= samples:
             progress.epoch_done(self.config.epochs)
@@ -204,21 +216,21 @@ class _Run:
             ),
         )
         self.made.folder.save_model(trainer.state.weights())
-        self.summary = self.summary.with_epoch(trainer, result)
+        self.summary = self.summary.with_epoch(trainer, follow_up, result)
         self._write_summary()
         self.checkpoints.save(trainer.world, trainer.state, self._memory(), result.accuracy)
 
-    def _after_step(self, trainer: Trainer) -> None:
-        """Do what comes up between two steps, on every rank alike."""
-        world, state, step = trainer.world, trainer.state, trainer.progress.step
-        self._tell_recovery(world, step)
+    def _check_weights(self, world: World, step: int) -> None:
+        """Repair weights that differ between ranks, every `--check-every` steps."""
         if self.config.check_every and step % self.config.check_every == 0:
-            repair_divergence(world, state)
-        trainer.balancing.asks = self.checkpoints.wants()
-        if self.checkpoints.is_due(step, trainer.balancing.was_asked):
+            repair_divergence(world, self.state)
+
+    def _save_if_due(self, world: World, step: int, is_wanted: bool) -> None:
+        """Save a checkpoint where it is time for one, and a snapshot."""
+        if self.checkpoints.is_due(step, is_wanted):
             enter_phase("saving a checkpoint", limited=False)
-            self.checkpoints.save(world, state, self._memory())
-        self.checkpoints.snapshot(world, state, self._memory)
+            self.checkpoints.save(world, self.state, self._memory())
+        self.checkpoints.snapshot(world, self.state, self._memory)
 
     def _own_files(self, world: World) -> None:
         """Let the files belong to the first of the ranks that train."""
@@ -246,9 +258,8 @@ class _Run:
 
     def _plan(self, world: World) -> Plan:
         """Share the global batch, by what has been seen of these ranks last."""
-        before = self.trainer
-        infos = before.world.infos if before is not None else ()
-        costs = before.balancing.costs() if before is not None else None
+        infos = self.trainer.world.infos if self.trainer is not None else ()
+        costs = self.follow_up.balancing.costs() if self.follow_up is not None else None
         self.profiles.learn(world, infos, costs)
         plan, memory = self.profiles.plan(world), self.earlier.remembers(Renewed.PLAN)
         places = [info.place for info in world.infos]

@@ -1,9 +1,10 @@
-"""Every rank's figures of every step, a step late, so that nobody waits for them."""
+"""Every rank's report of every step, a step late, so that no rank waits for another's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING, get_type_hints
 
 import numpy as np
 
@@ -15,25 +16,55 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class StepExchange:
-    """Gathers a few numbers from every rank in each step, while the next one is computed."""
+@dataclass(frozen=True)
+class StepReport:
+    """What a rank reports of a step to all others; a field more is one number more per rank."""
 
-    def __init__(self, comm: MPI.Intracomm, count: int) -> None:
-        """Prepare for `count` numbers a rank. Collective over `comm`, as every method is."""
+    samples: int
+    """This rank's in the step."""
+    timed_steps: int
+    """How many steps its device has finished since the last report."""
+    computed_sec: float
+    """Of these steps, without waiting."""
+    waited_sec: float
+    """Of these steps, for communication."""
+    data_sec: float
+    """Getting the step's batch."""
+    wants_checkpoint: bool = False
+    """Whether it asks for a checkpoint."""
+
+    def to_row(self) -> tuple[float, ...]:
+        """Return the fields in order, as they are exchanged."""
+        return tuple(map(float, astuple(self)))
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> StepReport:
+        """Return the report that `to_row` was called on."""
+        return cls(*(convert(value) for convert, value in zip(_TYPES, row, strict=True)))
+
+
+_TYPES = tuple(get_type_hints(StepReport)[field.name] for field in fields(StepReport))
+
+
+class StepExchange:
+    """Gathers every rank's report of a step, while the next one is computed."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Prepare. Collective over `comm`, as every method is."""
         self._comm = track(comm.Dup())
-        self._own = np.empty(count)
-        self._gathered = np.empty((comm.size, count))
+        self._own = np.empty(len(_TYPES))
+        self._gathered = np.empty((comm.size, len(_TYPES)))
         self._request: MPI.Request | None = None
         close_at_exit(self.close)
 
-    def swap(self, values: Sequence[float]) -> np.ndarray | None:
-        """Start sending this step's numbers, and return those of the step before.
+    def swap(self, report: StepReport) -> list[StepReport] | None:
+        """Start sending this step's report, and return those of the step before, by rank.
 
         Returns:
-            float64 [ranks, count]; None in the first call.
+            None in the first call.
         """
         before = self._receive()
-        self._own[:] = values
+        self._own[:] = report.to_row()
         self._request = self._comm.Iallgather(self._own, self._gathered)
         return before
 
@@ -41,7 +72,7 @@ class StepExchange:
         """End the exchange; what is under way is received and dropped.
 
         Args:
-            together: False where a rank may be lost, so that nobody is waited for.
+            together: False where a rank may be lost, so that no rank is waited for.
         """
         closed_early(self.close)
         if together and not is_revoked(self._comm):
@@ -50,9 +81,9 @@ class StepExchange:
         elif self._request is not None:
             abandon(self._request, self._own, self._gathered)
 
-    def _receive(self) -> np.ndarray | None:
+    def _receive(self) -> list[StepReport] | None:
         if self._request is None:
             return None
         wait_for(self._request)
         self._request = None
-        return self._gathered.copy()
+        return [StepReport.from_row(row) for row in self._gathered.tolist()]

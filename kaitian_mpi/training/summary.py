@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.engine.evaluation import Evaluation
     from kaitian_mpi.engine.state import TrainingState
     from kaitian_mpi.mpi.world import World
+    from kaitian_mpi.training.follow_up import StepFollowUp
     from kaitian_mpi.training.trainer import Trainer
 
 NAME = "summary.json"
@@ -100,9 +101,9 @@ class Summary:
             torch_version=world.info.torch_version,
         )
 
-    def with_epoch(self, trainer: Trainer, result: Evaluation) -> Summary:
+    def with_epoch(self, trainer: Trainer, follow_up: StepFollowUp, result: Evaluation) -> Summary:
         """Return this with how the run stands after an epoch."""
-        metrics, progress = trainer.metrics, trainer.progress
+        metrics, progress = follow_up.metrics, trainer.progress
         steps = max(1, metrics.steps)
         return replace(
             self,
@@ -110,8 +111,8 @@ class Summary:
             epochs=progress.epoch,
             bad_steps=progress.bad_steps,
             batch_sizes=trainer.sampler.batch_sizes,
-            plans=trainer.balancing.plans,
-            slow_ranks=trainer.balancing.slow_ranks(),
+            plans=follow_up.balancing.plans,
+            slow_ranks=follow_up.balancing.slow_ranks(),
             samples_per_sec=progress.samples / progress.training_sec,
             step_time_sec=progress.training_sec / progress.step,
             compute_time_sec=[seconds / steps for seconds in metrics.compute_sec],

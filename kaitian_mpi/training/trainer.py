@@ -1,12 +1,12 @@
-"""The training loop."""
+"""Steps and evaluations, in step with the other ranks."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,27 +17,52 @@ from kaitian_mpi.balance.shares import cut
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.loader import make_loader, steps_ahead
+from kaitian_mpi.data.loader import make_loader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.clock import StepTimes
+from kaitian_mpi.engine.clock import StepTimes, make_clock
 from kaitian_mpi.engine.computation import make_schedule
 from kaitian_mpi.engine.evaluation import Evaluation, evaluate
 from kaitian_mpi.engine.setup import Ingredients
 from kaitian_mpi.engine.state import Progress, TrainingState
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_limit, set_phase_limit
-from kaitian_mpi.training.bad_steps import BadSteps
-from kaitian_mpi.training.metrics import Metrics
-from kaitian_mpi.training.rebalancing import Balancing
+from kaitian_mpi.training.step_exchange import StepReport
 
 _STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
+
+
+@dataclass(frozen=True)
+class Step:
+    """A global step that all ranks have done, as one of them sees it."""
+
+    number: int
+    """From 1."""
+    samples: int
+    """Of all ranks."""
+    own_samples: int
+    """Of this rank."""
+    loss: torch.Tensor
+    """Mean over this rank's samples, where they were computed; reading it waits for the device."""
+    is_finite: bool
+    """Whether its gradient is; otherwise all ranks have skipped the optimizer's step."""
+    times: StepTimes
+    """Of the steps that the device has finished since the step before."""
+    data_sec: float
+    """Spent on getting this rank's batch."""
+
+    def report(self, wants_checkpoint: bool = False) -> StepReport:
+        """Return what the other ranks need to know of it."""
+        steps, computed, waited = self.times
+        return StepReport(
+            self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
+        )
 
 
 class Trainer:
     """Trains on some ranks, in step with each other, from wherever the state is.
 
-    Every method is collective. Use it as a context: leaving it by an exception waits for nobody.
+    Every method is collective.
     """
 
     def __init__(
@@ -49,26 +74,24 @@ class Trainer:
         plan: Plan,
         slowdown: Slowdown,
         commit: Callable[[bool], None] | None = None,
-        after_step: Callable[[Trainer], None] | None = None,
     ) -> None:
         """Make what belongs to these ranks; the state itself goes on.
 
         Args:
             config: the settings.
             world: the ranks, which are those of the default process group.
-            made: data and run folder.
+            made: the data.
             state: the same on every rank.
             plan: the batch sizes of these ranks.
             slowdown: this rank's emulated slowdown.
             commit: called with whether this rank has done a step or an evaluation, before anything
                 is changed by it; raises where some rank has not.
-            after_step: called with this object after each step.
         """
         data = made.data
         self.world, self.state = world, state
         self._config, self._data = config, data
         self._computation, self._slowdown = state.computation, slowdown
-        self._commit, self._after_step = commit, after_step
+        self._commit = commit
         state.undo_piece()
         self.sampler = LoadAdaptiveSampler(
             data.train,  # type: ignore[arg-type]
@@ -92,18 +115,7 @@ class Trainer:
         # A 1x1 filter's gradient in channels_last names other strides for the same order of bytes.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self._rate = make_schedule(config)
-        self._bad_steps = BadSteps(config, world, made.folder)
-        self.metrics = Metrics(config, world, made.folder)
-        self.balancing = Balancing(
-            world,
-            made.folder,
-            plan.batch_sizes,
-            plan.costs,
-            adaptive=config.balance == "adaptive",
-            steps_ahead=steps_ahead(config.workers),
-            min_batch=plan.min_batch,
-        )
-        self._clock = self.metrics.clock
+        self.clock = make_clock(world.device)
         self._limit = StepLimit(config.step_timeout)
         self._evaluation_limit = StepLimit(config.step_timeout, first_limit(config.step_timeout))
         self._steps_seen = 0
@@ -113,28 +125,11 @@ class Trainer:
         """How far the run is."""
         return self.state.progress
 
-    def __enter__(self) -> Self:
-        return self
+    def steps(self) -> Iterator[Step]:
+        """Train a step each time that the next one is asked for.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close(together=kind is None)
-
-    def close(self, together: bool = True) -> None:
-        """End what the ranks tell each other; not `together` where a rank may be lost."""
-        self.balancing.close(together)
-
-    def train_epoch(self) -> None:
-        """Train what is left of the epoch, or what `--max-steps` leaves of it."""
-        for _ in self.steps():
-            pass
-
-    def steps(self) -> Iterator[None]:
-        """Train one step of the epoch each time that the next one is asked for."""
+        Ends with the epoch, or where `--max-steps` does.
+        """
         if self.progress.step >= self.progress.total_steps:
             return
         self._data.set_epoch(self.progress.epoch)
@@ -145,18 +140,15 @@ class Trainer:
         seed = (self._config.seed + progress.step) * self.world.size + self.world.rank
         loader = make_loader(self._data.train, self.sampler, workers, pin_memory, seed)
         self._ddp.train()
-        self.metrics.restart()
         waiting_since = time.perf_counter()
         enter_phase("getting a batch", step=self.progress.step + 1)
         for inputs, labels in loader:
             data_sec = time.perf_counter() - waiting_since
-            self.step(inputs, labels, data_sec)
-            yield
+            yield self.step(inputs, labels, data_sec)
             if self.progress.step >= self.progress.total_steps:
                 break
             waiting_since = time.perf_counter()
             enter_phase("getting a batch", step=self.progress.step + 1)
-        self.metrics.read(self.progress)
 
     def evaluate(self) -> Evaluation:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
@@ -177,7 +169,7 @@ class Trainer:
         self._commit_piece()
         return result
 
-    def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> None:
+    def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> Step:
         """Train on this rank's share of the next global batch.
 
         Args:
@@ -193,20 +185,21 @@ class Trainer:
         self.state.statistics.before_step(step_in_epoch, len(labels), samples)
         self._gradients.weight = len(labels) / samples
         self._slowdown.go_to(self.progress.step + 1)
-        self._clock.start()
+        self.clock.start()
         self._slowdown.start()
         enter_phase("forward", step=self.progress.step + 1)
         loss = self._gradients_of(inputs, labels)
         is_finite = self._gradients.is_finite(self.state.model)
         self._commit_piece()
-        self._clock.gradients_summed()
+        self.clock.gradients_summed()
         self._slowdown.start()
         self._apply(is_finite, samples)
         self._slowdown.catch_up()
-        self._clock.stop()
-        self._tell(loss, len(labels), samples, data_sec)
-        if self._after_step is not None:
-            self._after_step(self)
+        self.clock.stop()
+        times = self.clock.take()
+        self._watch(times, data_sec)
+        number, own_samples = self.progress.step, len(labels)
+        return Step(number, samples, own_samples, loss, is_finite, times, data_sec)
 
     def _commit_piece(self) -> None:
         """Go on only if every rank has come so far."""
@@ -223,7 +216,6 @@ class Trainer:
                 self._computation.update(self.state.optimizer)
             self.state.optimizer.zero_grad()
             self.progress.step_done(samples)
-        self._bad_steps.observe(self.progress, is_finite, self.sampler, samples)
 
     def _gradients_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Leave the global batch's gradient in the parameters; return this rank's mean loss.
@@ -251,24 +243,15 @@ class Trainer:
         self._computation.scaler.scale(loss).backward()
         return loss.detach()
 
-    def _tell(self, loss: torch.Tensor, own_samples: int, samples: int, data_sec: float) -> None:
-        times = self._clock.take()
-        self._watch(times, data_sec)
-        plan = self.balancing.step_done(self.progress.step, own_samples, times, data_sec)
-        if plan is not None:
-            self.sampler.set_plan(plan)
-        self.metrics.add_data_time(data_sec)
-        self.metrics.step_done(self.progress, loss, own_samples, samples, times)
-
     def _watch(self, times: StepTimes, data_sec: float) -> None:
-        """Let the watchdog know how long a step takes, and that now the ranks meet."""
+        """Tell the watchdog how long a step takes, and that the ranks wait for each other now."""
         self._steps_seen += 1
         if times.steps:
             step_sec = (times.computed + times.waited) / times.steps
             limit = self._limit.observe(step_sec + data_sec)
             if limit is not None or self._steps_seen == _STEPS_TO_KNOW:
                 set_phase_limit(self._limit.limit_sec)
-        enter_phase("telling of the step", step=self.progress.step, waits=True)
+        enter_phase("reporting the step", step=self.progress.step, waits=True)
 
     def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if len(labels):
@@ -283,7 +266,7 @@ class Trainer:
 
     def _bucket_ready(self, is_last: bool) -> None:
         self._slowdown.catch_up()
-        self._clock.bucket_ready()
+        self.clock.bucket_ready()
         if is_last:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 

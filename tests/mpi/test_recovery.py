@@ -79,11 +79,12 @@ class Run:
     def train(self, shares, other_shares=None):
         while not self.state.progress.is_done:
             try:
-                with self._make_trainer(shares) as trainer:
-                    while not self.state.progress.is_done:
-                        trainer.train_epoch()
-                        self.results.append(trainer.evaluate())
-                        self.state.progress.epoch_done(EPOCHS)
+                trainer = self._make_trainer(shares)
+                while not self.state.progress.is_done:
+                    for _ in trainer.steps():
+                        pass
+                    self.results.append(trainer.evaluate())
+                    self.state.progress.epoch_done(EPOCHS)
             except RefusedError:
                 self.refusals += 1
                 shares = other_shares or shares
@@ -101,11 +102,12 @@ class Run:
         trainer = Trainer(
             self.config, self.world, self.made, self.state, plan, Slowdown(), self.commit
         )
-        step = trainer.step
+        step_on = trainer.step
 
         def noted_step(inputs, labels, data_sec):
-            step(inputs, labels, data_sec)
+            step = step_on(inputs, labels, data_sec)
             self.taken.append((inputs[:, 0] * LENGTH).round().long().tolist())
+            return step
 
         trainer.step = noted_step
         return trainer

@@ -3,6 +3,7 @@ sample."""
 
 import itertools
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.training.divergence import repair_divergence
+from kaitian_mpi.training.follow_up import StepFollowUp
+from kaitian_mpi.training.step_exchange import StepExchange, StepReport
 from kaitian_mpi.training.trainer import Trainer
 
 LENGTH, BATCH = 150, 24
@@ -42,6 +45,11 @@ class Points(Dataset):
         ) % 4
 
 
+def make_plan(world, shares, micro_batch_size=None):
+    scores = [1.0] * world.size
+    return Plan(shares, scores, None, "contiguous", "fp32", micro_batch_size=micro_batch_size)
+
+
 def make_trainer(world, shares, micro_batch_size=None, workers=0):
     config = TrainConfig(
         global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1
@@ -49,9 +57,7 @@ def make_trainer(world, shares, micro_batch_size=None, workers=0):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     made = Ingredients(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
-    plan = Plan(
-        shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size=micro_batch_size
-    )
+    plan = make_plan(world, shares, micro_batch_size)
     computation = Computation(world.device, "fp32", "contiguous", 0.0)
     state = TrainingState(config, model, computation, count_steps(config, LENGTH, BATCH))
     return Trainer(config, world, made, state, plan, Slowdown())
@@ -60,24 +66,18 @@ def make_trainer(world, shares, micro_batch_size=None, workers=0):
 def train(trainer, plans=None):
     """Train two epochs; set plans by step. Return the samples this rank took, and the weights."""
     taken = []
-    told = trainer.balancing.step_done
-
-    def step_done(step, *rest):
-        told(step, *rest)
-        return (plans or {}).get(step)
-
-    trainer.balancing.step_done = step_done
-    step = trainer.step
+    step_on = trainer.step
 
     def noted_step(inputs, labels, data_sec):
         taken.append((inputs[:, 0] * LENGTH).round().long().tolist())
-        step(inputs, labels, data_sec)
+        return step_on(inputs, labels, data_sec)
 
     trainer.step = noted_step
     for _ in range(2):
-        trainer.train_epoch()
+        for step in trainer.steps():
+            if step.number in (plans or {}):
+                trainer.sampler.set_plan(plans[step.number])
         trainer.progress.epoch_done(2)
-    trainer.close()
     weights = torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
     return taken, weights
 
@@ -165,10 +165,10 @@ def test_no_batch_is_too_small_for_batch_norm(world, rest, micro_batch_size):
     state = TrainingState(
         config, model, Computation(world.device, "fp32", "contiguous", 0.0), steps
     )
-    with Trainer(config, world, made, state, plan, Slowdown()) as trainer:
-        trainer.train_epoch()
-        result = trainer.evaluate()
-        assert (trainer.progress.position, trainer.progress.step) == (length, steps // 2)
+    trainer = Trainer(config, world, made, state, plan, Slowdown())
+    assert [step.number for step in trainer.steps()] == list(range(1, steps // 2 + 1))
+    result = trainer.evaluate()
+    assert (trainer.progress.position, trainer.progress.step) == (length, steps // 2)
     assert math.isfinite(result.loss)
     assert 2 <= min(model.trained)
     assert max(model.trained) <= max(micro_batch_size or 99, 3)
@@ -176,6 +176,34 @@ def test_no_batch_is_too_small_for_batch_norm(world, rest, micro_batch_size):
     assert sum(trained) == length
     # What fits the memory in training is the most in an evaluation, too.
     assert max(model.evaluated, default=0) <= (micro_batch_size or 64)
+
+
+def test_reports_arrive_on_all_ranks_a_step_later(world):
+    def report(rank, step):
+        asks = rank == world.size - 1 and step == 2
+        return StepReport(rank + 7, step, 0.25 * rank, 1 / 3, step / 7, wants_checkpoint=asks)
+
+    exchange = StepExchange(world.comm)
+    assert exchange.swap(report(world.rank, 1)) is None
+    for step in (2, 3, 4):
+        expected = [report(rank, step - 1) for rank in range(world.size)]
+        found = exchange.swap(report(world.rank, step))
+        assert found == expected
+        for field in fields(StepReport):
+            value = getattr(found[0], field.name)
+            assert type(value) is type(getattr(expected[0], field.name))
+    exchange.close()
+
+
+def test_a_checkpoint_that_one_rank_asks_for_is_due_on_all_after_the_same_step(world):
+    trainer, plan = make_trainer(world, uneven(world)), make_plan(world, uneven(world))
+    config = TrainConfig(global_batch_size=BATCH, log_interval=60)
+    with StepFollowUp(config, world, NoFolder(), trainer, plan) as follow_up:
+        due = [
+            follow_up.step_done(step, wants_checkpoint=world.rank == 0 and step.number == 3)
+            for step in trainer.steps()
+        ]
+    assert [number for number, is_due in enumerate(due, 1) if is_due] == [4]
 
 
 def running_mean(world, shares, micro_batch_size=None, plans=None):

@@ -1,0 +1,94 @@
+"""What the ranks do together after each step: exchange reports, adopt plans, record metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kaitian_mpi.benchmark.plan import Plan
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.loader import steps_ahead
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.run_folder import RunFolder
+from kaitian_mpi.training.bad_steps import BadSteps
+from kaitian_mpi.training.metrics import Metrics
+from kaitian_mpi.training.rebalancing import Balancing
+from kaitian_mpi.training.step_exchange import StepExchange, StepReport
+from kaitian_mpi.training.trainer import Step, Trainer
+
+
+class StepFollowUp:
+    """Follows a trainer's steps, on the ranks that it trains on.
+
+    Every method is collective. Use it as a context: leaving it by an exception waits for no rank.
+    """
+
+    def __init__(
+        self, config: TrainConfig, world: World, folder: RunFolder, trainer: Trainer, plan: Plan
+    ) -> None:
+        """Begin with a plan.
+
+        Args:
+            config: the settings.
+            world: the ranks.
+            folder: where metrics and plans are written.
+            trainer: whose steps follow.
+            plan: the one that the trainer begins with.
+        """
+        self._trainer = trainer
+        self._exchange = StepExchange(world.comm)
+        self._bad_steps = BadSteps(config, world, folder)
+        self.metrics = Metrics(config, world, folder, trainer.clock)
+        self.balancing = Balancing(
+            world,
+            folder,
+            plan.batch_sizes,
+            plan.costs,
+            adaptive=config.balance == "adaptive",
+            steps_ahead=steps_ahead(config.workers),
+            min_batch=plan.min_batch,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(together=kind is None)
+
+    def close(self, together: bool = True) -> None:
+        """End the exchange of reports; not `together` where a rank may be lost."""
+        self._exchange.close(together)
+
+    def step_done(self, step: Step, wants_checkpoint: bool = False) -> bool:
+        """Do what every step is followed by.
+
+        Args:
+            step: that the trainer has just done.
+            wants_checkpoint: whether this rank asks for a checkpoint.
+
+        Returns:
+            Whether any rank has asked for one by the step before; the same on every rank.
+
+        Raises:
+            AgreedError: too many steps in a row had no finite gradient.
+        """
+        self._bad_steps.observe(step, self._trainer.progress, self._trainer.sampler)
+        reports = self._exchange.swap(step.report(wants_checkpoint)) or ()
+        self._adopt_plan(step, reports)
+        self.metrics.observe(step, self._trainer.progress)
+        return any(report.wants_checkpoint for report in reports)
+
+    def epoch_done(self) -> None:
+        """Record the steps since the last line of metrics."""
+        self.metrics.read(self._trainer.progress)
+
+    def _adopt_plan(self, step: Step, reports: Sequence[StepReport]) -> None:
+        plan = self.balancing.observe(step.number, reports) if reports else None
+        if plan is not None:
+            self._trainer.sampler.set_plan(plan)
