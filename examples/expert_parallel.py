@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 class MixtureOfExperts(nn.Module):
-    """Adds to each token what its expert makes of it, times the gate's trust in the expert.
+    """Adds each expert's output to its tokens, weighted by the gate's probability.
 
     Args:
         experts: how many experts each rank holds.
@@ -32,25 +32,25 @@ class MixtureOfExperts(nn.Module):
         self.held = experts
         self.rank = rank
         self.gate = nn.Linear(WIDTH, sum(experts))
-        everybodys = [
+        all_experts = [
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
             for _ in range(sum(experts))
-        ]  # all are made, so that the random weights do not depend on the number of ranks
+        ]  # built on every rank, so that the weights do not depend on the number of ranks
         first = sum(experts[:rank])
-        self.experts = nn.ModuleList(everybodys[first : first + experts[rank]])
+        self.experts = nn.ModuleList(all_experts[first : first + experts[rank]])
         self.tokens_per_expert = torch.zeros(sum(experts))  # of all ranks, in the last forward
         self.imbalance = torch.zeros(())  # this rank's part of a loss that is 1 at equal load
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for this rank's tokens, shaped (tokens, width). Collective."""
         probabilities = self.gate(tokens).softmax(-1)
-        trust, chosen = probabilities.max(-1)
-        order = chosen.argsort()  # tokens of one expert side by side, so of one rank as well
+        weight, chosen = probabilities.max(-1)
+        order = chosen.argsort()  # groups the tokens by expert, and so by rank
         counts = chosen.bincount(minlength=sum(self.held))
         self.tokens_per_expert = counts.clone()
         dist.all_reduce(self.tokens_per_expert)
         part_of = self.tokens_per_expert / self.tokens_per_expert.sum()
-        # The Switch Transformer's, without which few experts get all tokens.
+        # The Switch Transformer's balancing loss, without which few experts get all tokens.
         mean = probabilities.sum(0) / self.tokens_per_expert.sum()
         self.imbalance = sum(self.held) * (part_of * mean).sum()
 
@@ -68,16 +68,16 @@ class MixtureOfExperts(nn.Module):
         for index, expert in enumerate(self.experts):
             answers[expert_of == index] = expert(arrived[expert_of == index])
         back = exchange(answers, sent, received)
-        return tokens + trust[:, None] * back[order.argsort()]
+        return tokens + weight[:, None] * back[order.argsort()]
 
 
 def exchange(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-    """Send rows to every rank and return those that came, by rank; gradients take the way back."""
+    """Send rows to every rank and return those received, by rank; differentiable."""
     return collectives.all_to_all_single_autograd(rows, received, sent, dist.group.WORLD)
 
 
 def main() -> None:
-    """Learn a function that has another form in each region of its inputs."""
+    """Learn a function that differs between regions of its inputs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--experts", default="", help="of each rank, such as 3,1; default 2 each")
     parser.add_argument("--steps", type=int, default=100)
@@ -99,10 +99,10 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
     for step in range(1, options.steps + 1):
-        x = torch.randn(options.tokens, WIDTH)  # the same on every rank, of which it takes a part
+        x = torch.randn(options.tokens, WIDTH)  # the same on every rank, which takes its part
         y = torch.einsum("tw,twv->tv", x, regions[x[:, :4].argmax(1)]) / WIDTH**0.5
         x, y = (whole.tensor_split(world.size)[world.rank].to(world.device) for whole in (x, y))
-        # Divided by the tokens of all ranks: an expert sums up the gradients of all of them.
+        # Divided by the tokens of all ranks: an expert sums the gradients of all of them.
         loss = (model(x) - y).square().sum() / (options.tokens * WIDTH)
         optimizer.zero_grad()
         (loss + 0.05 * mixture.imbalance).backward()

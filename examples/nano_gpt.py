@@ -1,9 +1,9 @@
-"""A small GPT that learns a text character by character, trained by stock DDP over unlike devices.
+"""A small GPT that learns a text character by character, trained by stock DDP on mixed devices.
 
     mpirun -np 2 python examples/nano_gpt.py --text book.txt --steps 500
     mpirun -np 3 python examples/nano_gpt.py --emulate-kinds gpu,gpu,mlu
 
-Without --text it learns the source of Python's own argparse module. At the end it writes some.
+Without --text it learns the source of Python's argparse module. At the end it generates a sample.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import kaitian_mpi
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a perceptron, each added to its input."""
+    """Causal self-attention, then an MLP, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores every character of the vocabulary as the next one, at each position."""
+    """Predicts the next character at each position."""
 
     def __init__(self, vocabulary: int, context: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class GPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the scores, shaped (batch, length, vocabulary), of ids (batch, length)."""
+        """Return the logits, shaped (batch, length, vocabulary), of ids (batch, length)."""
         positions = self.positions(torch.arange(ids.size(1), device=ids.device))
         return self.head(self.blocks(self.characters(ids) + positions))
 
     @torch.no_grad()
     def write(self, ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Return ids, shaped (1, n), with `length` drawn characters behind them."""
+        """Return ids, shaped (1, n), followed by `length` sampled characters."""
         for _ in range(length):
             scores = self(ids[:, -self.context :])[:, -1]
             ids = torch.cat([ids, torch.multinomial(scores.softmax(-1), 1)], dim=1)
@@ -66,7 +66,7 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    """Train, then let rank 0 write."""
+    """Train, then generate a sample on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, help="a text file to learn from")
     parser.add_argument("--steps", type=int, default=200)
@@ -90,7 +90,7 @@ def main() -> None:
     model = kaitian_mpi.data_parallel(gpt.to(world.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
-    draws = torch.Generator().manual_seed(world.rank)  # other windows on every rank
+    draws = torch.Generator().manual_seed(world.rank)  # different windows on every rank
     for step in range(1, options.steps + 1):
         starts = torch.randint(len(ids) - options.context, (options.batch_size, 1), generator=draws)
         windows = ids[starts + torch.arange(options.context + 1)].to(world.device)

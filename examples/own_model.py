@@ -1,4 +1,4 @@
-"""A model of one's own for `kaitian-train`.
+"""Your own model for `kaitian-train`.
 
     mpirun -np 4 kaitian-train --model examples.own_model:build
 

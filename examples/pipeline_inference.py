@@ -1,9 +1,9 @@
-"""Inference with a model cut in stages, one a rank, so that no device has to hold all of it.
+"""Inference with a model split into stages, one per rank, so that no device must hold all of it.
 
     mpirun -np 3 python examples/pipeline_inference.py
     mpirun -np 2 python examples/pipeline_inference.py --layers 6,2 --emulate-kinds gpu,mlu
 
-A device with more memory takes more layers. The last rank also runs the whole model, to compare.
+A device with more memory takes more layers. The last rank also runs the whole model and compares.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import kaitian_mpi
 
 
 def main() -> None:
-    """Run the stages; the last rank, which gets the result, tells how fast and how exact."""
+    """Run the stages; the last rank, which gets the result, prints speed and accuracy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", default="", help="of each rank, such as 6,2; default 2 each")
     parser.add_argument("--width", type=int, default=128)
@@ -47,7 +47,7 @@ def main() -> None:
     inputs = torch.randn(options.batch_size, 16, options.width)
     given = [inputs.to(world.device)] if stage.is_first else []
     with torch.no_grad():
-        output = schedule.step(*given)  # the first batch also tells the stages their shapes
+        output = schedule.step(*given)  # the first batch also sets the shapes of the stages
         dist.barrier()
         started_at = time.perf_counter()
         for _ in range(options.batches):

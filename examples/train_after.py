@@ -1,7 +1,7 @@
-"""Data-parallel training on handwritten digits, the usual way and over unlike devices.
+"""Data-parallel training on handwritten digits, with stock DDP and on mixed devices.
 
-train_before.py is stock DDP with equal shares; train_after.py gives each rank a share of its own,
-and its gradient is still that of the whole batch.
+train_before.py is stock DDP with equal batches; train_after.py gives each rank a batch size of its
+own, and the gradient is still that of the global batch.
 
     mpirun -np 2 python examples/train_after.py
 """
@@ -16,7 +16,7 @@ import kaitian_mpi
 
 
 def main() -> None:
-    """Train for 10 epochs; rank 0 tells how well."""
+    """Train for 10 epochs; rank 0 prints the result."""
     world = kaitian_mpi.init()
     device = world.device
     torch.manual_seed(0)
@@ -24,8 +24,8 @@ def main() -> None:
     pixels, digits = load_digits(return_X_y=True)
     inputs, labels = torch.tensor(pixels).float() / 16, torch.tensor(digits)
     train = TensorDataset(inputs[:1500], labels[:1500])
-    shares = [48] + [16] * (world.size - 1)  # samples of a step, by rank: rank 0 is the fastest
-    sampler = kaitian_mpi.LoadAdaptiveSampler(train, shares, world.rank)
+    batch_sizes = [48] + [16] * (world.size - 1)  # by rank; rank 0 is the fastest
+    sampler = kaitian_mpi.LoadAdaptiveSampler(train, batch_sizes, world.rank)
     loader = DataLoader(train, sampler=sampler, batch_size=None)
 
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

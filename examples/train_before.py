@@ -1,7 +1,7 @@
-"""Data-parallel training on handwritten digits, the usual way and over unlike devices.
+"""Data-parallel training on handwritten digits, with stock DDP and on mixed devices.
 
-train_before.py is stock DDP with equal shares; train_after.py gives each rank a share of its own,
-and its gradient is still that of the whole batch.
+train_before.py is stock DDP with equal batches; train_after.py gives each rank a batch size of its
+own, and the gradient is still that of the global batch.
 
     torchrun --nproc-per-node 2 examples/train_before.py
 """
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main() -> None:
-    """Train for 10 epochs; rank 0 tells how well."""
+    """Train for 10 epochs; rank 0 prints the result."""
     dist.init_process_group("gloo")
     device = torch.device("cpu")
     torch.manual_seed(0)
