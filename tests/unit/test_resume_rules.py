@@ -76,10 +76,10 @@ def test_every_flag_has_a_decision_and_a_test_of_it():
 
 def test_the_documents_table_has_every_flag():
     text = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
-    table = text.partition("| flags | meaning |")[2].partition("\n\n")[0]
+    table = text.partition("| flags | effect |")[2].partition("\n\n")[0]
     meanings = {
         OnChange.REFUSED: "refused",
-        OnChange.APPLIES: "holds from there on|the same",
+        OnChange.APPLIES: "the new value applies from there on|the same",
         OnChange.OF_THIS_START: "each job's own",
     }
     for name, rule in RULES.items():
