@@ -80,7 +80,7 @@ def test_the_documents_table_has_every_flag():
     meanings = {
         OnChange.REFUSED: "refused",
         OnChange.APPLIES: "the new value applies from there on|the same",
-        OnChange.OF_THIS_START: "each job's own",
+        OnChange.OF_THIS_START: "specific to each job",
     }
     for name, rule in RULES.items():
         rows = [row for row in table.splitlines()[2:] if f"`{flag_name(name)}`" in row]
