@@ -1,5 +1,6 @@
 """What the documents promise: the commands' reference, links, and commands that can be parsed."""
 
+import ast
 import re
 import runpy
 import shlex
@@ -7,12 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from kaitian_mpi.checkpoint.resume_rules import RULES, OnChange
 from kaitian_mpi.cli import bench, flags, plan, run, supervise, train
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainConfig, flag_name
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_A_USER = ("script.py", "train.py", "runs/")
+MESSAGES = {
+    "backend.md": (
+        "timed out after ",
+        "give the group a longer timeout if it is only slow",
+        " ended the group before ",
+        " left the job before coming ",
+        "the ranks call different collectives, or with different shapes: ",
+        " failed to pass monitoredBarrier in ",
+    ),
+    "balance.md": (" samples/s, without ", "worth it"),
+    "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
+}
 PARSERS = {
     train.PROGRAM: flags.make_parser(train.PROGRAM),
     run.PROGRAM: run.make_parser(),
@@ -127,3 +141,40 @@ def test_scripts_that_the_documents_run_have_the_flags_that_are_given(path):
             text = "\n".join(source.read_text() for source in sources)
             for flag in re.findall(r" (--[\w-]+)", match[2] or ""):
                 assert f'"{flag}"' in text, command
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_page_holds_an_unresolved_merge(path):
+    assert not re.search(r"^(<<<<<<<|=======$|>>>>>>>)", path.read_text(), re.M)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_that_the_documents_quote_are_those_of_the_code(name):
+    page = " ".join((ROOT / "docs" / name).read_text().split())
+    sources = [path.read_text() for path in (ROOT / "kaitian_mpi").rglob("*.py")]
+    texts = {
+        node.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for message in MESSAGES[name]:
+        assert message in page
+        assert any(message in text for text in texts), message
+
+
+def test_the_table_of_changed_flags_is_that_of_the_rules():
+    section = (ROOT / "docs/failures.md").read_text().partition("## Resuming\n")[2]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")]
+    rows = [(set(re.findall(r"`(--[\w-]+)`", names)), effect) for names, effect in rows]
+    named = {
+        OnChange.REFUSED: set.union(*(f for f, text in rows if "refused" in text)),
+        OnChange.OF_THIS_START: set.union(
+            *(f for f, text in rows if "specific to each job" in text)
+        ),
+    }
+    for field, rule in RULES.items():
+        flag = flag_name(field)
+        assert any(flag in of_row for of_row, _ in rows), flag
+        for effect, of_effect in named.items():
+            assert (flag in of_effect) == (rule.on_change is effect), flag
