@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.checkpoint.resume_rules import RULES, OnChange
 from kaitian_mpi.cli import bench, flags, plan, run, supervise, train
-from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -161,20 +160,3 @@ def test_messages_that_the_documents_quote_are_those_of_the_code(name):
     for message in MESSAGES[name]:
         assert message in page
         assert any(message in text for text in texts), message
-
-
-def test_the_table_of_changed_flags_is_that_of_the_rules():
-    section = (ROOT / "docs/failures.md").read_text().partition("## Resuming\n")[2]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")]
-    rows = [(set(re.findall(r"`(--[\w-]+)`", names)), effect) for names, effect in rows]
-    named = {
-        OnChange.REFUSED: set.union(*(f for f, text in rows if "refused" in text)),
-        OnChange.OF_THIS_START: set.union(
-            *(f for f, text in rows if "specific to each job" in text)
-        ),
-    }
-    for field, rule in RULES.items():
-        flag = flag_name(field)
-        assert any(flag in of_row for of_row, _ in rows), flag
-        for effect, of_effect in named.items():
-            assert (flag in of_effect) == (rule.on_change is effect), flag
