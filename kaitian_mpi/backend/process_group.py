@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from kaitian_mpi.backend import BACKEND, DEVICE_TYPES
+from kaitian_mpi.backend import BACKEND, device_types
 from kaitian_mpi.backend.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.backend.point_to_point import ENDED, Mailbox
 from kaitian_mpi.collectives import hybrid
@@ -107,7 +107,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in DEVICE_TYPES]
+        return [torch.device(kind) for kind in device_types()]
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return `kaitian`."""

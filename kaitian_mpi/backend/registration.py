@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from kaitian_mpi.backend import BACKEND, DEVICE_TYPES, SCHEME
+from kaitian_mpi.backend import BACKEND, SCHEME, device_types
 from kaitian_mpi.runtime.threads import note_threads
 
 
@@ -22,7 +22,11 @@ def register() -> None:
 
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICE_TYPES)
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
+    # A type that had no default backend has none now, either: its vendor's may come later.
+    defaults = dist.Backend.default_device_backend_map
+    for device_type in [name for name, backend in defaults.items() if backend == BACKEND]:
+        del defaults[device_type]
     register_rendezvous_handler(SCHEME, _rendezvous)
     note_threads()
     admit_to_monitored_barrier()

@@ -14,6 +14,7 @@ from torch import nn
 from kaitian_mpi.backend.process_group import KaitianProcessGroup
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, fit_allreduce
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
@@ -57,8 +58,7 @@ def choose_algorithm(
             start = time.perf_counter()
             for bucket in buckets:
                 dist.all_reduce(bucket, group=group)
-            if device.type != "cpu":
-                torch.get_device_module(device).synchronize()
+            _synchronize(device)
             seconds[name].append(time.perf_counter() - start)
     own = [_typical(seconds[name]) for name in ALGORITHMS]
     slowest = [max(times) for times in zip(*gather_values(group.comms.world, own), strict=True)]
@@ -78,8 +78,7 @@ def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) 
         dist.barrier(group)
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize()
+        _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return max(gather_values(group.comms.world, _typical(seconds)))
 
@@ -92,6 +91,10 @@ def _rounds(group: KaitianProcessGroup) -> Iterator[None]:
         # The same on every rank, or some would wait for others in a further round.
         if max(gather_values(group.comms.world, time.perf_counter() - began)) > _ENOUGH_SEC:
             return
+
+
+def _synchronize(device: torch.device) -> None:
+    device_of(device).synchronize(device.index or 0)
 
 
 def _typical(seconds: list[float]) -> float:

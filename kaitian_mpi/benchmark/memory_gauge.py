@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from kaitian_mpi.mpi.world import World
 
 _SAFE_PART = 0.9  # of the limit: batches differ, and allocators waste some
@@ -19,10 +17,8 @@ class MemoryGauge:
     def __init__(self, world: World) -> None:
         """Note this rank's share of what is free."""
         self._device, self._index = world.device_kind, world.device_index
-        self._torch_device = world.device
-        sharers = 1
-        if world.device.type == "cpu":
-            sharers = sum(i.host == world.info.host and i.device == "cpu" for i in world.infos)
+        own = world.info
+        sharers = sum((i.host, i.device) == (own.host, own.device) for i in world.infos)
         self._limit = _SAFE_PART * self._device.memory_limit_bytes(self._index, sharers)
         self._peaks: dict[int, int] = {}
         self._too_large: int | None = None
@@ -38,8 +34,7 @@ class MemoryGauge:
     def found_too_large(self, batch: int) -> None:
         """Note that the device ran out of memory, and let it go on without what it had cached."""
         self._too_large = batch
-        if self._device.kind != "cpu":
-            torch.get_device_module(self._torch_device).empty_cache()
+        self._device.release_cached_memory()
 
     def has_room_for(self, batch: int) -> bool:
         """Return whether a batch fits, as far as can be told."""
@@ -69,10 +64,3 @@ class MemoryGauge:
         smaller, larger = sorted(self._peaks)[-2:]
         per_sample = (self._peaks[larger] - self._peaks[smaller]) / (larger - smaller)
         return self._peaks[larger] - per_sample * larger, max(0.0, per_sample)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out, the device's or the host's."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.benchmark.memory_gauge import MemoryGauge, out_of_memory
+from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.computation import MEMORY_FORMATS, Computation, make_optimizer
@@ -114,7 +114,7 @@ class RankTimer:
         try:
             return self._winner(contestants, batch)
         except Exception as error:
-            if not out_of_memory(error):
+            if not self._world.device_kind.is_out_of_memory(error):
                 raise
         # Not inside the handler, which would keep what did not fit.
         return self._fastest(self._half(batch)) if batch > self._min_batch else contestants[0]
@@ -122,7 +122,7 @@ class RankTimer:
     def _winner(self, contestants: list[Computation], batch: int) -> Computation:
         # On a core shared with other ranks the layouts differ by less than the wait for the core,
         # which the thread's own CPU time leaves out. The first step, which warms up, is no minimum.
-        clock = time.thread_time if self._world.device.type == "cpu" else time.perf_counter
+        clock = time.thread_time if self._world.device_kind.is_host else time.perf_counter
         costs: list[list[float]] = [[] for _ in contestants]
         for round_number in range(_CONTEST_ROUNDS):
             for computation, seconds in zip(contestants, costs, strict=True):
@@ -164,7 +164,7 @@ class RankTimer:
         try:
             seconds = self._time_step(batch)
         except Exception as error:
-            if not out_of_memory(error):
+            if not self._world.device_kind.is_out_of_memory(error):
                 raise
             memory.found_too_large(batch)
             self._batches.clear()

@@ -173,7 +173,7 @@ def _copy(value: Any, into: Any, share: bool = False) -> Any:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Return whether it is in host memory and no part of a larger storage."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
@@ -183,7 +183,7 @@ def _copy_tensor(tensor: torch.Tensor, into: Any) -> torch.Tensor:
         isinstance(into, torch.Tensor)
         and into.shape == tensor.shape
         and into.dtype == tensor.dtype
-        and into.device.type == "cpu"
+        and into.is_cpu
     )
     # No view of a larger storage, which torch.save would write in full.
     target = into if fits else torch.empty_like(tensor, device="cpu")

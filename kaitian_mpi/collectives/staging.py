@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
+from kaitian_mpi.devices import device_of
+
 _BUFFERS = 3  # of a relay: one is fetched, one exchanged, one copied back
-
-
-_ORDERED_BY_FUTURES = ("cuda", "xpu")
-"""Device types for which `torch.futures.Future` makes a waiter's stream wait for the writer's."""
 
 Streams = AbstractContextManager[None]
 
@@ -44,7 +42,7 @@ class SideStreams:
         """
         there = [tensor for tensor in tensors_in(tensors) if not tensor.is_cpu]
         device = there[0].device if there else self._device
-        module = None if device is None else _module_with_streams(device)
+        module = None if device is None else device_of(device).streams()
         if device is None or module is None:
             return nullcontext()
         if device not in self._streams:
@@ -68,7 +66,7 @@ def _on_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """Let a tensor that another stream made live on until the current stream is done with it."""
-    module = _module_with_streams(tensor.device)
+    module = device_of(tensor.device).streams()
     if module is not None:
         _record(tensor, module.current_stream(tensor.device))
 
@@ -92,24 +90,20 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
     """Return the tensors' devices that a future is to be told of, for it to order their streams."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type in _ORDERED_BY_FUTURES}
-    return [*sorted(devices, key=str)]
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return [*sorted(filter(_orders_futures, devices), key=str)]
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
     """Wait until what this thread's streams do with tensors is done, where no future orders it."""
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        module = _module_with_streams(device)
-        if module is not None and device.type not in _ORDERED_BY_FUTURES:
+        module = device_of(device).streams()
+        if module is not None and not _orders_futures(device):
             module.current_stream(device).synchronize()
 
 
-def _module_with_streams(device: torch.device) -> Any:
-    """Return torch's module for an accelerator with streams, such as `torch.cuda`, else None."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
-    return module if hasattr(module, "Stream") else None
+def _orders_futures(device: torch.device) -> bool:
+    return device_of(device).orders_futures
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +120,8 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
     """
     if is_plain(tensor) and tensor.is_cpu:
         return tensor.detach() if tensor.requires_grad else tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
+    pins = device_of(tensor.device).pins_memory
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
     if read:
         host.copy_(tensor.detach())  # blocking: MPI reads as soon as this returns
     return host
@@ -174,12 +169,12 @@ def relay_in_chunks(
         exchange: takes a contiguous host tensor.
     """
     device = chunks[0].device
-    if device.type == "cpu":
+    if chunks[0].is_cpu:
         for chunk in chunks:
             exchange(chunk)
         return
     buffers = [
-        torch.empty_like(chunks[0], device="cpu", pin_memory=_can_pin(device))
+        torch.empty_like(chunks[0], device="cpu", pin_memory=device_of(device).pins_memory)
         for _ in range(min(_BUFFERS, len(chunks)))
     ]
     events: list[Callable[[], None]] = [_nothing] * len(buffers)
@@ -209,7 +204,7 @@ def relay_in_chunks(
 
 def _mark(device: torch.device) -> Callable[[], None]:
     """Mark this point of the device's current stream; the result blocks the host until then."""
-    module = _module_with_streams(device)
+    module = device_of(device).streams()
     if module is None:
         return _nothing  # a device without streams copies before it returns
     event = module.Event()
@@ -219,7 +214,3 @@ def _mark(device: torch.device) -> Callable[[], None]:
 
 def _nothing() -> None:
     pass
-
-
-def _can_pin(device: torch.device) -> bool:
-    return device.type == "cuda"

@@ -54,10 +54,9 @@ class VendorGroup:
             size: how many ranks the group has.
             timeout: how long one collective may take.
         """
-        assert kind.vendor_backend is not None
         self.rank, self.size = rank, size
         self._device = device
-        self._backend = _create(kind.vendor_backend, store, rank, size, timeout)
+        self._backend = kind.join_vendor_group(store, rank, size, timeout)
 
     def has_in_place(self, tensors: Any) -> bool:
         """Return whether the library can use all of these tensors as and where they are."""
@@ -186,18 +185,3 @@ class VendorCall(Work):
         """Return a future of the tensors."""
         together = torch.futures.collect_all([work.get_future() for work in self._works])
         return together.then(lambda _: self.result())
-
-
-def _create(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    # A vendor's plug-in has registered itself with torch when its package was imported.
-    plugin = dist.Backend._plugins[backend.upper()]
-    if plugin.extended_api:
-        described = dist.distributed_c10d._DistributedBackendOptions()
-        described.store, described.group_rank, described.group_size = store, rank, size
-        described.timeout = timeout
-        return plugin.creator_fn(described, None)
-    return plugin.creator_fn(store, rank, size, timeout)

@@ -69,7 +69,7 @@ class _Pickler(reduction.ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         """Return how a tensor is made in the other process; others as multiprocessing has it."""
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided
-        if not is_plain or value.device.type != "cpu" or value.requires_grad:
+        if not is_plain or not value.is_cpu or value.requires_grad:
             return NotImplemented
         storage = value.untyped_storage()
         if value.is_conj() or value.is_neg() or value.is_quantized or storage.is_shared():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from kaitian_mpi.devices import KINDS
 from kaitian_mpi.errors import UserError
 
 
@@ -18,7 +18,12 @@ class Choice:
 
 
 def choose_device(
-    request: str, counts: Mapping[str, int], local_rank: int, local_size: int, host: str
+    request: str,
+    counts: Mapping[str, int],
+    local_rank: int,
+    local_size: int,
+    host: str,
+    faults: Mapping[str, str] = MappingProxyType({}),
 ) -> Choice:
     """Pick this rank's device.
 
@@ -28,15 +33,17 @@ def choose_device(
         local_rank: the rank's number among those of its host.
         local_size: how many ranks run on the host.
         host: the host's name, for messages.
+        faults: kinds that cannot be used, and why.
 
     Raises:
-        UserError: the host lacks the device asked for, or has more ranks than devices.
+        UserError: the host lacks the device asked for, or has more ranks than devices; or the
+            kind asked for cannot be used.
     """
     if request == "auto":
         return _automatic(counts, local_rank, local_size, host)
     if request == "cpu":
         return Choice("cpu", local_rank)
-    entries = [_parse(entry) for entry in request.split(",")]
+    entries = [_parse(entry, counts, faults) for entry in request.split(",")]
     if len(entries) < local_size:
         raise UserError(
             f"--devices {request}: found {len(entries)} of {local_size} devices for {host}, needed "
@@ -63,12 +70,14 @@ def _automatic(counts: Mapping[str, int], local_rank: int, local_size: int, host
     return Choice(kind, local_rank)
 
 
-def _parse(entry: str) -> Choice:
+def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> Choice:
     kind, _, index = entry.strip().partition(":")
-    if kind not in KINDS or not (index or "0").isdigit():
+    if kind in faults and kind not in counts:
+        raise UserError(f"--devices {entry}: {faults[kind]}")
+    if kind not in counts or not (index or "0").isdigit():
         raise UserError(
             f"--devices: found {entry!r}, needed auto, or entries such as cuda:0 or cpu, "
-            f"of the kinds {', '.join(KINDS)}"
+            f"of the kinds {', '.join(counts)}"
         )
     return Choice(kind, int(index or 0))
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -21,11 +25,19 @@ class CpuDevice:
     """The host's processor. Collectives among CPU ranks are MPI's own."""
 
     kind = "cpu"
+    torch_type = "cpu"
     vendor_backend = None
+    is_host = True
+    pins_memory = False
+    orders_futures = False
 
     def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return False: there is no such library."""
         return False
+
+    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Never called: there is no such library."""
+        raise AssertionError("CPU ranks have no vendor's library")
 
     def count(self) -> int:
         """Return one place per core, at least one: any number of ranks may share a host."""
@@ -66,6 +78,51 @@ class CpuDevice:
     def memory_peak_bytes(self, index: int) -> int:
         """Return what the process holds: it keeps what it frees (`keep_freed_memory`)."""
         return int(psutil.Process().memory_info().rss)
+
+    def release_cached_memory(self) -> None:
+        """Do nothing: what is freed is kept for the next step."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether the host had too little memory."""
+        return isinstance(error, torch.OutOfMemoryError) or is_host_out_of_memory(error)
+
+    def streams(self) -> None:
+        """Return None: CPU calls return when done."""
+
+    def mark(self) -> HostMark:
+        """Return the time."""
+        return HostMark()
+
+    def random_state(self, index: int) -> None:
+        """Return None: `torch.get_rng_state` has it."""
+
+    def set_random_state(self, index: int, state: torch.Tensor) -> None:
+        """Do nothing: `torch.set_rng_state` does."""
+
+
+class HostMark:
+    """A time at which all that was called before was done."""
+
+    def __init__(self) -> None:
+        self._sec = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        """Return the seconds in between."""
+        return self._sec - earlier._sec
+
+
+def is_host_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or torch's CPU allocator had too little memory."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
 
 
 def available_bytes(cgroup: Path) -> int:

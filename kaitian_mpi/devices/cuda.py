@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
+
+from kaitian_mpi.devices.accelerator import Accelerator
 
 # As torch's ProcessGroupNCCL has them: types that it hands to NCCL, and what NCCL does with them.
 _TYPES = frozenset(
@@ -22,11 +28,21 @@ _REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_SUM
 
 
-class CudaDevice:
+class CudaDevice(Accelerator):
     """An NVIDIA GPU; its kind's collectives are NCCL's."""
 
     kind = "cuda"
+    torch_type = "cuda"
     vendor_backend = "nccl"
+    pins_memory = True
+    orders_futures = True
+
+    def count(self) -> int:
+        """Return the number of visible GPUs; 0 where torch was built for another vendor.
+
+        AMD's devices have the same torch type, in a torch that was built for them.
+        """
+        return super().count() if torch.version.cuda else 0
 
     def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether NCCL moves or reduces this type; the rest goes through host memory."""
@@ -38,39 +54,8 @@ class CudaDevice:
             return False
         return dtype in _TYPES and reduction in _REDUCTIONS
 
-    def count(self) -> int:
-        """Return the number of visible GPUs; 0 where torch was built for another vendor."""
-        return torch.cuda.device_count() if torch.version.cuda else 0
-
-    def torch_device(self, index: int) -> torch.device:
-        """Return `cuda:index`."""
-        return torch.device("cuda", index)
-
-    def select(self, index: int) -> None:
-        """Make this GPU the current one."""
-        torch.cuda.set_device(index)
-
-    def synchronize(self, index: int) -> None:
-        """Wait for all streams of the GPU."""
-        torch.cuda.synchronize(index)
-
-    def name(self, index: int) -> str:
-        """Return the GPU's name."""
-        return torch.cuda.get_device_name(index)
-
-    def memory_bytes(self, index: int) -> int:
-        """Return the GPU's memory in bytes."""
-        return int(torch.cuda.get_device_properties(index).total_memory)
-
-    def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return what this process holds already, and its part of what is free."""
-        free, _ = torch.cuda.mem_get_info(index)
-        return torch.cuda.memory_reserved(index) + free // sharers
-
-    def restart_memory_peak(self, index: int) -> None:
-        """Let torch's allocator begin anew."""
-        torch.cuda.reset_peak_memory_stats(index)
-
-    def memory_peak_bytes(self, index: int) -> int:
-        """Return the allocator's peak."""
-        return torch.cuda.max_memory_reserved(index)
+    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Return torch's own process group over NCCL."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -79,7 +79,7 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
     """
     with faults_agreed(world.comm):
         slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
-        if any(map(is_slowed, slowdowns)) and world.info.device != "cpu":
+        if any(map(is_slowed, slowdowns)) and not world.device_kind.is_host:
             raise UserError(
                 f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
                 "give --devices cpu"

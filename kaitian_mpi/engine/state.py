@@ -12,6 +12,7 @@ from torch import nn
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data.sampler import count_steps_of_epoch
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation, make_optimizer
 from kaitian_mpi.engine.state_lock import StateLock
@@ -207,9 +208,7 @@ class TrainingState:
             "buffers": [buffer.detach().clone().cpu() for buffer in self.model.buffers()],
             "parts": self.statistics.parts,
             "random": torch.get_rng_state(),
-            "device_random": None
-            if device.type == "cpu"
-            else torch.get_device_module(device).get_rng_state(device),
+            "device_random": device_of(device).random_state(device.index or 0),
         }
 
     def load_own(self, state: dict[str, Any]) -> None:
@@ -218,8 +217,8 @@ class TrainingState:
         self.statistics.parts = state.get("parts")
         torch.set_rng_state(state["random"])
         device = self.computation.device
-        if device.type != "cpu" and state["device_random"] is not None:
-            torch.get_device_module(device).set_rng_state(state["device_random"], device)
+        if state["device_random"] is not None:
+            device_of(device).set_random_state(device.index or 0, state["device_random"])
 
     def load_mixture(self, of_ranks: Sequence[dict[str, Any]], shares: Sequence[int]) -> None:
         """Take over what `own` returned on other ranks: the statistics of all their samples.

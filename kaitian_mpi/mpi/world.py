@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kaitian_mpi.devices import KINDS, Device, device_of_kind
+from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.emulation import parse_kinds
 from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
@@ -21,6 +22,8 @@ from kaitian_mpi.runtime.ulfm import shrink, track
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,14 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
     host = _host_name()
     launch = read_launch(os.environ)
     with faults_agreed(own):
-        counts = {kind: device_of_kind(kind).count() for kind in KINDS}
-        choice = choose_device(devices, counts, launch.local_rank, launch.local_size, host)
-        device = device_of_kind(choice.kind)
+        known = known_kinds()
+        choice = choose_device(
+            devices, known.counts, launch.local_rank, launch.local_size, host, known.faults
+        )
+        if devices == "auto" and launch.local_rank == 0:
+            for fault in known.faults.values():
+                _log.warning("%s", fault)
+        device = known.devices[choice.kind]
         device.select(choice.index)
         labels = parse_kinds(emulate_kinds, own.size)
     # A fault would have left the block above on every rank, so the names below are bound.

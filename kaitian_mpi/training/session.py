@@ -18,6 +18,7 @@ from kaitian_mpi.checkpoint.metadata import Memory
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume_rules import Renewed
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Crew
 from kaitian_mpi.elastic.roles import plan_roles
@@ -314,7 +315,7 @@ class _Run:
         exit_save = ExitSave(
             state.lock,
             lambda: self.checkpoints.save_at_exit(state, self._memory()),
-            prepare if state.computation.device.type != "cpu" else None,
+            None if device_of(state.computation.device).is_host else prepare,
         )
         owns_files = not isinstance(self.made.folder, NoFolder)
         ending = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)

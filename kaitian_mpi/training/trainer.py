@@ -20,7 +20,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.data.loader import make_loader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.clock import StepTimes, make_clock
+from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.computation import make_schedule
 from kaitian_mpi.engine.evaluation import Evaluation, evaluate
 from kaitian_mpi.engine.setup import Ingredients
@@ -115,7 +115,7 @@ class Trainer:
         # A 1x1 filter's gradient in channels_last names other strides for the same order of bytes.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self._rate = make_schedule(config)
-        self.clock = make_clock(world.device)
+        self.clock = StepClock(world.device_kind)
         self._limit = StepLimit(config.step_timeout)
         self._evaluation_limit = StepLimit(config.step_timeout, first_limit(config.step_timeout))
         self._steps_seen = 0
@@ -135,7 +135,7 @@ class Trainer:
         self._data.set_epoch(self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
         self.sampler.position = self.progress.position
-        pin_memory = self.world.device.type == "cuda"
+        pin_memory = self.world.device_kind.pins_memory
         progress, workers = self.progress, self._config.workers
         seed = (self._config.seed + progress.step) * self.world.size + self.world.rank
         loader = make_loader(self._data.train, self.sampler, workers, pin_memory, seed)

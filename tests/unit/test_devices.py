@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from kaitian_mpi.devices import KINDS, device_of_kind
+from kaitian_mpi.devices import device_of_kind, known_kinds
 from kaitian_mpi.devices.choice import Choice, choose_device
 from kaitian_mpi.devices.emulation import (
     Slowdown,
@@ -54,7 +54,7 @@ def test_what_cannot_be_had_is_said(request_, counts, local_size, message):
         choose_device(request_, counts, 0, local_size, "h")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", known_kinds().devices)
 def test_every_kind_satisfies_the_protocol(kind):
     device = device_of_kind(kind)
     assert device.kind == kind
@@ -68,11 +68,20 @@ def test_every_kind_satisfies_the_protocol(kind):
         device.restart_memory_peak(0)
         assert device.memory_peak_bytes(0) >= 0
         assert 0 < device.memory_limit_bytes(0, 2) <= device.memory_limit_bytes(0, 1)
+        device.release_cached_memory()
+        earlier, later = device.mark(), device.mark()
+        later.wait()
+        assert later.is_reached()
+        assert later.seconds_since(earlier) >= 0
+        state = device.random_state(0)
+        assert (state is None) == device.is_host
+        if state is not None:
+            device.set_random_state(0, state)
 
 
 def test_cpu_is_always_there():
     assert device_of_kind("cpu").torch_device(7) == torch.device("cpu")
-    assert list(KINDS)[-1] == "cpu"
+    assert list(known_kinds().devices)[-1] == "cpu"
 
 
 def test_emulated_kinds():

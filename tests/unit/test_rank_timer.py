@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 from kaitian_mpi.benchmark import rank_timer
 from kaitian_mpi.benchmark.cache import BenchmarkCache
-from kaitian_mpi.benchmark.memory_gauge import MemoryGauge, out_of_memory
+from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
 from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices import device_of_kind, known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import UserError
@@ -156,10 +157,13 @@ def test_a_device_that_takes_none_is_said():
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory():
-    assert out_of_memory(torch.OutOfMemoryError("x"))
-    assert out_of_memory(MemoryError())
-    assert out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried"))
-    assert not out_of_memory(RuntimeError("shapes differ"))
+    for device in known_kinds().devices.values():
+        assert device.is_out_of_memory(torch.OutOfMemoryError("x"))
+        assert device.is_out_of_memory(MemoryError())
+        text = "DefaultCPUAllocator: not enough memory: you tried"
+        assert device.is_out_of_memory(RuntimeError(text))
+        assert not device.is_out_of_memory(RuntimeError("shapes differ"))
+    assert device_of_kind("cuda").is_out_of_memory(RuntimeError("CUDA error: out of memory"))
 
 
 def test_no_batch_is_larger_than_the_micro_batch_that_the_user_allows():

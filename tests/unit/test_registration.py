@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+from torch.utils import backend_registration
+
 from kaitian_mpi.backend import registration
 
 LIMIT_MS = 5
@@ -55,6 +58,22 @@ print(json.dumps({"torch_ms": torch_ms, "own_ms": own_ms, "waits": waits}))
 """
 
 
+WITH_PLUG_IN = """
+import json
+import torch
+import torch.distributed as dist
+from torch.utils import backend_registration
+
+from kaitian_mpi.backend.registration import register
+
+backend_registration._setup_privateuseone_for_python_backend("npu")
+before = dict(dist.Backend.default_device_backend_map)
+register()
+types = dist.Backend.backend_capability["kaitian"]
+print(json.dumps([types, dist.Backend.default_device_backend_map == before]))
+"""
+
+
 def run(code, **env):
     ended = subprocess.run(
         [sys.executable, "-c", code],
@@ -92,6 +111,15 @@ def test_registering_takes_no_time_to_speak_of():
 def is_quick(measured):
     limit_ms = max(LIMIT_MS, LIMIT_OF_TORCHS * measured["torch_ms"])
     return measured["own_ms"] < limit_ms and measured["waits"] == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot have a device type in Python",
+)
+def test_a_plug_ins_device_type_is_taken_and_keeps_its_default_backend():
+    ended = run(WITH_PLUG_IN, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert json.loads(ended.stdout) == [["cpu", "npu"], True]
 
 
 def test_a_number_of_threads_that_the_script_has_set_stays():

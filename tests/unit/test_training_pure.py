@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.clock import HostClock
+from kaitian_mpi.devices.cpu import CpuDevice
+from kaitian_mpi.engine.clock import StepClock
 from kaitian_mpi.engine.computation import Computation, make_optimizer, make_schedule
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
@@ -73,7 +74,7 @@ def test_fp16_skips_a_step_whose_gradients_overflow():
 def test_the_clock_splits_a_step(monkeypatch):
     times = iter([10.0, 11.0, 13.0, 13.5, 14.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = HostClock()
+    clock = StepClock(CpuDevice())
     clock.start()
     clock.bucket_ready()
     clock.bucket_ready()

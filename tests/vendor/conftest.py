@@ -1,12 +1,12 @@
 """Run inside one mpirun: ``mpirun -np N python -m pytest -s tests/vendor``.
 
-Some ranks have a fake accelerator, whose kind has a collective library as NVIDIA's has NCCL. Every
-test runs in worlds of several layouts, one after the other.
+Some ranks have a fake accelerator, whose kind has a collective library as NVIDIA's has NCCL; the
+kinds are added by entry points, as other packages add theirs. Every test runs in worlds of several
+layouts, one after the other.
 """
 
 from __future__ import annotations
 
-import fake_kinds
 import pytest
 import torch.distributed as dist
 from mpi_session import *  # noqa: F403
@@ -25,8 +25,6 @@ LAYOUTS = {
         "vendor,vendor,vendor,vendor",
     ],
 }
-
-fake_kinds.register()
 
 
 @pytest.fixture(scope="module", params=LAYOUTS[LAUNCH.world_size])

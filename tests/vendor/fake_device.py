@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import types
 import weakref
 
@@ -69,14 +70,20 @@ class Stream:
 class Event:
     """A point in the order of a stream."""
 
-    def __init__(self, stream: Stream | None = None) -> None:
+    def __init__(self, stream: Stream | None = None, enable_timing: bool = False) -> None:
         self.reached: threading.Event | None = None
+        self._reached_sec = 0.0
         if stream is not None:
             self.record(stream)
 
     def record(self, stream: Stream | None = None) -> None:
-        self.reached = threading.Event()
-        (stream or current_stream()).give(self.reached.set)
+        reached = self.reached = threading.Event()
+
+        def reach() -> None:
+            self._reached_sec = time.perf_counter()
+            reached.set()
+
+        (stream or current_stream()).give(reach)
 
     def query(self) -> bool:
         return self.reached is None or self.reached.is_set()
@@ -84,6 +91,11 @@ class Event:
     def synchronize(self) -> None:
         if self.reached is not None:
             wait_until(self.reached)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query()
+        return 1e3 * (end._reached_sec - self._reached_sec)
 
 
 def wait_until(reached: threading.Event) -> None:
@@ -250,6 +262,11 @@ def install() -> torch.library.Library:
         default_stream=lambda device=None: default_stream,
         synchronize=_synchronize,
         current_device=lambda: 0,
+        set_device=lambda device: None,
+        get_device_name=lambda device=None: "fake accelerator",
+        get_device_properties=lambda device=None: types.SimpleNamespace(total_memory=1 << 32),
+        reset_peak_memory_stats=lambda device=None: None,
+        empty_cache=lambda: None,
         device_count=lambda: 1,
         is_available=lambda: True,
         is_initialized=lambda: True,

@@ -1,4 +1,8 @@
-"""Two device kinds whose ranks are joined by the fake vendor's library."""
+"""Two device kinds whose ranks are joined by the fake vendor's library.
+
+They are added as another package adds its own: by the entry points in `fake_kinds-1.0.dist-info`
+beside this file, found wherever this folder is on Python's path.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,17 @@ import fake_library
 import psutil
 import torch
 
-from kaitian_mpi.devices import KINDS
+from kaitian_mpi.devices.accelerator import Accelerator
 
-_keep = []
+_LIBRARY = fake_device.install()  # as a vendor's plug-in makes torch know the device type
+fake_library.register()
 
 
-class VendorDevice:
+class VendorDevice(Accelerator):
     """A fake accelerator; each process has a device of its own, whatever its number."""
 
     kind = "vendor"
+    torch_type = fake_device.TYPE
     vendor_backend = fake_library.NAME
 
     def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
@@ -32,25 +38,10 @@ class VendorDevice:
         return 8
 
     def torch_device(self, index: int) -> torch.device:
-        return torch.device(fake_device.TYPE, 0)
-
-    def select(self, index: int) -> None:
-        pass
-
-    def synchronize(self, index: int) -> None:
-        torch.get_device_module(fake_device.TYPE).synchronize()
-
-    def name(self, index: int) -> str:
-        return "fake accelerator"
-
-    def memory_bytes(self, index: int) -> int:
-        return 1 << 32
+        return super().torch_device(0)
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        return 1 << 32
-
-    def restart_memory_peak(self, index: int) -> None:
-        pass
+        return self.memory_bytes(index)
 
     def memory_peak_bytes(self, index: int) -> int:
         return psutil.Process().memory_info().rss
@@ -60,11 +51,3 @@ class OtherVendorDevice(VendorDevice):
     """The same of another vendor, whose library does not talk to the first one's."""
 
     kind = "vendor2"
-
-
-def register() -> None:
-    """Make torch know the device type and the library, and the package the kinds."""
-    _keep.append(fake_device.install())
-    fake_library.register()
-    KINDS["vendor"] = "fake_kinds:VendorDevice"
-    KINDS["vendor2"] = "fake_kinds:OtherVendorDevice"

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.engine.clock import StepClock
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.exchange import gather_values
 
@@ -435,6 +436,27 @@ def test_stock_ddp(world, algorithm):
     model(torch.full((2, 3, 8, 8), world.rank + 1.0).to(world.device)).sum().backward()
     for parameter in model.parameters():
         assert agree(world, parameter.grad)
+
+
+def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
+    if world.device_kind.is_host:
+        pytest.skip("it has no streams")
+    clock = StepClock(world.device_kind)
+    with Held():
+        clock.start()
+        current_stream().give(lambda: time.sleep(0.06))  # computing, after which nothing is left
+        clock.bucket_ready()
+        current_stream().give(lambda: time.sleep(0.03))  # the sum
+        clock.gradients_summed()
+        clock.stop()
+        assert clock.take() == (0, 0.0, 0.0)
+        begun_sec = time.perf_counter()  # the device has not even come to the first mark
+    steps, computed, waited = clock.take(wait=True)
+    assert steps == 1
+    assert computed >= 0.06
+    assert waited >= 0.03
+    assert computed + waited <= time.perf_counter() - begun_sec
+    assert clock.take(wait=True).steps == 0
 
 
 def test_the_device_divides_with_another_last_bit():

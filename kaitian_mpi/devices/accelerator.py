@@ -1,0 +1,142 @@
+"""What holds for every accelerator whose torch module is like `torch.cuda`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.devices.cpu import is_host_out_of_memory
+
+
+class Accelerator:
+    """A device with memory and streams of its own, reached through `torch.get_device_module`.
+
+    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
+    Vendors' plug-ins imitate the functions of `torch.cuda`; `torch.accelerator` has only some of
+    them in the releases that the package supports.
+    """
+
+    kind: str
+    torch_type: str
+    vendor_backend: str | None = None
+    is_host = False
+    pins_memory = False
+    orders_futures = False
+
+    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return False: all goes through host memory, unless the kind says more."""
+        return False
+
+    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Return a process group of the backend that the vendor's plug-in has registered."""
+        assert self.vendor_backend is not None
+        plugin = dist.Backend._plugins[self.vendor_backend.upper()]
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, timeout)
+        described = dist.distributed_c10d._DistributedBackendOptions()
+        described.store, described.group_rank, described.group_size = store, rank, size
+        described.timeout = timeout
+        return plugin.creator_fn(described, None)
+
+    def count(self) -> int:
+        """Return the number of visible devices; 0 where torch does not know the type."""
+        try:
+            module = self._module()
+        except RuntimeError:  # no plug-in has made it known
+            return 0
+        return int(module.device_count()) if module.is_available() else 0
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return such as `cuda:index`."""
+        return torch.device(self.torch_type, index)
+
+    def select(self, index: int) -> None:
+        """Make this device the current one."""
+        self._module().set_device(index)
+
+    def synchronize(self, index: int) -> None:
+        """Wait for all streams of the device."""
+        self._module().synchronize(index)
+
+    def name(self, index: int) -> str:
+        """Return the device's name."""
+        return str(self._module().get_device_name(index))
+
+    def memory_bytes(self, index: int) -> int:
+        """Return the device's memory in bytes."""
+        return int(self._module().get_device_properties(index).total_memory)
+
+    def memory_limit_bytes(self, index: int, sharers: int) -> int:
+        """Return what this process holds already, and its part of what is free."""
+        free, _ = self._module().mem_get_info(index)
+        return int(self._module().memory_reserved(index) + free // sharers)
+
+    def restart_memory_peak(self, index: int) -> None:
+        """Let torch's allocator begin a new peak."""
+        self._module().reset_peak_memory_stats(index)
+
+    def memory_peak_bytes(self, index: int) -> int:
+        """Return the allocator's peak."""
+        return int(self._module().max_memory_reserved(index))
+
+    def release_cached_memory(self) -> None:
+        """Empty the allocator's cache."""
+        self._module().empty_cache()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether the allocator, the driver or the host had too little memory."""
+        if isinstance(error, torch.OutOfMemoryError) or is_host_out_of_memory(error):
+            return True
+        # What plug-ins raise, and drivers: "CUDA error: out of memory".
+        return isinstance(error, RuntimeError) and "out of memory" in str(error)
+
+    def streams(self) -> Any | None:
+        """Return torch's module for the device, if it has streams."""
+        module = self._module()
+        return module if hasattr(module, "Stream") else None
+
+    def mark(self) -> EventMark:
+        """Record an event on the current stream."""
+        return EventMark(self._module().Event(enable_timing=True))
+
+    def random_state(self, index: int) -> torch.Tensor | None:
+        """Return the state of the device's generator."""
+        state: torch.Tensor = self._module().get_rng_state(index)
+        return state
+
+    def set_random_state(self, index: int, state: torch.Tensor) -> None:
+        """Set the state of the device's generator."""
+        self._module().set_rng_state(state, index)
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self.torch_type)
+
+
+class UnlistedAccelerator(Accelerator):
+    """What can be said of tensors whose device type no kind has."""
+
+    def __init__(self, torch_type: str) -> None:
+        self.kind = self.torch_type = torch_type
+
+
+class EventMark:
+    """An event, recorded on the current stream."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        event.record()
+
+    def is_reached(self) -> bool:
+        """Return whether the stream has passed it."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block until the stream has passed it."""
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: EventMark) -> float:
+        """Return the seconds by the device's own clock."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

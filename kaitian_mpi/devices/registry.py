@@ -1,0 +1,112 @@
+"""The device kinds that this process knows: the package's own, and those of other packages."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kaitian_mpi.devices.protocol import Device
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    import torch
+
+GROUP = "kaitian_mpi.devices"
+"""The group of entry points by which other packages add kinds: kind = module:Class."""
+
+BUILT_IN = {
+    "cuda": "kaitian_mpi.devices.cuda:CudaDevice",
+    "cpu": "kaitian_mpi.devices.cpu:CpuDevice",
+}
+
+_MEMBERS = [name for name in {**Device.__annotations__, **vars(Device)} if not name.startswith("_")]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds that can be used, in order of preference, and why others cannot."""
+
+    devices: Mapping[str, Device]
+    counts: Mapping[str, int]
+    """How many devices of each kind this host has."""
+    faults: Mapping[str, str]
+    """By the name that another package gives a kind: why it cannot be used, and what to do."""
+
+
+@functools.cache
+def known_kinds() -> Kinds:
+    """Load all kinds and count their devices, once a process.
+
+    A kind that cannot be loaded is no error for those who do not use it: see `Kinds.faults`.
+    """
+    devices: dict[str, Device] = {}
+    counts: dict[str, int] = {}
+    faults: dict[str, str] = {}
+    for entry in _entries():
+        try:
+            if entry.name in devices:
+                raise TypeError("there is a kind of this name already")
+            device = _load(entry)
+            counts[entry.name] = device.count()
+            devices[entry.name] = device
+        except Exception as error:  # whatever another package's code raises
+            faults[entry.name] = _describe(entry, error)
+    # The last choice, for it is always there.
+    devices["cpu"], counts["cpu"] = devices.pop("cpu"), counts.pop("cpu")
+    return Kinds(devices, counts, faults)
+
+
+def device_of_kind(kind: str) -> Device:
+    """Return the device of a kind, ready to be asked; it must be one of `known_kinds`."""
+    return known_kinds().devices[kind]
+
+
+def device_of(device: torch.device) -> Device:
+    """Return the kind of a torch device, which need not be one that this rank trains on."""
+    return _device_of_type(device.type)
+
+
+@functools.cache
+def _device_of_type(torch_type: str) -> Device:
+    kinds = known_kinds()
+    alike = [kind for kind, device in kinds.devices.items() if device.torch_type == torch_type]
+    if alike:
+        # A build of torch has devices of one vendor at most, so one of the kinds has any.
+        return kinds.devices[max(alike, key=lambda kind: kinds.counts[kind] > 0)]
+    from kaitian_mpi.devices.accelerator import UnlistedAccelerator
+
+    return UnlistedAccelerator(torch_type)
+
+
+def _entries() -> Iterator[EntryPoint]:
+    # Loaded here, for a wrong flag is answered sooner without it.
+    from importlib.metadata import EntryPoint, entry_points
+
+    for name, value in BUILT_IN.items():
+        yield EntryPoint(name, value, GROUP)
+    yield from sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+
+
+def _load(entry: EntryPoint) -> Device:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", entry.name) or entry.name == "auto":
+        raise TypeError("a kind's name is of lower-case letters, digits and underscores")
+    device: Device = entry.load()()
+    missing = [name for name in _MEMBERS if not hasattr(device, name)]
+    if missing:
+        raise TypeError(f"the class lacks {', '.join(missing)}")
+    if device.kind != entry.name:
+        raise TypeError(f"the class is of the kind {device.kind!r}")
+    return device
+
+
+def _describe(entry: EntryPoint, error: Exception) -> str:
+    package = f" of {entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return (
+        f"the device kind {entry.name!r}{package} ({entry.value}) cannot be used: {reason}; "
+        "correct, update or remove the package"
+    )

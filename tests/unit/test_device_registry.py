@@ -1,0 +1,140 @@
+"""Device kinds of other packages, and that what is particular to a kind is in its file alone."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kaitian_mpi
+from kaitian_mpi.devices import device_of, known_kinds, registry
+from kaitian_mpi.devices.choice import choose_device
+from kaitian_mpi.errors import UserError
+
+ROOT = Path(kaitian_mpi.__file__).parent
+
+MODULE = """
+from kaitian_mpi.devices.cpu import CpuDevice
+
+class Good(CpuDevice):
+    kind = "good"
+    torch_type = "meta"
+
+class Idle(Good):
+    kind = "idle"
+    def count(self):
+        return 0
+
+class Broken(Good):
+    kind = "broken"
+    def count(self):
+        raise OSError("libvendor.so:\\n cannot open")
+
+class Little:
+    kind = torch_type = "little"
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return what puts a package with these entry points on Python's path, and loads the kinds."""
+
+    def forget():
+        known_kinds.cache_clear()
+        registry._device_of_type.cache_clear()
+
+    def add(**kinds):
+        information = tmp_path / "plug_in-2.1.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-in\nVersion: 2.1")
+        lines = [f"{kind} = {value}" for kind, value in kinds.items()]
+        text = "\n".join([f"[{registry.GROUP}]", *lines])
+        (information / "entry_points.txt").write_text(text)
+        (tmp_path / "plug_in.py").write_text(MODULE)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "plug_in", raising=False)
+        forget()
+        return known_kinds()
+
+    yield add
+    forget()
+
+
+def test_a_package_adds_a_kind(install):
+    known = install(good="plug_in:Good")
+    assert list(known.devices) == ["cuda", "good", "cpu"]
+    assert known.faults == {}
+    assert choose_device("good:1", known.counts, 0, 1, "h").kind == "good"
+    # --devices auto prefers it to the CPU, as any accelerator.
+    assert choose_device("auto", {**known.counts, "cuda": 0}, 0, 1, "h").kind == "good"
+
+
+def test_of_kinds_of_one_torch_type_the_one_with_devices_is_meant(install):
+    known = install(idle="plug_in:Idle", good="plug_in:Good")
+    assert device_of(torch.device("meta")) is known.devices["good"]
+    assert device_of(torch.device("cpu")) is known.devices["cpu"]
+
+
+def test_a_torch_type_without_a_kind_has_no_vendor():
+    device = device_of(torch.device("mtia"))
+    assert device.kind == device.torch_type == "mtia"
+    assert device.vendor_backend is None
+    assert not device.vendor_takes(torch.float32, "SUM")
+    assert device.torch_device(3) == torch.device("mtia", 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("absent", "plug_out:Device", "ModuleNotFoundError: No module named 'plug_out'"),
+        ("absent", "plug_in:Absent", "AttributeError: .*Absent"),
+        ("broken", "plug_in:Broken", "OSError: libvendor.so: cannot open"),
+        ("little", "plug_in:Little", "TypeError: the class lacks vendor_backend, is_host, "),
+        ("other", "plug_in:Good", "TypeError: the class is of the kind 'good'"),
+        ("Good", "plug_in:Good", "TypeError: a kind's name is of lower-case letters"),
+        ("auto", "plug_in:Good", "TypeError: a kind's name is of lower-case letters"),
+    ],
+)
+def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value, reason):
+    known = install(**{kind: value})
+    assert list(known.devices) == ["cuda", "cpu"]
+    assert choose_device("auto", {**known.counts, "cuda": 0}, 0, 1, "h").kind == "cpu"
+    with pytest.raises(UserError, match=reason) as raised:
+        choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.faults)
+    text = str(raised.value)
+    assert text.startswith(f"--devices {kind}:0: the device kind '{kind}' of plug-in 2.1 ({value})")
+    assert text.endswith("; correct, update or remove the package")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_package_cannot_replace_a_kind(install, kind):
+    own = known_kinds().devices[kind]
+    known = install(**{kind: "plug_in:Good"})
+    assert type(known.devices[kind]) is type(own)
+    assert list(known.devices)[-1] == "cpu"
+    assert "there is a kind of this name already" in known.faults[kind]
+
+
+def modules_outside_the_room():
+    return [path for path in ROOT.rglob("*.py") if path.parent != ROOT / "devices"]
+
+
+def is_type_of_device(node):
+    return isinstance(node, ast.Attribute) and node.attr == "type"
+
+
+def test_no_other_module_asks_what_kind_a_device_is():
+    for path in modules_outside_the_room():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in ("cuda", "xpu", "nccl"), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                fixed = [side for side in sides if isinstance(side, ast.Constant | ast.Tuple)]
+                assert not (fixed and any(map(is_type_of_device, sides))), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Attribute):
+                assert node.attr != "get_device_module", f"{path}:{node.lineno}"
+                named = isinstance(node.value, ast.Name) and node.value.id == "torch"
+                assert not (named and node.attr in ("cuda", "xpu")), f"{path}:{node.lineno}"
