@@ -104,9 +104,8 @@ def _load(entry: EntryPoint) -> Device:
 
 
 def _describe(entry: EntryPoint, error: Exception) -> str:
-    package = f" of {entry.dist.name} {entry.dist.version}" if entry.dist else ""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return (
-        f"the device kind {entry.name!r}{package} ({entry.value}) cannot be used: {reason}; "
-        "correct, update or remove the package"
+        f"the device kind {entry.name!r} ({entry.value}) cannot be used: {reason}; "
+        "correct, update or remove the package that adds it"
     )

@@ -14,13 +14,17 @@ OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
     reason="this torch cannot have a device type in Python",
 )
 def test_training_with_kinds_and_a_vendors_library_of_another_package(mpirun, tmp_path):
+    broken = tmp_path / "packages" / "broken-1.0.dist-info"  # which nobody here asks for
+    broken.mkdir(parents=True)
+    (broken / "entry_points.txt").write_text("[kaitian_mpi.devices]\nbroken = no_module:Device\n")
     ended = mpirun(
         3,
         *"kaitian-train --devices vendor:0,cpu,vendor:1 --model cnn --allreduce leader".split(),
         *"--epochs 2 --check-every 2 --keep-all --benchmark-seconds 2 --run-dir run".split(),
-        PYTHONPATH=str(OTHER_PACKAGE),
+        PYTHONPATH=f"{OTHER_PACKAGE}:{broken.parent}",
     )
     assert ended.code == 0, ended.text
+    assert "broken" not in ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["finished"]
     assert summary["device_kinds"] == ["vendor", "cpu"]

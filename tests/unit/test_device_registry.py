@@ -103,8 +103,8 @@ def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value
     with pytest.raises(UserError, match=reason) as raised:
         choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.faults)
     text = str(raised.value)
-    assert text.startswith(f"--devices {kind}:0: the device kind '{kind}' of plug-in 2.1 ({value})")
-    assert text.endswith("; correct, update or remove the package")
+    assert text.startswith(f"--devices {kind}:0: the device kind '{kind}' ({value}) cannot")
+    assert text.endswith("; correct, update or remove the package that adds it")
     assert "\n" not in text
 
 

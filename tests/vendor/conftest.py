@@ -17,7 +17,7 @@ from kaitian_mpi.mpi.world import World
 
 LAYOUTS = {
     1: ["vendor"],
-    2: ["vendor,cpu", "vendor,vendor2", "vendor,vendor"],
+    2: ["vendor,cpu", "vendor,vendor2", "auto"],
     3: ["vendor,vendor2,cpu", "vendor,cpu,vendor"],
     4: [
         "vendor,cpu,vendor,vendor2",
@@ -31,4 +31,7 @@ LAYOUTS = {
 def world(request: pytest.FixtureRequest) -> World:
     if dist.is_initialized():
         dist.destroy_process_group()
-    return kaitian_mpi.init(devices=request.param)
+    made = kaitian_mpi.init(devices=request.param)
+    if request.param == "auto":  # which prefers any accelerator to the CPU
+        assert set(made.kinds) == {"vendor"}
+    return made
