@@ -97,7 +97,7 @@ def loss_of(model, batch):
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_any_shares_equal_one_process(world, options, mode):
+def test_any_split_gives_the_gradient_of_one_process(world, options, mode):
     data = Data(world)
     model = data_parallel(Network(), **options)
     assert type(model) is DistributedDataParallel
@@ -108,7 +108,7 @@ def test_any_shares_equal_one_process(world, options, mode):
 
 # Not with a static graph: stock DDP itself refuses no_sync in its first step.
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_micro_batches_equal_one_process(world, options):
+def test_micro_batches_give_the_gradient_of_one_process(world, options):
     data = Data(world, micro_batches=4)
     model = data_parallel(Network(), **options)
 
@@ -126,7 +126,7 @@ def test_micro_batches_equal_one_process(world, options):
     assert_equal(model, train_alone(data))
 
 
-def test_gradients_that_stay_are_added_to(world):
+def test_gradients_accumulate_without_zero_grad(world):
     data, alone = Data(world), Network()
     model = data_parallel(Network())
     for step in range(2):
@@ -146,7 +146,7 @@ def test_two_forwards_before_one_backward(world):
         assert_equal_gradients(model, alone)
 
 
-def test_evaluations_in_between_are_not_counted(world):
+def test_forwards_in_evaluation_mode_are_not_counted(world):
     """Not even those of one rank, in another number on each, or without `no_grad`."""
     data = Data(world)
     model = data_parallel(Network())
@@ -184,7 +184,7 @@ def test_a_forward_does_not_wait_for_a_slower_rank(world):
     assert_equal_gradients(model, alone)
 
 
-def test_samples_are_found_in_any_arguments(world):
+def test_samples_are_counted_in_any_argument(world):
     data, alone = Data(world), Network()
     loss_of(alone, data.whole(0)).backward()
     inputs, labels = data.own(0)
@@ -194,7 +194,7 @@ def test_samples_are_found_in_any_arguments(world):
         assert_equal_gradients(model, alone)
 
 
-def test_samples_may_be_counted_by_hand(world):
+def test_samples_of_counts_the_samples(world):
     data, alone = Data(world), Network()
     loss_of(alone, data.whole(0)).backward()
     inputs, labels = data.own(0)
@@ -215,7 +215,7 @@ class Branches(nn.Module):
         return self.branches[branch](x)
 
 
-def test_parameters_that_some_rank_does_not_use(world):
+def test_parameters_unused_on_some_ranks(world):
     rows = torch.arange(18, dtype=torch.float64).view(3, 6)
     model = data_parallel(Branches(), find_unused_parameters=True)
     alone = copy.deepcopy(model.module)
@@ -242,13 +242,13 @@ def test_over_a_subgroup(world):
         assert_equal_gradients(model, alone)
 
 
-def test_no_samples_anywhere_give_no_gradient(world):
+def test_no_samples_on_any_rank_gives_no_gradient(world):
     model = data_parallel(nn.Linear(6, 1))
     model(torch.ones(0, 6)).mean().backward()
     assert model.module.weight.grad.tolist() == [[0.0] * 6]
 
 
-def test_what_it_cannot_count(world):
+def test_inputs_that_cannot_be_counted(world):
     model = data_parallel(Network())
     with pytest.raises(ValueError, match=r"no tensor .* \(list, int\).* pass samples_of="):
         model([torch.tensor(1.0)], nested=3)
@@ -257,7 +257,7 @@ def test_what_it_cannot_count(world):
         model(torch.ones(1, 6))
 
 
-def test_join_is_refused(world):
+def test_join_is_rejected(world):
     model = data_parallel(Network())
     with pytest.raises(UnsupportedError, match="batches of 0 rows"), model.join():
         model(torch.ones(1, 6, dtype=torch.float64))

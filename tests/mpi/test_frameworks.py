@@ -39,7 +39,7 @@ def test_device_mesh_and_subgroups(world):
 
 
 @pytest.mark.ranks(4)
-def test_slices_of_a_mesh(world):
+def test_device_mesh_slices(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for name, members in (
         ("replicate", [world.rank % 2, world.rank % 2 + 2]),
@@ -76,7 +76,7 @@ def test_collectives_with_gradients(world):
     assert sent.grad.tolist() == [float(rank + 1) for rank in range(world.size)]
 
 
-def test_sparse_sum(world):
+def test_sparse_all_reduce(world):
     indices = torch.tensor([[world.rank, world.size]])
     tensor = torch.sparse_coo_tensor(indices, torch.tensor([[1.0, 2.0]] * 2), (world.size + 1, 2))
     dist.all_reduce(tensor)
@@ -119,7 +119,7 @@ def test_ddp_with_a_static_graph(world):
     assert parameters_agree(world, model)
 
 
-def test_ddp_with_torchs_own_hooks(world):
+def test_ddp_with_torchs_communication_hooks(world):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     compressed = DistributedDataParallel(nn.Linear(4, 4, bias=False))
@@ -152,7 +152,7 @@ def test_ddp_with_sparse_gradients(world, wrap):
     assert torch.allclose(rows[0], row / world.size)
 
 
-def test_sparse_tensors_in_the_background(world):
+def test_sparse_all_reduce_in_the_background(world):
     tensor = torch.sparse_coo_tensor([[world.rank]], [1.0], (4,))
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
@@ -181,7 +181,7 @@ def test_comm_debug_mode_counts(world):
     assert counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 1
 
 
-def test_what_the_compiler_and_its_cache_ask_of_a_group(world, monkeypatch):
+def test_queries_of_a_group_by_the_compiler_and_its_cache(world, monkeypatch):
     from torch.distributed import distributed_c10d
 
     group, cuda = dist.group.WORLD, torch.device("cuda")
@@ -230,7 +230,7 @@ def by_a_future(x, group):
 @pytest.mark.parametrize(
     "function", [in_background, in_sync_after_a_break, by_messages, by_a_future]
 )
-def test_collectives_in_the_eager_parts_of_what_is_compiled(world, function):
+def test_collectives_at_graph_breaks_of_compiled_functions(world, function):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="eager")
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_collectives_in_the_eager_parts_of_what_is_compiled(world, function):
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, data_parallel])
-def test_ddp_inside_what_is_compiled(world, wrap):
+def test_compiled_ddp(world, wrap):
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager, model = wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 4))
@@ -313,7 +313,7 @@ def test_distributed_checkpoint(world, tmp_path):
     assert loaded["shared"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_torch_learns_what_the_group_cannot_do(world):
+def test_capabilities_reported_to_torch(world):
     group = dist.group.WORLD
     for device in map(torch.device, ("cpu", "cuda")):
         backend = group._get_backend(device)
@@ -325,7 +325,7 @@ def test_torch_learns_what_the_group_cannot_do(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_batch_of_messages(world):
+def test_batch_isend_irecv(world):
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     received = torch.zeros(3)
     messages = [
@@ -351,7 +351,7 @@ def test_pipeline_stages(world):
         assert torch.allclose(output, nn.Sequential(*layers)(inputs), atol=1e-6)
 
 
-def test_thousands_in_flight(world):
+def test_thousands_of_collectives_in_flight(world):
     tensors = [torch.full((10,), float(index)) for index in range(3_000)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:

@@ -19,7 +19,7 @@ def filled(value, length=10):
 
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["async", "sync"])
-def test_what_a_callback_asks_for_comes_after_what_was_given_before_it(world, in_background):
+def test_collectives_from_a_callback_run_after_earlier_ones(world, in_background):
     """Also where the future is done on one rank, and not on another, when it is attached."""
     for _ in range(20):
         first, second, third, last = filled(1), filled(10, 2_000), filled(100, 2_000), filled(5)
@@ -40,7 +40,7 @@ def test_what_a_callback_asks_for_comes_after_what_was_given_before_it(world, in
         assert sums == [[value * world.size] for value in (1, 10, 100, 5)]
 
 
-def test_callbacks_in_a_chain_keep_their_places(world):
+def test_chained_callbacks_keep_their_order(world):
     for _ in range(20):
         tensors = [filled(1 + number, 100 * number + 1) for number in range(4)]
         work = dist.all_reduce(tensors[0], async_op=True)
@@ -58,7 +58,7 @@ def test_callbacks_in_a_chain_keep_their_places(world):
         assert [t.unique().tolist() for t in tensors] == [[(1 + n) * world.size] for n in range(4)]
 
 
-def test_an_error_in_a_callback_is_its_futures_alone(world):
+def test_an_error_in_a_callback_fails_only_its_future(world):
     work = dist.all_reduce(filled(1), async_op=True)
 
     def fail(_):
@@ -70,7 +70,7 @@ def test_an_error_in_a_callback_is_its_futures_alone(world):
     dist.all_reduce(filled(1))
 
 
-def test_an_error_in_a_queued_collective_is_raised_where_it_is_waited_for(world, monkeypatch):
+def test_an_error_in_a_queued_collective_is_raised_by_wait(world, monkeypatch):
     group = dist.new_group()
 
     def fail(*_):
@@ -108,7 +108,7 @@ WRAPPED = {
 
 
 @pytest.mark.ranks(2)
-def test_backward_raises_where_a_rank_does_not_come(world):
+def test_backward_raises_if_a_rank_does_not_arrive(world):
     """And neither ends the job nor crashes in DDP's reducer."""
     last = world.size - 1
     for wrap in WRAPPED.values():

@@ -54,7 +54,7 @@ def train_shared(model, images, labels, batches, rank):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_uneven_ranks_equal_one_process_with_the_whole_batch(world, algorithm, dtype, tolerance):
+def test_uneven_ranks_give_the_gradient_of_the_whole_batch(world, algorithm, dtype, tolerance):
     dist.group.WORLD.algorithm = algorithm
     batches = BATCHES[: world.size]
     generator = torch.Generator().manual_seed(5)
@@ -69,7 +69,7 @@ def test_uneven_ranks_equal_one_process_with_the_whole_batch(world, algorithm, d
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_with_no_samples_adds_nothing_even_if_its_gradient_is_nan(world):
+def test_a_rank_without_samples_adds_nothing_even_if_its_gradient_is_nan(world):
     model = nn.Linear(4, 2, bias=False).double()
     nn.init.ones_(model.weight)
     gradients = WeightedSum()

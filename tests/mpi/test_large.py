@@ -65,7 +65,7 @@ def holds(tensor, *seeds, start=0):
     )
 
 
-def test_the_check_sees_a_shift_and_a_single_wrong_element():
+def test_the_check_detects_a_shift_and_a_single_wrong_element():
     tensor = filled(3 * _CHUNK + 5, seed=1)
     assert holds(tensor, 1)
     assert not holds(tensor, 0)
@@ -139,7 +139,7 @@ def test_all_to_all_single_of_equal_parts(world):
     assert holds(received[HALF:], 1, start=world.rank * HALF)
 
 
-def test_all_to_all_single_of_everything_to_the_other(world):
+def test_all_to_all_single_with_everything_to_one_rank(world):
     received = empty(LARGE)
     parts = [0, LARGE] if world.rank == 0 else [LARGE, 0]
     dist.all_to_all_single(received, filled(LARGE, world.rank), parts, parts)
@@ -154,7 +154,7 @@ def test_all_to_all(world):
     assert holds(received[1], 2 + world.rank)
 
 
-def test_messages(world):
+def test_send_and_recv(world):
     tensor = filled(LARGE, 3) if world.rank == 1 else empty(LARGE)
     if world.rank == 1:
         dist.send(tensor, 0)

@@ -23,7 +23,7 @@ class SlowLinks:
 
 
 @pytest.mark.ranks(3)
-def test_the_end_with_slow_links_is_found_on_every_rank(world):
+def test_every_rank_finds_the_rank_with_slow_links(world):
     ends = list(range(world.size))
     links = time_links(SlowLinks(world.comm), ends)
     assert len(links) == world.size
@@ -33,7 +33,7 @@ def test_the_end_with_slow_links_is_found_on_every_rank(world):
 
 
 @pytest.mark.ranks(4)
-def test_ranks_that_are_no_ends_only_hear_the_result(world):
+def test_ranks_outside_the_ring_only_receive_the_result(world):
     links = time_links(world.comm, [0, 1, 3])
     assert len(links) == 3
     assert min(links) > 0

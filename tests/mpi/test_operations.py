@@ -124,7 +124,7 @@ def test_all_to_all_single_with_splits(world, place):
     assert torch.equal(values(output), expected[:, None].expand(-1, 3))
 
 
-def test_all_to_all_single_of_more_than_mpi_counts(world, place, monkeypatch):
+def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
     """Of which the other ranks, whose own part is small, know nothing."""
     if world.rank == 0:
         monkeypatch.setattr(nonblocking, "LARGEST_COUNT", 16)
@@ -143,7 +143,7 @@ def test_all_to_all_single_of_more_than_mpi_counts(world, place, monkeypatch):
             assert torch.equal(piece.reshape(-1), expected)
 
 
-def test_operations_that_torch_groups(world):
+def test_coalesced_operations(world):
     tensors = [torch.full((3,), float(world.rank + 1)), torch.ones(2)]
     dist.group.WORLD.allreduce_coalesced(tensors).wait()
     assert tensors[0].tolist() == [float(ranks_sum(world))] * 3
@@ -170,7 +170,7 @@ def test_messages_by_tag_out_of_order_and_from_any_source(world, place):
 
 
 @pytest.mark.ranks(2)
-def test_a_receive_that_waits_does_not_stop_a_collective(world):
+def test_a_pending_receive_does_not_block_a_collective(world):
     peer = (world.rank + 1) % world.size
     source = (world.rank - 1) % world.size
     received = torch.zeros(3)
@@ -184,7 +184,7 @@ def test_a_receive_that_waits_does_not_stop_a_collective(world):
 
 
 @pytest.mark.ranks(2)
-def test_batches_of_messages_between_all_neighbours(world):
+def test_batched_messages_between_all_neighbours(world):
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     outgoing = torch.full((40_000,), float(world.rank))
     incoming = torch.zeros(40_000)
@@ -215,7 +215,7 @@ def test_object_collectives(world):
         lambda n: dist.all_to_all_single(torch.zeros(n), torch.zeros(n), [5] * n, [1] * n),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(world, call):
+def test_mismatched_arguments_are_rejected_before_anything_is_sent(world, call):
     with pytest.raises((UnsupportedError, ValueError)):
         call(world.size)
     tensor = torch.ones(1)

@@ -21,7 +21,7 @@ def total(world):
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
-def test_all_reduce_sums_every_type(world, dtype):
+def test_all_reduce_sums_every_dtype(world, dtype):
     tensor = torch.full((3, 5), world.rank + 1, dtype=dtype)
     dist.all_reduce(tensor)
     assert tensor.dtype == dtype
@@ -35,14 +35,14 @@ def test_all_reduce_of_any_length(world, length):
     assert torch.equal(tensor, torch.arange(length, dtype=torch.float64) * total(world))
 
 
-def test_all_reduce_of_nothing_and_of_a_scalar(world):
+def test_all_reduce_of_an_empty_tensor_and_a_scalar(world):
     dist.all_reduce(torch.empty(0))
     scalar = torch.tensor(float(world.rank + 1))
     dist.all_reduce(scalar)
     assert scalar.item() == total(world)
 
 
-def test_all_reduce_of_a_strided_view_leaves_the_gaps_alone(world):
+def test_all_reduce_of_a_strided_view_leaves_the_gaps_unchanged(world):
     whole = torch.full((12,), 100.0)
     view = whole[::2]
     view.fill_(world.rank + 1)
@@ -65,7 +65,7 @@ def test_all_reduce_operations(world, op, expected):
     assert torch.equal(tensor, torch.full((9,), expected(world.size)))
 
 
-def test_bit_operations_and_booleans(world):
+def test_bitwise_reductions_and_booleans(world):
     bits = torch.full((4,), 1 << world.rank, dtype=torch.int32)
     dist.all_reduce(bits, dist.ReduceOp.BOR)
     assert bits.tolist() == [(1 << world.size) - 1] * 4
@@ -120,7 +120,7 @@ def test_averages_of_sixteen_bit_floats_do_not_overflow(world, length):
     assert torch.equal(tensor, torch.full((length,), 60_000.0, dtype=torch.float16))
 
 
-def test_unsupported_reductions_say_so_and_the_group_goes_on(world):
+def test_unsupported_reductions_raise_and_the_group_stays_usable(world):
     with pytest.raises(UnsupportedError, match="BAND"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
     options = AllreduceOptions()
@@ -132,7 +132,7 @@ def test_unsupported_reductions_say_so_and_the_group_goes_on(world):
     assert tensor.tolist() == [world.size] * 3
 
 
-def test_background_and_foreground_calls_keep_their_order(world):
+def test_asynchronous_and_synchronous_calls_keep_their_order(world):
     tensors = [torch.full((4_000,), float(world.rank + 1)) for _ in range(50)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     last = torch.ones(3)
@@ -176,7 +176,7 @@ def test_all_gather_into_a_list_and_into_one_tensor(world):
     assert torch.equal(whole, torch.cat(parts))
 
 
-def test_objects(world):
+def test_object_collectives(world):
     gathered = [None] * world.size
     dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * (world.rank * 1000)})
     assert [item["rank"] for item in gathered] == list(range(world.size))

@@ -157,7 +157,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("refused", PLACES.values(), ids=PLACES)
-def test_what_was_refused_is_done_again_without_a_trace(world, refused):
+def test_a_refused_step_is_repeated_without_a_trace(world, refused):
     undisturbed = Run(world, with_norm=True).train(uneven(world))
     run = Run(world, Commit(refused), with_norm=True).train(uneven(world))
     assert run.refusals == len(refused)
@@ -167,7 +167,7 @@ def test_what_was_refused_is_done_again_without_a_trace(world, refused):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_so_it_is_with_micro_batches_and_loading_processes(world, workers):
+def test_recovery_is_exact_with_micro_batches_and_workers(world, workers):
     undisturbed = Run(world, with_norm=True, micro_batch_size=5).train(uneven(world))
     commit = Commit([2, COMMITS + 3])
     run = Run(world, commit, with_norm=True, workers=workers, micro_batch_size=5)
@@ -178,7 +178,7 @@ def test_so_it_is_with_micro_batches_and_loading_processes(world, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_other_shares_go_on_to_the_same_weights(world, workers):
+def test_recovery_with_another_split_gives_the_same_weights(world, workers):
     undisturbed = Run(world).train(uneven(world))
     run = Run(world, Commit([4]), workers=workers).train(uneven(world), reverse(world))
     assert run.refusals == 1
@@ -191,7 +191,7 @@ def test_other_shares_go_on_to_the_same_weights(world, workers):
         assert sizes[4] == reverse(world)[world.rank]
 
 
-def test_a_commit_that_never_refuses_changes_nothing(world):
+def test_a_commit_that_always_succeeds_changes_nothing(world):
     commit = Commit()
     run = Run(world, commit, with_norm=True).train(uneven(world))
     assert commit.calls == EPOCHS * COMMITS

@@ -115,7 +115,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_stays_as_it_is_and_trains_more_epochs(world, folder, capsys):
+def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys):
     first = run(world, folder)
     before = contents(folder)
     if world.rank == 0:
@@ -134,7 +134,7 @@ def test_a_finished_run_stays_as_it_is_and_trains_more_epochs(world, folder, cap
     assert steps_in(folder) == list(range(1, 4 * STEPS + 1))
 
 
-def test_results_that_are_missing_are_made_by_an_evaluation(world, folder):
+def test_missing_results_are_recreated_by_an_evaluation(world, folder):
     run(world, folder)
     expected = summary_in(folder)
     world.comm.Barrier()
@@ -149,7 +149,7 @@ def test_results_that_are_missing_are_made_by_an_evaluation(world, folder):
     assert (folder / "checkpoints" / "model.pt").exists()
 
 
-def test_a_run_that_was_stopped_in_mid_epoch_trains_the_rest_of_it(world, folder):
+def test_a_run_stopped_in_mid_epoch_trains_the_rest_of_the_epoch(world, folder):
     flat = {"schedule": "constant", "warmup": 0.0}
     run(world, folder / "whole", **flat)
     run(world, folder / "cut", **flat, max_steps=3)
@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_trains_the_rest_of_it(world, folder
 
 
 @pytest.mark.parametrize("other", [6, 20])
-def test_another_global_batch_trains_all_epochs_and_keeps_to_the_schedule(world, folder, other):
+def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, folder, other):
     run(world, folder, epochs=3, checkpoint_every=1)
     cut_back(world, folder, step=7)  # in mid-epoch
     run(world, folder, epochs=3, global_batch_size=other)
@@ -183,7 +183,7 @@ def test_another_global_batch_trains_all_epochs_and_keeps_to_the_schedule(world,
     assert samples == 3 * LENGTH
 
 
-def test_flags_that_have_changed_hold(world, folder, capsys):
+def test_changed_flags_apply(world, folder, capsys):
     run(world, folder, checkpoint_every=1)
     cut_back(world, folder, step=3)
     capsys.readouterr()
@@ -203,7 +203,7 @@ def test_flags_that_have_changed_hold(world, folder, capsys):
     assert content["memory"]["algorithm"] == ("flat" if world.size > 1 else "direct")
 
 
-def test_balance_can_be_turned_on_and_off(world, folder, capsys):
+def test_balance_can_be_switched_on_and_off(world, folder, capsys):
     measured = {"balance": "static", "benchmark_seconds": 0.5, "keep_all": True}
     run(world, folder, max_steps=2)
     run(world, folder, max_steps=4, **measured)
@@ -220,7 +220,7 @@ def test_balance_can_be_turned_on_and_off(world, folder, capsys):
     assert summary_in(folder)["steps"] == 2 * STEPS
 
 
-def test_what_is_resumed_from_a_file_is_not_left_for_the_old_course(world, folder):
+def test_resuming_from_a_file_abandons_later_checkpoints(world, folder):
     run(world, folder, checkpoint_every=2)
     if world.rank == 0:
         shutil.copytree(folder, folder.with_name("other"))
@@ -243,7 +243,7 @@ def test_what_is_resumed_from_a_file_is_not_left_for_the_old_course(world, folde
     assert left == {f"step-{2 * STEPS:08d}"}
 
 
-def test_another_length_of_the_data_set_is_refused(world, folder, monkeypatch):
+def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
     run(world, folder, max_steps=3)
     before = contents(folder)
     monkeypatch.setenv("POINTS", "40")
@@ -254,7 +254,7 @@ def test_another_length_of_the_data_set_is_refused(world, folder, monkeypatch):
     assert contents(folder) == before
 
 
-def test_no_step_is_in_the_metrics_twice(world, folder):
+def test_no_step_appears_twice_in_the_metrics(world, folder):
     run(world, folder, checkpoint_every=2)
     cut_back(world, folder, step=4)
     run(world, folder)
@@ -266,7 +266,7 @@ def test_no_step_is_in_the_metrics_twice(world, folder):
     assert [plan["step"] for plan in lines(folder, "plan.jsonl")] == [0]
 
 
-def test_checkpoints_of_which_none_can_be_read_are_no_fresh_start(world, folder):
+def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
     run(world, folder)
     if world.rank == 0:
         for path in folder.glob("checkpoints/step-*.pt"):
@@ -300,7 +300,7 @@ class Loaded:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_has_read_the_checkpoint_hands_it_to_one_that_trains(world, folder):
+def test_the_rank_that_read_the_checkpoint_sends_it_to_an_active_rank(world, folder):
     run(world, folder, max_steps=3)
     found = find_checkpoint(TrainConfig(), world, folder, "auto")
     assert [world.rank == 0, 3] == [found.content is not None, found.progress["step"]]

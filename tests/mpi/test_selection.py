@@ -18,9 +18,7 @@ def group(world):
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_all_ranks_choose_alike_and_measure_less_where_it_takes_long(
-    world, group, monkeypatch, is_slow
-):
+def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, group, monkeypatch, is_slow):
     rounds = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: rounds.append(1) or all_reduce(*a, **k))

@@ -39,7 +39,7 @@ CALLS = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_a_time_out_names_the_rank_that_does_not_come(world, last, one_second_group, call):
+def test_a_timeout_names_the_missing_rank(world, last, one_second_group, call):
     call(one_second_group, world.size)
     if world.rank == last:
         dist.barrier()
@@ -55,7 +55,7 @@ def test_a_time_out_names_the_rank_that_does_not_come(world, last, one_second_gr
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_comes_late_but_in_time_is_waited_for(world, last, one_second_group):
+def test_a_rank_that_arrives_within_the_timeout_is_waited_for(world, last, one_second_group):
     if world.rank == last:
         time.sleep(0.7)
     tensor = torch.ones(2)
@@ -64,7 +64,7 @@ def test_a_rank_that_comes_late_but_in_time_is_waited_for(world, last, one_secon
 
 
 @pytest.mark.ranks(2)
-def test_the_state_of_a_work(world, last):
+def test_work_state(world, last):
     tensor, token = torch.ones(4), torch.zeros(1)
     if world.rank == last:
         for rank in range(last):
@@ -85,13 +85,13 @@ def test_the_state_of_a_work(world, last):
     assert work.get_future().value()[0].tolist() == [float(world.size)] * 4
 
 
-def test_a_future_goes_on_with_what_comes_after(world):
+def test_a_futures_then_receives_the_result(world):
     work = dist.all_reduce(torch.ones(2), async_op=True)
     halved = work.get_future().then(lambda future: future.value()[0] / 2)
     assert halved.wait().tolist() == [world.size / 2] * 2
 
 
-def test_thousands_in_flight_come_in_order(world):
+def test_thousands_in_flight_complete_in_order(world):
     tensors = [torch.full((1 + number % 7,), float(number)) for number in range(3_000)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for number, work in enumerate(works):
@@ -99,7 +99,7 @@ def test_thousands_in_flight_come_in_order(world):
         assert tensors[number][0].item() == number * world.size
 
 
-def test_several_threads_may_each_use_a_group_of_their_own(world):
+def test_several_threads_may_each_use_their_own_group(world):
     groups = [dist.new_group() for _ in range(3)]
     sums = {}
 
@@ -117,7 +117,7 @@ def test_several_threads_may_each_use_a_group_of_their_own(world):
     assert sums == {number: float(number * world.size) for number in range(3)}
 
 
-def test_detail_lets_calls_that_agree_pass(world, detailed_group):
+def test_debug_detail_accepts_matching_calls(world, detailed_group):
     group = detailed_group
     tensor = torch.full((3, 2), float(world.rank + 1))
     dist.all_reduce(tensor, group=group)
@@ -160,7 +160,7 @@ def test_detail_lets_calls_that_agree_pass(world, detailed_group):
     ],
     ids=["shape", "operation", "reduction", "dtype"],
 )
-def test_detail_names_what_differs(world, last, detailed_group, differing, agreed, message):
+def test_debug_detail_names_the_mismatch(world, last, detailed_group, differing, agreed, message):
     with pytest.raises(CollectiveError, match=message.format(last=last)):
         (differing if world.rank == last else agreed)(detailed_group)
 
@@ -197,7 +197,7 @@ def test_monitored_barrier_names_the_missing_ranks(world, wait_all_ranks):
 
 
 @pytest.mark.ranks(2)
-def test_monitored_barrier_tells_those_who_came(world, last):
+def test_monitored_barrier_raises_on_the_ranks_that_arrived(world, last):
     """And what they sent meanwhile is not taken for a part of what follows."""
     limit = timedelta(seconds=0.2)
     if world.rank != last:
@@ -212,7 +212,7 @@ def test_monitored_barrier_tells_those_who_came(world, last):
 
 
 @pytest.mark.ranks(2)
-def test_monitored_barrier_does_not_wait_for_what_is_queued(world, last):
+def test_monitored_barrier_does_not_wait_for_queued_work(world, last):
     """It is there to name the rank for which that waits, within its own time-out."""
     tensor = torch.ones(3)
     if world.rank != last:
@@ -234,7 +234,7 @@ def test_monitored_barrier_does_not_wait_for_what_is_queued(world, last):
     assert tensor.tolist() == [float(world.size)] * 3
 
 
-def test_monitored_barrier_of_another_backend_is_torchs(world):
+def test_monitored_barrier_of_another_backend_is_unchanged(world):
     group = dist.new_group(backend="gloo")
     dist.monitored_barrier(group, timeout=timedelta(seconds=30))
     if world.rank == 0 and world.size > 1:
@@ -258,7 +258,7 @@ def test_monitored_barrier_of_another_backend_is_torchs(world):
     ],
     ids=str,
 )
-def test_a_reduction_that_is_not_defined_is_refused(world, dtype, op):
+def test_undefined_reductions_are_rejected(world, dtype, op):
     tensor = torch.ones(world.size).to(dtype)
     for call in (
         lambda: dist.all_reduce(tensor, op),
@@ -271,7 +271,7 @@ def test_a_reduction_that_is_not_defined_is_refused(world, dtype, op):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn], ids=str)
-def test_types_that_cannot_be_reduced_can_be_moved(world, dtype):
+def test_dtypes_that_cannot_be_reduced_can_be_moved(world, dtype):
     tensor = torch.full((3,), world.rank).to(dtype)
     pieces = [torch.empty(3, dtype=dtype) for _ in range(world.size)]
     dist.all_gather(pieces, tensor)
@@ -282,7 +282,7 @@ def test_types_that_cannot_be_reduced_can_be_moved(world, dtype):
     assert tensor.double().tolist() == [0.0] * 3
 
 
-def test_tensors_that_require_a_gradient_are_taken(world):
+def test_tensors_that_require_grad_are_accepted(world):
     tensor = torch.full((4,), float(world.rank + 1), requires_grad=True)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [world.size * (world.size + 1) / 2] * 4
@@ -299,7 +299,7 @@ def test_tensors_that_require_a_gradient_are_taken(world):
 
 
 @pytest.mark.parametrize("mode_outside", [True, False])
-def test_tensors_of_inference_mode(world, mode_outside):
+def test_inference_tensors(world, mode_outside):
     """Also where another thread, or code outside of the mode, writes them."""
     with torch.inference_mode():
         strided = [torch.zeros(4, 2)[:, 0].fill_(1.0) for _ in range(2)]
@@ -332,11 +332,11 @@ def test_tensors_of_inference_mode(world, mode_outside):
     assert ring.tolist() == [float(world.size > 1)] * 4
 
 
-def test_meta_tensors_have_nothing_to_carry(world):
+def test_meta_tensors(world):
     assert dist.all_reduce(torch.ones(4, device="meta")) is None
 
 
-def test_a_negative_view_is_read_as_what_it_shows(world):
+def test_a_negative_view_is_resolved(world):
     tensor = torch.full((2,), complex(0, world.rank)).conj().imag
     assert tensor.is_neg()
     pieces = [torch.zeros(2) for _ in range(world.size)]
@@ -348,7 +348,7 @@ def test_a_negative_view_is_read_as_what_it_shows(world):
 
 @pytest.mark.parametrize("place", ["host", "accelerator"])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3)], ids=str)
-def test_no_values_and_single_values(world, place, shape):
+def test_empty_and_single_element_tensors(world, place, shape):
     fake_accelerator.install()
     put = on_device if place == "accelerator" else torch.Tensor.clone
     tensor = put(torch.ones(shape))
@@ -369,7 +369,7 @@ def test_no_values_and_single_values(world, place, shape):
     assert torch.equal(values(swapped), values(gathered))
 
 
-def test_destroy_and_begin_again(world):
+def test_groups_can_be_destroyed_and_created_again(world):
     for _ in range(3):
         group = dist.new_group()
         assert isinstance(group, KaitianProcessGroup)

@@ -42,7 +42,7 @@ def values_of(model):
     return [torch.view_as_real(t).tolist() if t.is_complex() else t.tolist() for t in tensors]
 
 
-def test_every_rank_begins_with_rank_0s_weights_and_buffers(world, monkeypatch):
+def test_every_rank_starts_with_rank_0s_weights_and_buffers(world, monkeypatch):
     made = []
 
     def build(spec, num_classes):
@@ -58,7 +58,7 @@ def test_every_rank_begins_with_rank_0s_weights_and_buffers(world, monkeypatch):
     assert found == first
 
 
-def test_data_parallel_begins_with_rank_0s_too(world):
+def test_data_parallel_starts_with_rank_0s_weights(world):
     np.random.seed(world.rank)
     model = Unseeded()
     first = gather_values(world.comm, values_of(model))[0]
@@ -69,7 +69,7 @@ def make_data(inputs, labels):
     return Collated(TensorDataset(inputs, labels))
 
 
-def test_data_that_hosts_list_in_another_order_is_refused(world, caplog):
+def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):
     inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
     check_same_samples(world, "training", make_data(inputs, labels))
     if world.size == 1:
@@ -86,7 +86,7 @@ def test_data_that_hosts_list_in_another_order_is_refused(world, caplog):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("part", ["training", "validation"])
-def test_a_run_begins_only_with_the_same_data(world, monkeypatch, part):
+def test_a_run_starts_only_if_all_ranks_have_the_same_data(world, monkeypatch, part):
     inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
     same = make_data(inputs, labels)
     other = make_data(inputs, (labels + world.rank) % 7)

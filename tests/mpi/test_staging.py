@@ -42,7 +42,7 @@ def test_all_reduce(world, algorithm, dtype, length):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_kind_on_the_accelerator_the_other_on_the_host(world, algorithm):
+def test_one_kind_on_the_accelerator_and_one_on_the_host(world, algorithm):
     dist.group.WORLD.algorithm = algorithm
     own = torch.full((5_000,), float(world.rank + 1))
     on_accelerator = world.info.kind == "odd"
@@ -64,7 +64,7 @@ def test_broadcast_and_gather(world):
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("place", [on_device, torch.Tensor.clone], ids=["accelerator", "host"])
-def test_the_relay_exchanges_every_chunk_and_puts_it_back(pieces, place):
+def test_the_relay_exchanges_every_chunk_and_copies_it_back(pieces, place):
     length = 100 * pieces - 1
     tensor = place(torch.arange(length, dtype=torch.float32))
     sizes = []

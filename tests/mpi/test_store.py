@@ -16,7 +16,7 @@ def store(world):
     store.close()
 
 
-def test_what_one_rank_sets_every_rank_gets(store, world):
+def test_every_rank_gets_what_one_rank_sets(store, world):
     store.set(f"key{world.rank}", f"value {world.rank}")
     for rank in range(world.size):
         assert store.get(f"key{rank}") == f"value {rank}".encode()
@@ -38,21 +38,21 @@ def test_add_counts_every_rank(store, world):
     assert store.add("count", 0) == world.size * (world.size + 1) // 2
 
 
-def test_waiting_for_what_never_comes_times_out_and_names_it(store, world):
+def test_waiting_for_a_missing_key_times_out_and_names_it(store, world):
     start = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="nobody"):
         store.wait(["nobody"], timedelta(seconds=0.3))
     assert 0.25 < time.monotonic() - start < 5
 
 
-def test_compare_set_lets_one_win(store, world):
+def test_compare_set_has_one_winner(store, world):
     winner = store.compare_set("winner", "", str(world.rank))
     winners = world.comm.allgather(winner)
     assert len(set(winners)) == 1
     assert store.compare_set("winner", "nobody", "x") == winner
 
 
-def test_append_check_delete_and_several_at_once(store, world):
+def test_append_check_delete_and_multi_key_operations(store, world):
     store.multi_set([f"a{world.rank}", f"b{world.rank}"], ["1", "2"])
     store.append(f"a{world.rank}", "+")
     assert store.multi_get([f"a{world.rank}", f"b{world.rank}"]) == [b"1+", b"2"]
@@ -63,7 +63,7 @@ def test_append_check_delete_and_several_at_once(store, world):
 
 
 @pytest.mark.parametrize("asks", ["first", "last"])
-def test_a_request_that_cannot_be_carried_out_is_told_to_who_asked(store, world, asks):
+def test_a_failed_request_raises_in_its_caller(store, world, asks):
     if world.rank == (0 if asks == "first" else world.size - 1):
         store.set("text", "abc")
         with pytest.raises(dist.DistStoreError, match="key text: its value b'abc' is not a number"):
@@ -77,7 +77,7 @@ def test_a_request_that_cannot_be_carried_out_is_told_to_who_asked(store, world,
     assert store.get(f"after/{world.size - 1}") == b"1"
 
 
-def test_views_share_a_server_but_no_keys(store, world):
+def test_views_share_a_server_but_not_keys(store, world):
     one, two = store.view("one"), store.view("two", timedelta(seconds=0.3))
     one.set(f"key{world.rank}", "1")
     world.comm.Barrier()
@@ -89,7 +89,7 @@ def test_views_share_a_server_but_no_keys(store, world):
     world.comm.Barrier()
 
 
-def test_who_has_departed_is_known_to_those_who_stay(store, world):
+def test_remaining_ranks_know_which_ranks_have_departed(store, world):
     assert store.departed() == []
     world.comm.Barrier()
     leaves = world.rank == world.size - 1 > 0
@@ -102,7 +102,7 @@ def test_who_has_departed_is_known_to_those_who_stay(store, world):
         assert world.rank not in departed
 
 
-def test_through_torchs_prefix_store(store, world):
+def test_prefix_store(store, world):
     prefixed = dist.PrefixStore("p", store)
     prefixed.set(f"k{world.rank}", "v")
     prefixed.wait([f"k{rank}" for rank in range(world.size)])
@@ -129,7 +129,7 @@ def test_large_values_and_many_threads(store, world):
     assert wrong == []
 
 
-def test_a_program_may_start_and_end_torch_distributed_many_times(world):
+def test_torch_distributed_can_be_initialized_many_times(world):
     """Its own default group is replaced and, at the end, made anew for the other tests."""
     dist.destroy_process_group()
     for count in range(20):

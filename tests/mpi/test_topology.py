@@ -29,14 +29,14 @@ def test_split_into_groups_and_lanes(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_subset_is_made_by_its_members_alone(world):
+def test_a_subset_is_created_by_its_members_alone(world):
     if world.rank < 2:
         comm = subset(world.comm, [1, 0], "pair")
         assert comm.rank == 1 - world.rank
         comm.Free()
 
 
-def test_values_are_gathered_by_rank(world):
+def test_gather_values_orders_by_rank(world):
     values = gather_values(world.comm, {"rank": world.rank, "text": "é" * world.rank})
     assert values == [{"rank": r, "text": "é" * r} for r in range(world.size)]
 
@@ -47,21 +47,21 @@ def fail_on_rank_0(world):
             raise UserError("no such file")
 
 
-def test_one_ranks_fault_becomes_everybodys_error(world):
+def test_one_ranks_error_is_raised_on_every_rank(world):
     text = "no such file" if world.size == 1 else "rank 0: no such file"
     with pytest.raises(AgreedError, match=f"^{text}$"):
         fail_on_rank_0(world)
     wait_quietly(world.comm)
 
 
-def test_no_fault_no_error(world):
+def test_no_error_raises_nothing(world):
     with faults_agreed(world.comm):
         done = True
     assert done
 
 
 @pytest.mark.ranks(2)
-def test_values_that_differ_are_named_with_their_ranks(world):
+def test_differing_values_are_named_with_their_ranks(world):
     with pytest.raises(AgreedError, match=r"the model differs .* 1 on rank 0, 2 on ranks? 1"):
         check_same(world.comm, "the model", "1" if world.rank == 0 else "2", "use one")
     check_same(world.comm, "the model", "1", "use one")

@@ -103,7 +103,7 @@ def by_step(world, taken):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_plans_that_change_in_mid_epoch_lose_and_repeat_nothing(world, workers):
+def test_changing_plans_in_mid_epoch_loses_and_repeats_no_sample(world, workers):
     steps = math.ceil(LENGTH / BATCH)
     expected, weights = train(make_trainer(world, uneven(world)))
     plans = {2: reverse(world), 5: uneven(world), steps + 1: reverse(world)}
@@ -122,7 +122,7 @@ def test_plans_that_change_in_mid_epoch_lose_and_repeat_nothing(world, workers):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 5, 7])
-def test_micro_batches_add_up_to_exactly_the_shares_gradient(world, micro_batch_size):
+def test_micro_batches_sum_to_exactly_the_shares_gradient(world, micro_batch_size):
     _, weights = train(make_trainer(world, uneven(world)))
     _, other = train(make_trainer(world, uneven(world), micro_batch_size))
     assert (other - weights).abs().max() < 1e-12
@@ -151,7 +151,7 @@ class Batches(nn.Module):
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2, 3])
 @pytest.mark.parametrize("rest", [0, 1, 2, 3])
-def test_no_batch_is_too_small_for_batch_norm(world, rest, micro_batch_size):
+def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_size):
     shares = [5] + [2] * (world.size - 1)
     length = 2 * sum(shares) + rest
     data, model = Points(length), Batches()
@@ -195,7 +195,7 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
     exchange.close()
 
 
-def test_a_checkpoint_that_one_rank_asks_for_is_due_on_all_after_the_same_step(world):
+def test_a_requested_checkpoint_is_due_after_the_same_step_on_all_ranks(world):
     trainer, plan = make_trainer(world, uneven(world)), make_plan(world, uneven(world))
     config = TrainConfig(global_batch_size=BATCH, log_interval=60)
     with StepFollowUp(config, world, NoFolder(), trainer, plan) as follow_up:
@@ -222,7 +222,7 @@ def running_mean(world, shares, micro_batch_size=None, plans=None):
     return norm.running_mean
 
 
-def test_running_statistics_do_not_depend_on_plans_and_micro_batches(world):
+def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
     expected = running_mean(world, [BATCH] + [0] * (world.size - 1))
     plans = {2: reverse(world), 9: uneven(world), 11: reverse(world)}
     found = running_mean(world, uneven(world), 5, plans)
@@ -230,7 +230,7 @@ def test_running_statistics_do_not_depend_on_plans_and_micro_batches(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_repair_leaves_healthy_ranks_what_their_batch_norms_have_seen(world):
+def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     state = TrainingState(
         TrainConfig(), model, Computation(world.device, "fp32", "contiguous", 0.0), 10
@@ -249,7 +249,7 @@ def test_a_repair_leaves_healthy_ranks_what_their_batch_norms_have_seen(world):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_are_behind_get_the_state_and_the_others_keep_theirs(world):
+def test_ranks_that_are_behind_get_the_state_and_others_keep_theirs(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     state = TrainingState(
         TrainConfig(), model, Computation(world.device, "fp32", "contiguous", 0.0), 10

@@ -42,7 +42,7 @@ def test_evaluation_counts_each_sample_once(world):
         assert math.isclose(result.accuracy, right / length, rel_tol=1e-12)
 
 
-def test_pooled_statistics_are_those_of_all_samples_together(world):
+def test_pooled_statistics_equal_those_of_all_samples(world):
     """One batch a rank, momentum 1: the pooled moments are exactly the whole batch's."""
     counts = [4 * (rank + 1) for rank in range(world.size)]
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +59,7 @@ def test_pooled_statistics_are_those_of_all_samples_together(world):
     assert torch.allclose(norm.running_var, whole.var(0, unbiased=False), rtol=1e-12)
 
 
-def test_an_epochs_statistics_are_the_mean_of_its_steps_until_momentum_takes_over():
+def test_statistics_of_an_epoch_average_its_steps_before_momentum_applies():
     norm = nn.BatchNorm1d(1, momentum=0.25)
     statistics = RunningStatistics(nn.Sequential(norm))
     norm.running_mean.fill_(1000.0)  # from an epoch long ago
@@ -78,7 +78,7 @@ PLANS = [[6, 2, 1, 3], [1, 0, 9, 2], [0, 5, 5, 2], [2, 2, 2, 2], [0, 0, 0, 4]]
 
 
 @pytest.mark.parametrize("most", [None, 2])
-def test_pooled_means_are_those_of_one_device_whatever_the_plans_and_micro_batches(world, most):
+def test_pooled_means_equal_those_of_one_device(world, most):
     """Steps of unlike sizes whose plan changes, one of them of rank 3's alone, or nobody's."""
     generator = torch.Generator().manual_seed(1)
     norm = nn.BatchNorm1d(3, momentum=0.3).double()
@@ -98,7 +98,7 @@ def test_pooled_means_are_those_of_one_device_whatever_the_plans_and_micro_batch
     assert (norm.running_mean - expected).abs().max() < 1e-12
 
 
-def test_other_buffers_are_those_of_rank_0(world):
+def test_other_buffers_come_from_rank_0(world):
     model = nn.Module()
     model.register_buffer("counter", torch.tensor(world.rank + 7))
     RunningStatistics(model).pool(1 / world.size)

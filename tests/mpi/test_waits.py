@@ -32,7 +32,7 @@ def seconds_until_error(call, message):
     return time.monotonic() - began
 
 
-def test_groups_end_in_another_order_on_every_rank(world):
+def test_groups_may_be_destroyed_in_any_order(world):
     groups = [dist.new_group() for _ in range(world.size + 1)]
     for group in groups:
         add(group)
@@ -46,7 +46,7 @@ def test_groups_end_in_another_order_on_every_rank(world):
         assert time.monotonic() < deadline
 
 
-def test_a_rank_ends_a_group_and_goes_on_while_others_keep_it(world):
+def test_destroying_a_group_does_not_wait_for_other_ranks(world):
     group = dist.new_group()
     add(group)
     if world.rank == 0:
@@ -65,7 +65,7 @@ def test_a_rank_ends_a_group_and_goes_on_while_others_keep_it(world):
 
 
 @pytest.mark.parametrize("length", [3, 300_000], ids=["short", "long"])
-def test_who_waits_for_a_rank_that_has_ended_the_group_is_told_so(world, last, length):
+def test_waiting_for_a_rank_that_has_destroyed_the_group_raises(world, last, length):
     group = dist.new_group(timeout=LONG)
     add(group)
     if world.rank == last:
@@ -90,9 +90,7 @@ def test_who_waits_for_a_rank_that_has_ended_the_group_is_told_so(world, last, l
     ],
     ids=["recv", "send"],
 )
-def test_a_message_without_a_partner_times_out(
-    world, last, one_second_group, call, length, waiting_for
-):
+def test_an_unmatched_message_times_out(world, last, one_second_group, call, length, waiting_for):
     if world.rank == last:
         reason = waiting_for.format(size=world.size)
         took = seconds_until_error(
@@ -108,7 +106,7 @@ def test_a_message_without_a_partner_times_out(
     assert add() == world.size
 
 
-def test_a_groups_time_out_can_be_changed(world, last):
+def test_a_groups_timeout_can_be_changed(world, last):
     group = dist.new_group(timeout=LONG)
     add(group)
     group.set_timeout(SHORT)
@@ -126,13 +124,13 @@ def test_a_groups_time_out_can_be_changed(world, last):
 
 
 @pytest.mark.parametrize("call", [dist.send, dist.recv])
-def test_a_message_to_a_rank_that_is_not_there_is_refused(world, call):
+def test_a_message_to_a_rank_outside_the_group_is_rejected(world, call):
     with pytest.raises(UnsupportedError, match=rf"found rank 9 of {world.size}, needed a rank of"):
         call(torch.ones(1), 9)
     assert add() == world.size
 
 
-def test_a_receive_may_be_posted_long_before_it_is_waited_for(world, last, one_second_group):
+def test_a_receive_may_be_posted_long_before_the_wait(world, last, one_second_group):
     if world.rank == last:
         received = torch.zeros(3)
         work = dist.irecv(received, 0, group=one_second_group)
@@ -146,7 +144,7 @@ def test_a_receive_may_be_posted_long_before_it_is_waited_for(world, last, one_s
             dist.send(torch.full((3,), 7.0), last, group=one_second_group)
 
 
-def test_a_receive_from_a_rank_that_has_ended_the_group_is_told_so(world, last):
+def test_a_receive_from_a_rank_that_has_destroyed_the_group_raises(world, last):
     group = dist.new_group(timeout=LONG)
     if world.rank == 0:
         dist.send(torch.ones(1), last, group=group)
@@ -164,7 +162,7 @@ def test_a_receive_from_a_rank_that_has_ended_the_group_is_told_so(world, last):
     assert add() == world.size
 
 
-def test_a_receive_given_up_at_the_end_of_its_group_has_not_succeeded(world, last):
+def test_a_receive_cancelled_by_destroying_its_group_fails(world, last):
     group = dist.new_group()
     work = dist.irecv(torch.zeros(3), (world.rank + 1) % world.size, group=group)
     began = time.monotonic()
@@ -176,7 +174,7 @@ def test_a_receive_given_up_at_the_end_of_its_group_has_not_succeeded(world, las
         work.wait()
 
 
-def test_a_group_that_a_rank_does_not_come_to_make(world, last):
+def test_new_group_times_out_if_a_rank_does_not_arrive(world, last):
     """The rank that comes late is told the same, and the next group is made."""
     began = time.monotonic()
     if world.rank == last:
@@ -206,7 +204,9 @@ def test_a_group_that_a_rank_does_not_come_to_make(world, last):
     ],
     ids=["short", "long", "all_gather", "barrier"],
 )
-def test_a_rank_that_comes_after_the_others_time_out_is_told(world, last, one_second_group, call):
+def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(
+    world, last, one_second_group, call
+):
     call(one_second_group, world.size)
     if world.rank == last:
         add()  # when the others have given up
@@ -224,7 +224,7 @@ def test_a_rank_that_comes_after_the_others_time_out_is_told(world, last, one_se
     assert add() == world.size
 
 
-def test_a_key_waited_for_in_a_tcp_store_does_not_stop_a_collective(world, last):
+def test_waiting_for_a_tcp_store_key_does_not_block_a_collective(world, last):
     """Its client answers one thread at a time, and the collective's must not need it."""
     dist.destroy_process_group()
     port = world.comm.bcast(_free_port() if world.rank == 0 else None)
@@ -247,7 +247,7 @@ def test_a_key_waited_for_in_a_tcp_store_does_not_stop_a_collective(world, last)
     dist.init_process_group("kaitian", init_method="mpi://")
 
 
-def test_threads_that_wait_for_keys_keep_nobody_from_the_store(world):
+def test_threads_waiting_for_keys_do_not_block_the_store(world):
     store = dist.distributed_c10d._get_default_store()
     found = []
     waiting = [

@@ -21,7 +21,7 @@ from kaitian_mpi.errors import UserError
         ([4, 8], [0, 0], 12, [8, 4]),  # constants: by noise, so in proportion
     ],
 )
-def test_the_fastest_plan(alphas, betas, global_batch, expected):
+def test_plan_fastest(alphas, betas, global_batch, expected):
     costs = [RankCost(CostModel(a, b)) for a, b in zip(alphas, betas, strict=True)]
     assert plan_fastest(costs, global_batch) == expected
 
@@ -39,12 +39,12 @@ def test_any_plan_sums_to_the_global_batch_and_a_faster_rank_gets_no_less():
         assert all(fast[1] + 1 >= slow[1] for fast, slow in itertools.pairwise(ordered))
 
 
-def test_equal_shares():
+def test_plan_equal():
     assert plan_equal(4, 256) == [64] * 4
     assert plan_equal(3, 10) == [4, 3, 3]
 
 
-def test_fewer_samples_than_ranks_is_the_users_mistake():
+def test_fewer_samples_than_ranks_is_a_user_error():
     for plan in (
         lambda: plan_equal(4, 2),
         lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 2),
@@ -53,7 +53,7 @@ def test_fewer_samples_than_ranks_is_the_users_mistake():
             plan()
 
 
-def test_too_few_samples_for_the_smallest_batches_is_the_users_mistake_too():
+def test_a_global_batch_below_the_sum_of_minimums_is_a_user_error():
     for plan in (
         lambda: plan_equal(4, 7, 2),
         lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 7, 2),
@@ -63,7 +63,7 @@ def test_too_few_samples_for_the_smallest_batches_is_the_users_mistake_too():
     assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
 
 
-def test_the_papers_rule():
+def test_plan_by_the_papers_formula():
     assert plan_batches_as_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
     assert plan_batches_as_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
 
@@ -83,7 +83,7 @@ def test_scores():
         ([10, 20], [1.0, 1.0], CostModel(0.8125, 0.0125)),  # would be flat
     ],
 )
-def test_fit(batches, seconds, expected):
+def test_fit_of_the_cost_model(batches, seconds, expected):
     model = fit(batches, seconds)
     assert model.alpha_sec == pytest.approx(expected.alpha_sec)
     assert model.beta_sec == pytest.approx(expected.beta_sec)

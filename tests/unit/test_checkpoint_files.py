@@ -89,7 +89,7 @@ def two(tmp_path):
     return files
 
 
-def test_what_is_written_comes_back(tmp_path):
+def test_write_and_load_round_trip(tmp_path):
     files = CheckpointFiles(tmp_path / "new" / "folder", keep=1)
     state = make_state()
     path = files.write(state, {"step": 120, "epoch": 3, "score": 0.5, "seen": {"1": [2]}})
@@ -112,7 +112,7 @@ def test_what_is_written_comes_back(tmp_path):
     }
 
 
-def test_a_state_goes_back_into_a_model(tmp_path):
+def test_a_loaded_state_restores_a_model(tmp_path):
     files = CheckpointFiles(tmp_path, keep=1)
     files.write(copy_to_host(make_state()), {"step": 1})
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
@@ -124,7 +124,7 @@ def test_a_state_goes_back_into_a_model(tmp_path):
     assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
 
 
-def test_a_folder_without_a_checkpoint(tmp_path):
+def test_no_checkpoint_in_the_folder(tmp_path):
     assert CheckpointFiles(tmp_path / "none", keep=1).newest_good() is None
     (tmp_path / "notes.txt").write_text("step-00000001.pt")
     assert CheckpointFiles(tmp_path, keep=1).newest_good() is None
@@ -140,7 +140,7 @@ def test_a_folder_without_a_checkpoint(tmp_path):
         ({numpy.int64(3): 1}, r"a key of state: found a numpy.int64"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_written(two, value, reason):
+def test_values_that_could_not_be_loaded_are_not_written(two, value, reason):
     with pytest.raises(TypeError, match=reason):
         two.write(value, {"step": 140})
     assert two.newest_good().step == 120
@@ -162,7 +162,7 @@ def ignored(caplog):
     return search
 
 
-def test_a_truncated_checkpoint_is_passed_over_at_any_length(two, ignored):
+def test_a_truncated_checkpoint_is_skipped_at_any_length(two, ignored):
     path = two.folder / "step-00000120.pt"
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 97), len(whole) - 1]:
@@ -209,7 +209,7 @@ def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two, cap
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "[" * 100_000, "\x00" * 300])
-def test_a_description_that_is_none(two, ignored, text):
+def test_an_invalid_description_is_skipped(two, ignored, text):
     (two.folder / "step-00000120.json").write_text(text)
     step, (line,) = ignored(two)
     assert step == 100
@@ -217,14 +217,14 @@ def test_a_description_that_is_none(two, ignored, text):
 
 
 @pytest.mark.parametrize(("missing", "reason"), [("json", "is missing"), ("pt", "No such file")])
-def test_half_a_checkpoint(two, ignored, missing, reason):
+def test_a_checkpoint_with_a_missing_file_is_skipped(two, ignored, missing, reason):
     (two.folder / f"step-00000120.{missing}").unlink()
     step, (line,) = ignored(two)
     assert step == 100
     assert reason in line
 
 
-def test_one_that_cannot_be_read(two, ignored):
+def test_an_unreadable_checkpoint_is_skipped(two, ignored):
     path = two.folder / "step-00000120.pt"
     path.unlink()
     path.mkdir()
@@ -233,7 +233,7 @@ def test_one_that_cannot_be_read(two, ignored):
     assert "Is a directory" in line
 
 
-def test_files_of_killed_writers_are_no_checkpoints_and_go(two, ignored):
+def test_leftover_files_of_killed_writers_are_removed(two, ignored):
     (two.folder / "step-00000140.pt.partial").write_bytes(b"half")
     (two.folder / "step-00000140.json.partial").write_bytes(b"half")
     (two.folder / "notes.partial").write_bytes(b"the user's")
@@ -242,7 +242,7 @@ def test_files_of_killed_writers_are_no_checkpoints_and_go(two, ignored):
     assert [name for name in names(two.folder) if "partial" in name] == ["notes.partial"]
 
 
-def test_a_newer_format_is_not_ignored(two, ignored):
+def test_a_newer_format_is_an_error(two, ignored):
     path = two.folder / "step-00000120.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 3}))
     reason = r"found format version 3, needed at most 2; install a newer kaitian-mpi"
@@ -254,14 +254,14 @@ def test_a_newer_format_is_not_ignored(two, ignored):
     assert two.steps() == [120, 140]
 
 
-def test_an_older_format_is_not_ignored(two, ignored):
+def test_an_older_format_is_an_error(two, ignored):
     path = two.folder / "step-00000120.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 1}))
     with pytest.raises(UserError, match=r"found format version 1, needed 2; finish that run with"):
         two.newest_good()
 
 
-def test_a_checkpoint_that_the_user_names(two, tmp_path):
+def test_loading_a_checkpoint_by_its_path(two, tmp_path):
     for suffix in ("pt", "json"):
         shutil.copy(two.folder / f"step-00000100.{suffix}", tmp_path / f"mine.{suffix}")
     assert_same(CheckpointFiles.load(tmp_path / "mine.pt").state, small(100))
@@ -302,7 +302,7 @@ def test_nothing_in_a_checkpoint_is_executed(two, ignored):
 
 
 @pytest.mark.parametrize("content", [b"", b"not of torch", b"PK\x03\x04" + bytes(100)])
-def test_what_torch_cannot_load_is_passed_over(two, ignored, content):
+def test_files_that_torch_cannot_load_are_skipped(two, ignored, content):
     put_content(two, content)
     step, (line,) = ignored(two)
     assert step == 100
@@ -332,11 +332,11 @@ def kept_after(folder, keep, scores):
         (1, [-1.0, float("nan"), None, -2, float("inf"), None], [1, 6]),
     ],
 )
-def test_the_newest_and_the_best_are_kept(tmp_path, keep, scores, kept):
+def test_newest_and_best_checkpoints_are_kept(tmp_path, keep, scores, kept):
     assert kept_after(tmp_path, keep, scores) == kept
 
 
-def test_a_step_that_is_written_again_replaces_the_first(two):
+def test_writing_a_step_again_replaces_it(two):
     again = two.write(small(7), {"step": 120, "score": 1.0})
     assert again.name == "step-00000120-1.pt"
     assert two.newest_good().path == again
@@ -348,13 +348,13 @@ def test_a_step_that_is_written_again_replaces_the_first(two):
     assert_same(two.newest_good().state, small(8))
 
 
-def test_a_checkpoint_without_its_tensors_takes_no_place(two):
+def test_a_checkpoint_without_tensors_does_not_count_towards_keep(two):
     (two.folder / "step-00000120.pt").unlink()
     two.write(small(140), {"step": 140})
     assert two.steps() == [100, 140]
 
 
-def test_later_steps_that_were_passed_over_push_nothing_out(two, ignored):
+def test_skipped_later_checkpoints_do_not_count_towards_keep(two, ignored):
     spoil(two.folder / "step-00000120.pt", lambda data: data[:-1])
     (two.folder / "step-00000130.pt").write_bytes(b"without its .json")
     for step in (105, 110, 115):
@@ -367,13 +367,13 @@ def test_later_steps_that_were_passed_over_push_nothing_out(two, ignored):
     assert names(two.folder)[2:] == ["step-00000130.json", "step-00000130.pt"]
 
 
-def test_a_run_that_leaves_its_course_forgets_it(two):
+def test_remove_after_deletes_later_checkpoints(two):
     two.remove_after(100)
     assert names(two.folder) == ["step-00000100.json", "step-00000100.pt"]
     two.remove_after(100)
 
 
-def test_later_checkpoints_are_set_aside_and_not_lost(two):
+def test_later_checkpoints_are_set_aside_not_deleted(two):
     two.keep = 9
     two.write(small(130), {"step": 130})
     first = two.folder / "step-00000100.pt"
@@ -408,7 +408,7 @@ def fill_disk_after(monkeypatch, size):
     monkeypatch.setattr(os, "write", write)
 
 
-def test_a_full_disk_leaves_what_was_there(two, monkeypatch):
+def test_a_full_disk_leaves_earlier_checkpoints_intact(two, monkeypatch):
     before = names(two.folder)
     tensors = (two.folder / "step-00000120.pt").stat().st_size
     for size in (0, 1, tensors // 2, tensors - 1, tensors, tensors + 100):
@@ -424,7 +424,7 @@ def test_a_full_disk_leaves_what_was_there(two, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 1_500_000])
-def test_a_disk_that_fills_while_torch_writes(two, monkeypatch, size):
+def test_disk_full_inside_torch_save(two, monkeypatch, size):
     before = names(two.folder)
     fill_disk_after(monkeypatch, size)
     with pytest.raises(OSError, match="No space left"):  # not what torch makes of it
@@ -448,7 +448,7 @@ def tiny_disk(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full(tiny_disk, caplog):
+def test_disk_full_on_a_real_file_system(tiny_disk, caplog):
     files = CheckpointFiles(tiny_disk, keep=1)
     state = {"weights": torch.ones(600_000)}  # 2.4 MB: one fits
     files.write(state, {"step": 100})
@@ -469,7 +469,7 @@ def test_a_disk_that_is_really_full(tiny_disk, caplog):
 CHANGING_CALLS = ("write", "fsync", "replace", "unlink")
 
 
-def test_files_reach_the_disk_before_their_names_and_before_others_go(two, monkeypatch):
+def test_files_are_synced_before_rename_and_before_old_ones_are_removed(two, monkeypatch):
     calls = []
 
     def fsync(descriptor):
@@ -521,7 +521,7 @@ def die_at(monkeypatch, number):
 
 @pytest.mark.parametrize("step", [120, 140])
 @pytest.mark.parametrize("keep", [1, 2])
-def test_a_death_at_any_call_leaves_the_old_or_the_new_one(
+def test_dying_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
     tmp_path, monkeypatch, keep, step, caplog
 ):
     number = calls = 1
@@ -587,7 +587,7 @@ BackgroundWriter(files).submit({"a": torch.ones(1000)}, {"step": 1000})  # and n
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kills_at_random_moments_and_an_end_without_close(tmp_path):
+def test_random_kills_and_exit_without_close(tmp_path):
     command = [sys.executable, "-c", KILLS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -609,7 +609,7 @@ class GatedFiles(CheckpointFiles):
         return super().write(state, about)
 
 
-def test_the_writer_writes_what_it_is_given(tmp_path):
+def test_the_background_writer_writes_each_submission(tmp_path):
     files = CheckpointFiles(tmp_path, keep=5)
     writer = BackgroundWriter(files)
     assert writer.last_written is None
@@ -624,7 +624,7 @@ def test_the_writer_writes_what_it_is_given(tmp_path):
     assert "checkpoint-writer" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_newest_waits_while_one_is_written(tmp_path, caplog):
+def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     files = GatedFiles(tmp_path, keep=5)
     writer = BackgroundWriter(files)
     states = [small(step) for step in range(4)]
@@ -649,7 +649,7 @@ def test_the_newest_waits_while_one_is_written(tmp_path, caplog):
     assert_same(files.newest_good().state, small(3))
 
 
-def test_a_full_disk_is_a_warning_each_time(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_logs_a_warning_each_time(tmp_path, monkeypatch, caplog):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
     with monkeypatch.context() as context:
         fill_disk_after(context, 0)
@@ -677,7 +677,7 @@ def test_a_full_disk_is_a_warning_each_time(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("method", ["submit", "wait", "close"])
-def test_a_bug_comes_out_once(tmp_path, method):
+def test_an_unexpected_error_is_raised_once(tmp_path, method):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
     writer.submit({"bad": {1, 2}}, {"step": 1})
     for thread in threading.enumerate():
@@ -690,7 +690,7 @@ def test_a_bug_comes_out_once(tmp_path, method):
     assert writer.last_written == 3
 
 
-def test_a_folder_that_is_a_file_is_logged_and_a_step_is_needed(tmp_path, caplog):
+def test_an_unusable_folder_is_logged_and_a_missing_step_raises(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     writer = BackgroundWriter(CheckpointFiles(tmp_path / "file", keep=1))
     writer.submit(small(1), {"step": 1})
@@ -705,7 +705,7 @@ def pointers(state):
     return [tensor.data_ptr() for tensor in state["tensors"]]
 
 
-def test_a_copy_uses_the_memory_of_an_earlier_one(tmp_path):
+def test_a_copy_reuses_the_memory_of_an_earlier_one(tmp_path):
     state = {"tensors": [torch.ones(3), torch.ones(2, 2), torch.ones(4)], "step": 1}
     copy = copy_to_host(state)
     before = pointers(copy)
@@ -724,14 +724,14 @@ def test_a_copy_uses_the_memory_of_an_earlier_one(tmp_path):
 
 
 @pytest.mark.parametrize("into", [None, {}, {"a": 1}, {"a": [1], "b": torch.ones(1)}, {"a": []}])
-def test_a_copy_into_something_else(into):
+def test_a_copy_into_a_mismatched_target(into):
     state = {"a": (torch.ones(2), [None, "x"]), "b": OrderedDict(c=torch.zeros(0)), "d": 1.5}
     copy = copy_to_host(state, into)
     assert_same(copy, state)
     assert isinstance(copy["a"], tuple)
 
 
-def test_a_copy_keeps_the_layout_and_leaves_the_rest_of_a_storage_behind():
+def test_a_copy_keeps_the_layout_but_not_the_whole_storage():
     image = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     part = nn.Parameter(torch.rand(1000)[10:20])
     expanded = torch.ones(1).expand(5)
@@ -743,7 +743,7 @@ def test_a_copy_keeps_the_layout_and_leaves_the_rest_of_a_storage_behind():
     assert not copy["part"].requires_grad
 
 
-def test_a_copy_takes_little_time():
+def test_copying_to_the_host_is_fast():
     state = {str(i): torch.ones(10_000) for i in range(480)}  # 19 MB, as of MobileNetV2
     copy, times = copy_to_host(state), []
     for _ in range(5):

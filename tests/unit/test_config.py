@@ -73,7 +73,7 @@ def test_no_arguments_give_the_defaults():
     assert parse_config("kaitian-train", []) == TrainConfig()
 
 
-def test_arguments_reach_their_fields():
+def test_arguments_set_their_fields():
     config = parse_config(
         "kaitian-train", ["--max-steps", "20", "--no-nesterov", "--lr", "0.5", "--model", "m:f"]
     )
@@ -100,13 +100,13 @@ def test_arguments_reach_their_fields():
         (["--mod", "cnn"], r"unrecognized arguments: --mod"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, message):
+def test_errors_name_the_wrong_argument(arguments, message):
     with pytest.raises(UserError, match=message) as caught:
         parse_config("kaitian-train", arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_a_config_made_in_code_is_checked_too():
+def test_a_config_built_in_code_is_validated():
     with pytest.raises(UserError, match=r"--precision: found 'fp8', needed one of fp32, bf16"):
         TrainConfig(precision="fp8")
 

@@ -29,7 +29,7 @@ def test_images_are_normalised(arrays: ImageArrays) -> None:
     assert torch.equal(inputs[0], inputs[2])
 
 
-def test_an_empty_list_gives_a_batch_of_none(arrays: ImageArrays) -> None:
+def test_an_empty_list_gives_an_empty_batch(arrays: ImageArrays) -> None:
     for dataset in (arrays, Augmented(arrays, "crop-flip", 0)):
         inputs, labels = dataset[[]]
         assert inputs.shape == (0, 3, 32, 32)
@@ -49,7 +49,7 @@ def test_splitmix64_reference_values() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_random_words_take_any_seed() -> None:
+def test_random_words_accept_any_seed() -> None:
     words = [random_words(seed, 0, range(4)).tolist() for seed in (0, 1, -1, 2**64 - 1, 2**80 + 5)]
     assert words[2] == words[3]
     assert len({word for part in words for word in part}) == 16
@@ -57,7 +57,7 @@ def test_random_words_take_any_seed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["crop", "crop-flip"])
-def test_augmentation_depends_on_the_sample_alone(arrays: ImageArrays, kind: str) -> None:
+def test_augmentation_depends_only_on_the_sample(arrays: ImageArrays, kind: str) -> None:
     augmented = Augmented(arrays, kind, seed=5)
     augmented.set_epoch(3)
     order = np.random.default_rng(0).permutation(50).tolist()
@@ -69,7 +69,7 @@ def test_augmentation_depends_on_the_sample_alone(arrays: ImageArrays, kind: str
     assert torch.equal(together, torch.cat([inputs for inputs, _ in parts]))
 
 
-def test_epochs_and_seeds_differ(arrays: ImageArrays) -> None:
+def test_augmentation_differs_between_epochs_and_seeds(arrays: ImageArrays) -> None:
     batches = []
     for seed in range(3):
         augmented = Augmented(arrays, "crop", seed)
@@ -79,7 +79,7 @@ def test_epochs_and_seeds_differ(arrays: ImageArrays) -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(batches) for b in batches[:i])
 
 
-def test_crop_is_a_shift_with_zeros() -> None:
+def test_crop_is_a_zero_padded_shift() -> None:
     image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
     still, down = torch.tensor([1]), torch.tensor([2])
     assert torch.equal(crop(image, still, still), image)
@@ -88,7 +88,7 @@ def test_crop_is_a_shift_with_zeros() -> None:
     assert not shifted[..., -1, :].any()
 
 
-def test_mirrored_images_are_the_crops_mirrored(arrays: ImageArrays) -> None:
+def test_a_flipped_image_is_the_crop_mirrored(arrays: ImageArrays) -> None:
     everything = list(range(50))
     plain, _ = Augmented(arrays, "crop", 0)[everything]
     mirrored, _ = Augmented(arrays, "crop-flip", 0)[everything]
@@ -109,6 +109,6 @@ def test_shifts_are_uniform() -> None:
     assert abs(float(mirrored.double().mean()) - 0.5) < 0.01
 
 
-def test_other_kinds_are_refused(arrays: ImageArrays) -> None:
+def test_other_dtypes_are_rejected(arrays: ImageArrays) -> None:
     with pytest.raises(ValueError, match="found 'rotate', needed one of crop, crop-flip"):
         Augmented(arrays, "rotate", 0)

@@ -27,7 +27,7 @@ def make_data() -> Augmented:
 
 # A worker takes seconds to import torch, so one test does all that needs one.
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_list_is_a_batch(workers: int) -> None:
+def test_each_index_list_is_a_batch(workers: int) -> None:
     data = make_data()
     sampler = LoadAdaptiveSampler(data, [1, 9], 0)
     data.set_epoch(2)
@@ -47,7 +47,7 @@ def test_workers_are_not_forked() -> None:
     assert loader.multiprocessing_context.get_start_method() == "forkserver"
 
 
-def test_a_plan_set_while_loading_counts_from_the_next_step_on() -> None:
+def test_a_plan_set_while_loading_applies_from_the_next_step() -> None:
     data = make_data()
     sampler = LoadAdaptiveSampler(data, [4], 0)
     sizes = []
@@ -57,7 +57,7 @@ def test_a_plan_set_while_loading_counts_from_the_next_step_on() -> None:
     assert sizes == [4, 7, 7, 5]
 
 
-def test_evaluation_takes_each_sample_once() -> None:
+def test_evaluation_covers_each_sample_once() -> None:
     draw = random.Random(0)
     for _ in range(100):
         length, size, batch = draw.randrange(100), draw.randrange(1, 9), draw.randrange(1, 20)
@@ -71,7 +71,7 @@ def test_evaluation_takes_each_sample_once() -> None:
             assert abs(count - length * share / sum(shares)) <= 1
 
 
-def test_a_parcel_arrives_as_what_was_sent(monkeypatch) -> None:
+def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch) -> None:
     def refuse(storage: torch.UntypedStorage) -> None:
         raise AssertionError("a file in /dev/shm")
 
@@ -114,7 +114,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, as root")
-def test_a_small_dev_shm_is_enough_for_loading_processes(tmp_path) -> None:
+def test_workers_need_only_a_small_dev_shm(tmp_path) -> None:
     (tmp_path / "load.py").write_text(LOAD)
     mount = "mount -t tmpfs -o size=1m none /dev/shm && exec"
     command = f"{mount} {sys.executable} {tmp_path / 'load.py'}"

@@ -83,7 +83,7 @@ def test_no_folder_and_missing_files(tmp_path: Path) -> None:
     assert f"{TRAIN_LABELS}.gz: cannot be read (No such file" in fails(tmp_path)
 
 
-def test_half_a_test_set(tmp_path: Path) -> None:
+def test_an_incomplete_test_set(tmp_path: Path) -> None:
     write_part(tmp_path, "train", 4)
     write(tmp_path / "t10k-labels-idx1-ubyte", idx(np.arange(3)))
     assert "t10k-images-idx3-ubyte.gz: cannot be read" in fails(tmp_path)
@@ -108,7 +108,7 @@ def test_half_a_test_set(tmp_path: Path) -> None:
         (TRAIN_LABELS, idx(np.array([1, 2, 3, 11])), "found label 11 at sample 3, needed labels"),
     ],
 )
-def test_wrong_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_files_in_another_format(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     write_part(tmp_path, "train", 4)
     write(tmp_path / name, content)
     text = fails(tmp_path)
@@ -116,7 +116,7 @@ def test_wrong_files(tmp_path: Path, name: str, content: bytes, message: str) ->
     assert message in text
 
 
-def test_damaged_archives(tmp_path: Path) -> None:
+def test_corrupt_archives(tmp_path: Path) -> None:
     write_part(tmp_path, "train", 4, compressed=True)
     path = tmp_path / f"{TRAIN_IMAGES}.gz"
     whole = path.read_bytes()

@@ -49,7 +49,7 @@ def test_synthetic_data_can_be_learned() -> None:
     assert float((guesses == wanted).float().mean()) > 0.95
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
+def test_digits_come_from_scikit_learn() -> None:
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     read = digits._read()
     assert (read[:, :-1] == images).all()
@@ -86,7 +86,7 @@ def test_augmentation(dataset: str, augment: str, kind: str | None) -> None:
         assert source.train.epoch == 4
 
 
-def test_fractions_held_out() -> None:
+def test_held_out_count_and_split() -> None:
     assert [
         held_out_count(*case) for case in ((50_000, 0.2), (2, 0.01), (2, 0.99), (10, 0.25))
     ] == [
@@ -263,7 +263,7 @@ def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:
         ("my_data:bad_later", "counting its classes raised OSError: disk gone"),
     ],
 )
-def test_bad_factories(here: Path, spec: str, message: str) -> None:
+def test_invalid_factories(here: Path, spec: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_data(TrainConfig(dataset=spec))
     text = str(caught.value)
@@ -273,7 +273,7 @@ def test_bad_factories(here: Path, spec: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("augment", ["crop", "crop-flip"])
-def test_factories_augment_themselves(here: Path, augment: str) -> None:
+def test_factories_do_their_own_augmentation(here: Path, augment: str) -> None:
     with pytest.raises(UserError, match=f"--augment {augment}: found --dataset my_data:one"):
         load("one", augment=augment)
     assert load("one", augment="none").num_classes == 4

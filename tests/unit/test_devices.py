@@ -29,7 +29,7 @@ NO_GPU = {"cuda": 0, "cpu": 8}
         ("cuda,cpu,cpu", TWO_GPUS, 0, 2, Choice("cuda", 0)),
     ],
 )
-def test_a_rank_takes_its_device(request_, counts, local_rank, local_size, expected):
+def test_choose_device(request_, counts, local_rank, local_size, expected):
     assert choose_device(request_, counts, local_rank, local_size, "h") == expected
 
 
@@ -49,7 +49,7 @@ def test_a_rank_takes_its_device(request_, counts, local_rank, local_size, expec
         ("cuda:x", TWO_GPUS, 1, r"found 'cuda:x', needed auto"),
     ],
 )
-def test_what_cannot_be_had_is_said(request_, counts, local_size, message):
+def test_an_unavailable_device_is_an_error(request_, counts, local_size, message):
     with pytest.raises(UserError, match=message):
         choose_device(request_, counts, 0, local_size, "h")
 
@@ -79,7 +79,7 @@ def test_every_kind_satisfies_the_protocol(kind):
             device.set_random_state(0, state)
 
 
-def test_cpu_is_always_there():
+def test_cpu_is_always_available():
     assert device_of_kind("cpu").torch_device(7) == torch.device("cpu")
     assert list(known_kinds().devices)[-1] == "cpu"
 
@@ -116,7 +116,7 @@ def test_slowdown_sleeps_in_proportion():
     assert time.perf_counter() - start < 0.02
 
 
-def test_a_slowdown_changes_with_the_steps():
+def test_a_slowdown_changes_by_step():
     slowdown = Slowdown(((50, 3.0), (90, 1.0)))
     factors = []
     for step in (0, 49, 50, 89, 90):
@@ -125,7 +125,7 @@ def test_a_slowdown_changes_with_the_steps():
     assert factors == [1.0, 1.0, 3.0, 3.0, 1.0]
 
 
-def test_a_slowdown_in_words():
+def test_describe_slowdown():
     assert describe_slowdown(()) == ""
     assert describe_slowdown(((0, 3.0),)) == "3x"
     assert describe_slowdown(((50, 2.5), (90, 1.0))) == "2.5x from step 50, 1x from step 90"
@@ -150,6 +150,6 @@ def test_a_slowdown_in_words():
         (torch.int64, "PREMUL_SUM", False),
     ],
 )
-def test_what_nccl_takes(dtype, reduction, taken):
+def test_dtypes_and_reductions_that_nccl_supports(dtype, reduction, taken):
     assert device_of_kind("cuda").vendor_takes(dtype, reduction) is taken
     assert not device_of_kind("cpu").vendor_takes(dtype, reduction)

@@ -38,7 +38,7 @@ def digests(order, **options):
     return digest_samples(Collated(Samples(order, **options)))
 
 
-def test_the_same_data_has_the_same_digests_and_another_order_other_ones():
+def test_digests_depend_on_data_and_order():
     assert digests(range(100)) == digests(range(100))
     assert len(digests(range(100))) == 16
     shuffled = random.Random(1).sample(range(100), 100)
@@ -47,13 +47,13 @@ def test_the_same_data_has_the_same_digests_and_another_order_other_ones():
     assert texts[0][0] == "sample 99 of class 0, 2 float32"
 
 
-def test_where_only_inputs_differ_only_the_digests_do():
+def test_inputs_alone_change_the_digests():
     one, other = digests(range(0, 300, 3)), digests(range(3, 303, 3))
     assert [text for text, _ in one] == [text for text, _ in other]
     assert {digest for _, digest in one}.isdisjoint(digest for _, digest in other)
 
 
-def test_random_augmentation_looks_the_same_and_changes_no_random_numbers():
+def test_random_augmentation_does_not_affect_digests_or_the_generators():
     data = Collated(Samples(range(20), is_random=True))
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     one = digest_samples(data)
@@ -64,13 +64,13 @@ def test_random_augmentation_looks_the_same_and_changes_no_random_numbers():
     assert one != digests(range(20))
 
 
-def test_small_and_broken_data_sets():
+def test_small_and_failing_data_sets():
     assert len(digests(range(1))) == 1
     assert len(digests(range(2, 5))) == 3
     assert digests([0, -1, 2])[-1] == ("sample 1 raises OSError", "")
 
 
-def test_no_more_is_read_than_there_is_time_for(monkeypatch):
+def test_reading_stops_when_the_time_is_up(monkeypatch):
     monkeypatch.setattr(digest, "_MAX_SEC", 0.02)
     monkeypatch.setattr(Samples, "__len__", lambda self: time.sleep(0.01) or len(self.order))
     data = Collated(Samples(range(100)))

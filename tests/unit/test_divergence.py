@@ -26,7 +26,7 @@ from kaitian_mpi.training.divergence import fingerprint, split_by_majority
         ([1, 7, 2, 7, 3], 1, [0, 2, 4]),
     ],
 )
-def test_right_is_what_most_hold_and_else_the_lowest_rank(values, healthy, different):
+def test_the_majority_is_right_and_in_a_tie_the_lowest_rank(values, healthy, different):
     assert split_by_majority(values) == (healthy, different)
 
 
@@ -53,7 +53,7 @@ def flip(tensor, index, bit):
     bits[index] ^= mask.to(bits.dtype)
 
 
-def test_the_same_state_has_the_same_fingerprint():
+def test_equal_states_have_equal_fingerprints():
     assert fingerprint(make_state()) == fingerprint(make_state())
     state = make_state()
     before = fingerprint(state)
@@ -62,7 +62,7 @@ def test_the_same_state_has_the_same_fingerprint():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_any_flipped_bit_of_weights_shows(dtype):
+def test_any_flipped_bit_in_the_weights_changes_the_fingerprint(dtype):
     state = make_state(dtype)
     before = fingerprint(state)
     seen = {before}
@@ -77,7 +77,7 @@ def test_any_flipped_bit_of_weights_shows(dtype):
     assert len(seen) > 100
 
 
-def test_a_flipped_bit_of_momentum_shows():
+def test_a_flipped_bit_in_the_momentum_changes_the_fingerprint():
     state = make_state()
     before = fingerprint(state)
     momenta = [of["momentum_buffer"] for of in state.optimizer.state.values()]
@@ -89,7 +89,7 @@ def test_a_flipped_bit_of_momentum_shows():
     assert fingerprint(state) == before
 
 
-def test_two_tensors_that_have_changed_places_show():
+def test_swapped_tensors_change_the_fingerprint():
     state = make_state()
     before = fingerprint(state)
     one, other = state.model[0].weight, state.model[1].weight
@@ -100,7 +100,7 @@ def test_two_tensors_that_have_changed_places_show():
     assert fingerprint(state) != before
 
 
-def test_two_numbers_that_have_changed_places_show():
+def test_swapped_elements_change_the_fingerprint():
     state = make_state()
     before = fingerprint(state)
     weights = state.model[0].weight.detach().view(-1)
@@ -111,7 +111,7 @@ def test_two_numbers_that_have_changed_places_show():
     assert fingerprint(state) == before
 
 
-def test_zeros_of_either_sign_differ_as_bits_do():
+def test_positive_and_negative_zero_have_different_fingerprints():
     state = make_state()
     with torch.no_grad():
         state.model[0].bias.zero_()

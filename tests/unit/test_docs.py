@@ -65,13 +65,13 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
 
 
-def test_the_reference_of_the_commands_is_that_of_their_parsers():
+def test_the_cli_reference_matches_the_parsers():
     generator = ROOT / "docs/generate_cli.py"
     made = runpy.run_path(str(generator))["reference"]()
     assert (ROOT / "docs/cli.md").read_text() == made, "run: python docs/generate_cli.py"
 
 
-def test_every_flag_of_every_command_is_in_its_reference():
+def test_the_cli_reference_has_every_flag():
     page = (ROOT / "docs/cli.md").read_text()
     for program, parser in PARSERS.items():
         section = page.partition(f"\n## {program}\n")[2].partition("\n## ")[0]
@@ -81,7 +81,7 @@ def test_every_flag_of_every_command_is_in_its_reference():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
+def test_links_resolve(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if "://" in target:
             continue
@@ -94,7 +94,7 @@ def test_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_commands_in_the_documents_are_accepted_by_their_parsers(path):
+def test_documented_commands_parse(path):
     for command in commands(path):
         program, *arguments = shlex.split(command)
         options = vars(PARSERS[program].parse_args(arguments))
@@ -118,7 +118,7 @@ def test_lines_are_short(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_files_that_the_documents_name_exist(path):
+def test_documented_files_exist(path):
     text = path.read_text()
     quoted = re.findall(r"`([^`\n]+)`", text) + [line.strip() for line in prose_and_code(path)[1]]
     words = {word for each in quoted for word in each.split()}
@@ -129,7 +129,7 @@ def test_files_that_the_documents_name_exist(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_scripts_that_the_documents_run_have_the_flags_that_are_given(path):
+def test_documented_scripts_have_the_flags_shown(path):
     """Those of benchmarks/ and examples/, by their sources: to run them takes minutes."""
     quoted = re.findall(r"`([^`\n]+)`", path.read_text()) + prose_and_code(path)[1]
     for command in quoted:

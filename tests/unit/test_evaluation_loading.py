@@ -24,7 +24,7 @@ class Slow(Dataset):
     [(0.2, 16 * [1]), (0.03, [1, 2, 4, 2, 4, 2, 1]), (0.001, [1, 2, 4, 8, 1])],
     ids=["slow", "in between", "fast"],
 )
-def test_a_piece_takes_a_moment_or_is_a_single_sample(monkeypatch, sample_sec, pieces):
+def test_each_piece_loads_quickly_or_is_a_single_sample(monkeypatch, sample_sec, pieces):
     data, phases = Slow(sample_sec), []
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: data.now)
     monkeypatch.setattr(evaluation, "enter_phase", phases.append)

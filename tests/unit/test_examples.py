@@ -10,7 +10,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGE = (ROOT / "docs/scripts.md").read_text()
 
 
-def test_the_page_shows_the_difference_between_the_two_scripts():
+def test_the_documented_diff_matches_the_two_scripts():
     before, after = (
         (ROOT / "examples" / name).read_text().splitlines()
         for name in ("train_before.py", "train_after.py")
@@ -21,7 +21,7 @@ def test_the_page_shows_the_difference_between_the_two_scripts():
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_the_page_and_the_example_itself_show_how_to_run_it(path):
+def test_the_page_and_the_docstring_show_the_command(path):
     name = f"examples.{path.stem}:" if path.stem == "own_model" else f"examples/{path.name}"
     docstring = path.read_text().split('"""')[1]
     for text in (PAGE, docstring):

@@ -38,14 +38,14 @@ def leave_out(monkeypatch):
     return decide
 
 
-def test_where_communication_is_cheap_all_stay_and_only_their_allreduce_is_measured(leave_out):
+def test_with_cheap_communication_no_rank_is_excluded(leave_out):
     world = make_world(["gpu", "gpu", "mlu", "mlu"], "aabb")
     left_out, measured = leave_out(world, [FAST] * 4, lambda ranks: 1e-3)
     assert left_out == {}
     assert measured == [[0, 1, 2, 3]]
 
 
-def test_a_rank_whose_best_share_is_nothing_goes_first(leave_out):
+def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
     world = make_world(["gpu"] * 3, "aaa")
     snail = RankCost(CostModel(0.0, 5.0))
     left_out, measured = leave_out(world, [FAST, snail, FAST], lambda ranks: 0.0)
@@ -54,7 +54,7 @@ def test_a_rank_whose_best_share_is_nothing_goes_first(leave_out):
     assert measured == []  # one kind and one host: nothing to weigh
 
 
-def test_a_kind_that_costs_more_communication_than_it_computes_is_left_out(leave_out):
+def test_a_kind_that_costs_more_communication_than_it_computes_is_excluded(leave_out):
     world = make_world(["gpu", "gpu", "mlu", "mlu"], "aaaa")
     costs = [FAST, FAST, RankCost(CostModel(0.0, 0.04)), RankCost(CostModel(0.0, 0.04))]
     crossing = lambda ranks: 0.5 if set(ranks) & {2, 3} and set(ranks) & {0, 1} else 0.001  # noqa: E731
@@ -64,14 +64,14 @@ def test_a_kind_that_costs_more_communication_than_it_computes_is_left_out(leave
     assert "communication included" in left_out[2]
 
 
-def test_a_far_host_is_left_out_whatever_its_kind(leave_out):
+def test_a_host_behind_a_slow_link_is_excluded_whatever_its_kind(leave_out):
     world = make_world(["cpu"] * 3, ["near", "near", "far"])
     left_out, _ = leave_out(world, [FAST] * 3, lambda ranks: 1.0 if 2 in ranks else 0.001)
     assert sorted(left_out) == [2]
     assert "with host far" in left_out[2]
 
 
-def test_a_gain_below_five_percent_is_no_reason(leave_out):
+def test_a_gain_below_five_percent_excludes_nothing(leave_out):
     world = make_world(["gpu", "mlu"], "aa")
     costs = [FAST, RankCost(CostModel(0.0, 0.3))]
     left_out, _ = leave_out(world, costs, lambda ranks: 0.02 if len(ranks) == 2 else 0.0)

@@ -81,19 +81,19 @@ def end(folder, where, how, grace_sec=GRACE_SEC):
     return (saved.read_text() if saved.exists() else None), err
 
 
-def test_the_state_is_saved_though_the_rank_is_killed(tmp_path):
+def test_the_state_is_saved_even_if_the_rank_is_killed(tmp_path):
     saved, err = end(tmp_path, "outside", "well")
     assert saved == "3 3"
     assert err.splitlines()[1:] == ["program: step 3 is saved"]
 
 
-def test_a_change_that_was_under_way_is_completed_first(tmp_path):
+def test_an_update_in_progress_completes_before_the_save(tmp_path):
     saved, err = end(tmp_path, "inside", "well")
     assert saved == "3 3"
     assert err.splitlines()[1:] == ["program: step 3 is saved"]
 
 
-def test_a_change_that_fails_is_not_saved(tmp_path):
+def test_a_failed_update_is_not_saved(tmp_path):
     saved, err = end(tmp_path, "inside", "fails")
     assert saved is None
     assert err.splitlines()[1:] == ["program: nothing could be saved: planted"]
@@ -134,7 +134,7 @@ print(shown)
         ("outside", True, 1),  # it is the supervisor that waits
     ],
 )
-def test_a_shell_sees_a_stopped_launcher_only_where_the_state_would_be_lost(
+def test_the_launcher_is_stopped_only_where_the_state_would_be_lost(
     tmp_path, where, supervised, shown
 ):
     saved = tmp_path / "saved"

@@ -64,13 +64,13 @@ FLAGS = [
 ]
 
 
-def test_the_flags_are_found():
+def test_the_test_finds_all_flags():
     assert len(FLAGS) > 25
     assert ("kaitian-supervise", "--hang-seconds", "hang_seconds") in FLAGS
 
 
 @pytest.mark.parametrize(("command", "flag", "name"), FLAGS)
-def test_a_number_is_in_its_range_or_refused_in_a_line(command, flag, name):
+def test_out_of_range_numbers_are_one_line_errors(command, flag, name):
     accepted = []
     for value in NUMBERS:
         number, fault = None, ""
@@ -90,19 +90,19 @@ def test_a_number_is_in_its_range_or_refused_in_a_line(command, flag, name):
 
 @pytest.mark.parametrize("flag", ["--lr", "--weight-decay", "--log-interval"])
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e30"])
-def test_what_is_not_finite_is_refused(flag, value):
+def test_values_that_are_not_finite_are_rejected(flag, value):
     with pytest.raises(UserError, match=f"{flag}: found .*, needed .* at most 1e"):
         parse_config("kaitian-train", [f"{flag}={value}"])
 
 
-def test_a_seed_is_as_large_as_torch_takes_on_every_rank():
+def test_seeds_are_limited_to_what_torch_accepts_on_every_rank():
     assert parse_config("kaitian-train", [f"--seed={2**48 - 1}"]).seed == 2**48 - 1
     with pytest.raises(UserError, match=r"--seed: found 281474976710656, needed .* below 2\^48"):
         parse_config("kaitian-train", [f"--seed={2**48}"])
 
 
 @pytest.mark.parametrize("name", ["data_dir", "run_dir", "benchmark_cache", "resume"])
-def test_a_tilde_is_the_home_folder(name, monkeypatch):
+def test_a_tilde_expands_to_the_home_folder(name, monkeypatch):
     """A shell expands it in `--flag ~/x`, and leaves it alone in `--flag=~/x`."""
     monkeypatch.setenv("HOME", "/home/me")
     assert getattr(TrainConfig(**{name: "~/x"}), name) == "/home/me/x"
@@ -134,7 +134,7 @@ def check_before_loading(monkeypatch, **flags):
         ("closed/below", "--data-dir .*: Permission denied; name a folder that can be read"),
     ],
 )
-def test_a_data_folder_that_cannot_be_read_is_told_in_a_line(tmp_path, monkeypatch, path, message):
+def test_an_unreadable_data_folder_is_a_one_line_error(tmp_path, monkeypatch, path, message):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("link")
     (tmp_path / "closed").mkdir(mode=0)
@@ -161,7 +161,7 @@ def test_a_data_folder_that_cannot_be_read_is_told_in_a_line(tmp_path, monkeypat
         ("n" * 300, "File name too long"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path, path, why):
+def test_an_unwritable_file_is_reported_before_the_work(tmp_path, path, why):
     from kaitian_mpi.cli.preflight import check_file_can_be_written
 
     (tmp_path / "file").write_text("kept")

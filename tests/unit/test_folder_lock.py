@@ -34,7 +34,7 @@ def start_writer(folder, seconds):
     return writer
 
 
-def test_a_writer_at_work_is_named_and_waited_for(tmp_path, caplog):
+def test_an_active_writer_is_logged_and_waited_for(tmp_path, caplog):
     caplog.set_level("INFO")
     with start_writer(tmp_path, 0.7) as writer:
         wait_for_writer(tmp_path)
@@ -46,7 +46,7 @@ def test_a_writer_at_work_is_named_and_waited_for(tmp_path, caplog):
     assert os.listdir(tmp_path) == ["done"]
 
 
-def test_one_process_writes_after_the_other(tmp_path):
+def test_processes_write_one_at_a_time(tmp_path):
     with start_writer(tmp_path, 0.7) as writer, writing_in(tmp_path):
         assert (tmp_path / "done").exists()
         assert writer.wait(LONGEST_SEC) == 0
@@ -64,7 +64,7 @@ def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["", "none"], ids=["without a writer", "not there"])
-def test_there_is_nothing_to_wait_for_and_nothing_is_made(tmp_path, name, caplog):
+def test_waiting_for_no_writer_creates_nothing(tmp_path, name, caplog):
     caplog.set_level("INFO")
     wait_for_writer(tmp_path / name)
     assert caplog.messages == []
@@ -91,7 +91,7 @@ with writing_in(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_supervisor_told_to_stop_waits_until_the_state_is_saved(tmp_path, number):
+def test_a_stopping_supervisor_waits_until_the_state_is_saved(tmp_path, number):
     (tmp_path / "mpirun").write_text(MPIRUN)
     (tmp_path / "mpirun").chmod(0o755)
     (tmp_path / "saver.py").write_text(SAVER)

@@ -58,7 +58,7 @@ def one_each(cohorts):
 # Buckets and what of them shows.
 
 
-def test_buckets_are_one_mib_and_then_25_each():
+def test_ddp_buckets_are_1_mib_then_25_mib():
     assert ddp_buckets(0) == []
     assert ddp_buckets(1000) == [1000]
     assert ddp_buckets(MIB) == [MIB]
@@ -66,7 +66,7 @@ def test_buckets_are_one_mib_and_then_25_each():
     assert ddp_buckets(60 * MIB + 5) == [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]
 
 
-def test_a_line_is_fitted_to_measured_allreduces():
+def test_fit_of_the_allreduce_cost():
     sizes = [1024, MIB, 25 * MIB]
     found = fit_allreduce(sizes, [1e-4 + 1e-9 * size for size in sizes])
     assert found.latency_sec == pytest.approx(1e-4)
@@ -75,13 +75,13 @@ def test_a_line_is_fitted_to_measured_allreduces():
 
 
 @pytest.mark.parametrize("seconds", [[3.0, 2.0, 1.0], [1e-9, 1.0, 30.0], [1.0, 1.0, 1.0]])
-def test_no_part_of_the_line_is_negative(seconds):
+def test_fitted_costs_are_not_negative(seconds):
     found = fit_allreduce([1024, MIB, 25 * MIB], seconds)
     assert found.latency_sec >= 0
     assert found.sec_per_byte >= 0
 
 
-def test_exposed_by_hand():
+def test_exposed_communication_computed_by_hand():
     # Forward ends at 3 s; the halves are ready at 6 and 9 s and take 4 s each: 6..10, 10..14.
     assert exposed_seconds(9.0, [5, 5], AllreduceCost(4.0, 0.0)) == pytest.approx(5.0)
     # They take 2 s each: 6..8, 9..11.
@@ -94,7 +94,7 @@ def test_exposed_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_exposed_lies_between_the_last_bucket_and_all_of_them(seed):
+def test_exposed_time_lies_between_the_last_bucket_and_all_buckets(seed):
     chance = random.Random(seed)
     buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
     cost = AllreduceCost(chance.random(), chance.random() * 0.1)
@@ -109,7 +109,7 @@ def test_exposed_lies_between_the_last_bucket_and_all_of_them(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_exposed_is_what_a_queue_of_buckets_does(seed):
+def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
     chance = random.Random(seed)
     buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
     cost = AllreduceCost(chance.random(), chance.random() * 0.1)
@@ -125,7 +125,7 @@ def test_exposed_is_what_a_queue_of_buckets_does(seed):
 # The forecast of one world.
 
 
-def test_a_forecast_by_hand():
+def test_a_forecast_computed_by_hand():
     # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
     cohorts = [cohort("gpu", 2.0, 1.0), cohort("cpu", 0.0, 2.0)]
     found = forecast(cohorts, 10, [MIB], AllreduceCost(2.0, 0.0))
@@ -147,14 +147,14 @@ def test_a_forecast_by_hand():
     assert found.bottleneck == "communication (20% of the step)"
 
 
-def test_a_rank_without_samples_counts_with_its_rate_at_one():
+def test_a_rank_without_samples_counts_with_its_rate_at_one_sample():
     found = forecast([cohort("gpu", 0.0, 1.0), cohort("cpu", 50.0, 1.0)], 10, [], FREE)
     assert found.batch_sizes == [10, 0]
     assert found.efficiency == pytest.approx(1 / (1 + 1 / 51))
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_split_is_fastest_split(seed):
+def test_the_split_equals_fastest_split(seed):
     chance = random.Random(seed)
     cohorts = random_cohorts(chance, chance.randint(1, 6))
     total = chance.randint(1, 200)
@@ -163,7 +163,7 @@ def test_the_split_is_fastest_split(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_cohorts_end_as_soon_as_their_ranks_would_one_by_one(seed):
+def test_cohorts_take_as_long_as_their_ranks_listed_singly(seed):
     chance = random.Random(seed)
     cohorts = random_cohorts(chance, chance.randint(1, 5), most_ranks=7)
     total = chance.randint(1, 200)
@@ -176,7 +176,7 @@ def test_cohorts_end_as_soon_as_their_ranks_would_one_by_one(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_lost_and_what_is_done_make_a_whole(seed):
+def test_losses_and_throughput_add_up_to_the_peak(seed):
     chance = random.Random(seed)
     cohorts = random_cohorts(chance, chance.randint(1, 6), most_ranks=4)
     cost = AllreduceCost(chance.random(), 0.0)
@@ -188,7 +188,7 @@ def test_what_is_lost_and_what_is_done_make_a_whole(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_one_more_rank_never_makes_computing_slower(seed):
+def test_adding_a_rank_never_slows_computing(seed):
     chance = random.Random(seed)
     cohorts = random_cohorts(chance, chance.randint(1, 6))
     total = chance.randint(1, 300)
@@ -197,13 +197,13 @@ def test_one_more_rank_never_makes_computing_slower(seed):
     assert after.samples_per_sec >= before.samples_per_sec * (1 - 1e-12)
 
 
-def test_ranks_that_were_fitted_a_constant_get_a_slope():
+def test_ranks_with_a_constant_fitted_cost_get_a_slope():
     found = forecast([cohort("cpu", 1.0, 0.0, ranks=3), cohort("gpu", 1.0, 0.0)], 40, [], FREE)
     assert found.batch_sizes == [10, 10, 10, 10]
     assert found.compute_sec == pytest.approx(1.0)
 
 
-def test_micro_batches_pay_their_fixed_cost_each_and_hide_less():
+def test_each_micro_batch_pays_its_fixed_cost_and_hides_less():
     found = forecast([cohort("gpu", 1.0, 1.0, limit=5)], 10, [MIB, MIB], AllreduceCost(3.0, 0.0))
     assert found.compute_sec == 12
     # The last of two takes 6 s; half of the gradients are ready 2 s before its end.
@@ -221,19 +221,19 @@ def test_micro_batches_pay_their_fixed_cost_each_and_hide_less():
         ([cohort("gpu", 0.0, 1.0, 2)], 6, 1.0, "communication (25% of the step)"),
     ],
 )
-def test_the_bottleneck_in_words(cohorts, total, latency, expected):
+def test_the_description_of_the_bottleneck(cohorts, total, latency, expected):
     found = forecast(cohorts, total, [MIB], AllreduceCost(latency, 0.0))
     assert found.bottleneck == expected
 
 
 @pytest.mark.parametrize(("cohorts", "total"), [([], 5), ([cohort("gpu", 0.0, 1.0)], 0)])
-def test_no_rank_or_no_sample_is_refused(cohorts, total):
+def test_no_rank_or_no_sample_is_an_error(cohorts, total):
     with pytest.raises(ValueError, match="needed at least one"):
         forecast(cohorts, total, [], FREE)
 
 
 @pytest.mark.parametrize("value", [1e-12, 1e9])
-def test_extreme_costs_give_finite_figures(value):
+def test_extreme_costs_give_finite_results(value):
     cohorts = [cohort("a", value, value), cohort("b", 0.0, 1e-12, 3, 1), cohort("c", 1e9, 1e9, 2)]
     found = forecast(cohorts, 10**9, ddp_buckets(2**42), AllreduceCost(1e9, 1e9))
     assert sum(found.batch_sizes) == 10**9
@@ -269,7 +269,7 @@ def test_every_choice_of_kinds_is_forecast_and_judged():
     assert found.notes == ()
 
 
-def test_of_equals_the_fewest_kinds_are_best():
+def test_ties_prefer_the_fewest_kinds():
     cohorts = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 99.0)]
     found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
     assert found.whole.batch_sizes == [5, 0]
@@ -277,13 +277,13 @@ def test_of_equals_the_fewest_kinds_are_best():
     assert found.worth("cpu") == "with cpu 1 samples/s, without 1: not worth it (+0%)"
 
 
-def test_an_only_kind_has_nothing_to_be_compared_with():
+def test_a_single_kind_has_no_alternatives():
     found = forecast_subsets([cohort("cpu", 0.0, 0.001)], 5, [], [measured(0.0, 0.0, cpu=1)])
     assert found.gain("cpu") is None
     assert found.worth("cpu") == "with cpu 1,000 samples/s: the only kind"
 
 
-def test_of_many_kinds_only_the_choices_that_matter_are_forecast():
+def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
     kinds = [f"k{index}" for index in range(9)]
     entries = [MeasuredAllreduce(dict.fromkeys(kinds, 1), FREE)]
     found = forecast_subsets([cohort(k, 0.0, 1.0) for k in kinds], 72, [MIB], entries)
@@ -292,7 +292,7 @@ def test_of_many_kinds_only_the_choices_that_matter_are_forecast():
     assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
 
 
-def test_rates_have_three_digits_or_more():
+def test_rates_show_at_least_three_digits():
     assert [show_rate(rate) for rate in (0.01234, 9.876, 99.94, 1234.5)] == [
         "0.0123",
         "9.88",
@@ -311,18 +311,18 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_measured_world_costs_what_was_measured(entry):
+def test_scaling_to_the_measured_world_changes_nothing(entry):
     assert scale_allreduce(ENTRIES, entry.ranks_per_kind) == (entry.cost, [])
 
 
-def test_a_group_scales_as_a_ring_does():
+def test_a_group_scales_like_a_ring_allreduce():
     cost, notes = scale_allreduce(ENTRIES, {"gpu": 8})
     assert cost.latency_sec == pytest.approx(2e-4 * 3)
     assert cost.sec_per_byte == pytest.approx(2e-10 * (7 / 8) / (1 / 2))
     assert notes == []
 
 
-def test_a_rank_alone_has_no_allreduce():
+def test_a_single_rank_has_no_allreduce():
     assert scale_allreduce(ENTRIES, {"mlu": 1}) == (FREE, [])
 
 
@@ -334,7 +334,7 @@ def test_the_slowest_group_and_the_crossing_add_up():
     assert notes == []
 
 
-def test_a_crossing_faster_than_its_groups_adds_nothing():
+def test_a_crossing_faster_than_its_groups_adds_no_cost():
     entries = [*ENTRIES[:2], measured(1e-4, 1e-10, gpu=2, mlu=4)]
     cost, _ = scale_allreduce(entries, {"gpu": 2, "mlu": 8})
     assert cost.latency_sec == pytest.approx(6e-4)
@@ -351,7 +351,7 @@ def test_more_ranks_never_cost_less(seed):
     assert larger.sec_per_byte >= cost.sec_per_byte - 1e-20
 
 
-def test_a_kind_measured_with_one_rank_is_guessed_from_its_crossing():
+def test_a_kind_measured_with_one_rank_is_estimated_from_its_crossing():
     entries = [
         measured(0.0, 0.0, cpu=1),
         ENTRIES[0],
@@ -369,7 +369,7 @@ def test_a_kind_measured_with_one_rank_is_guessed_from_its_crossing():
     ]
 
 
-def test_the_largest_known_one_stands_in_where_the_kind_never_crossed():
+def test_a_kind_that_never_crossed_is_estimated_from_the_largest_known_crossing():
     cost, notes = scale_allreduce([*ENTRIES, measured(0.0, 0.0, cpu=1)], {"cpu": 2})
     assert cost == AllreduceCost(pytest.approx(5e-4), pytest.approx(5e-10))
     assert notes[0].endswith("guessed from the one between gpu, mlu")
@@ -378,7 +378,7 @@ def test_the_largest_known_one_stands_in_where_the_kind_never_crossed():
     assert notes[0].endswith("guessed from the one inside mlu")
 
 
-def test_kinds_not_measured_together_take_the_smallest_set_around_them():
+def test_kinds_not_measured_together_use_the_smallest_measured_superset():
     entries = [*ENTRIES[:2], measured(9e-4, 8e-10, gpu=2, mlu=4, cpu=1)]
     cost, notes = scale_allreduce(entries, {"gpu": 2, "mlu": 4})
     assert cost == AllreduceCost(pytest.approx(9e-4), pytest.approx(8e-10))
@@ -395,12 +395,12 @@ def test_kinds_not_measured_together_take_the_smallest_set_around_them():
         ([], {"cpu": 2}, "2 cpu ranks"),
     ],
 )
-def test_nothing_to_guess_from_is_said(entries, world, what):
+def test_an_error_where_nothing_can_be_estimated(entries, world, what):
     with pytest.raises(UserError, match=f"tell that of {what}; run kaitian-bench"):
         scale_allreduce(entries, world)
 
 
-def test_ranks_take_the_measured_costs_in_turn():
+def test_ranks_reuse_the_measured_costs_in_turn():
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
     found = scaled_cohorts(ranks, {"gpu": 5, "cpu": 1})
     assert [(c.kind, c.cost.model.beta_sec, c.ranks) for c in found] == [
@@ -411,7 +411,7 @@ def test_ranks_take_the_measured_costs_in_turn():
     assert [c.ranks for c in scaled_cohorts(ranks, {"gpu": 1})] == [1]
 
 
-def test_a_kind_that_was_not_measured_is_named_with_those_that_were():
+def test_the_error_for_an_unmeasured_kind_lists_the_measured_ones():
     with pytest.raises(UserError, match="found kind 'npu', needed one that was measured: gpu, cpu"):
         scaled_cohorts([cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 1.0)], {"npu": 2})
 
@@ -445,7 +445,7 @@ def test_a_hundred_thousand_ranks_of_eight_kinds_take_less_than_three_seconds():
     assert least_seconds(find, 3) < 3
 
 
-def test_a_hundred_thousand_unlike_ranks_take_less_than_three_seconds():
+def test_a_hundred_thousand_different_ranks_take_less_than_three_seconds():
     chance = random.Random(1)
     ranks = [cohort("cpu", chance.random(), 0.1 + chance.random()) for _ in range(100_000)]
 

@@ -66,7 +66,7 @@ def room(module: str) -> str:
     return module.partition(".")[0]
 
 
-def test_every_file_is_in_a_room_and_imports_go_down():
+def test_every_module_is_in_a_package_and_imports_go_down():
     for module, path in modules().items():
         if not module:
             continue
@@ -76,7 +76,7 @@ def test_every_file_is_in_a_room_and_imports_go_down():
             assert is_below or room(name) == room(module), f"{path} imports {name}"
 
 
-def test_the_modules_of_a_room_have_an_order_too():
+def test_modules_of_one_package_have_no_import_cycles():
     graph = {
         module: {name for name in package_imports(path) if room(name) == room(module)} - {module}
         for module, path in modules().items()
@@ -85,7 +85,7 @@ def test_the_modules_of_a_room_have_an_order_too():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
-def test_no_room_is_the_whole_house():
+def test_no_package_is_too_large():
     lines, files = Counter(), Counter()
     for module, path in modules().items():
         lines[room(module)] += len(path.read_text().splitlines())
@@ -103,7 +103,7 @@ def imported_packages(path: Path) -> set[str]:
     }
 
 
-def test_the_lowest_floors_know_neither_torch_nor_mpi():
+def test_the_lowest_layers_import_neither_torch_nor_mpi():
     for place in (
         "balance",
         "supervision",
@@ -119,7 +119,7 @@ def test_the_lowest_floors_know_neither_torch_nor_mpi():
             assert not imported_packages(path) & {"torch", "mpi4py"}, path
 
 
-def test_only_the_mpi_rooms_and_type_hints_import_mpi4py():
+def test_only_the_mpi_packages_and_type_hints_import_mpi4py():
     for path in ROOT.rglob("*.py"):
         if path.relative_to(ROOT).parts[0] in ("mpi", "runtime"):
             continue

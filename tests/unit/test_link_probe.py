@@ -15,7 +15,7 @@ from kaitian_mpi.training.link_probe import end_with_slow_links
         ([1.0, 8.0, 8.0], 2),
     ],
 )
-def test_an_end_is_named_when_both_its_links_are_slow(links, expected):
+def test_a_rank_is_named_only_if_both_its_links_are_slow(links, expected):
     found = end_with_slow_links(links)
     assert (found and found[0]) == expected
     if found:

@@ -30,7 +30,7 @@ def load_and_wait():
     time.sleep(LIMIT_SEC)
 
 
-def test_a_loading_process_ends_when_its_rank_is_killed():
+def test_a_worker_exits_when_its_rank_is_killed():
     code = "import test_loader_processes as t; t.load_and_wait()"
     folder = Path(__file__).parent
     rank = subprocess.Popen(

@@ -38,11 +38,11 @@ def test_rank_0_logs_at_the_level_and_the_others_log_warnings():
     assert logged("error", 0).stderr.splitlines() == [error, "not ours"]
 
 
-def test_a_terminal_that_has_gone_away_ends_nothing():
+def test_a_closed_terminal_does_not_end_the_process():
     assert logged("error", 0, "close").stdout == "still here\n"
 
 
-def test_a_library_that_is_not_configured_leaves_the_scripts_log_alone(caplog):
+def test_importing_the_package_leaves_the_scripts_logging_alone(caplog):
     logger = logging.getLogger("kaitian_mpi")
     assert logger.handlers == []
     assert logger.propagate
@@ -50,7 +50,7 @@ def test_a_library_that_is_not_configured_leaves_the_scripts_log_alone(caplog):
     assert caplog.messages == ["seen by the script's own handlers"]
 
 
-def test_only_commands_and_the_output_room_print():
+def test_only_cli_and_output_print():
     for path in ROOT.rglob("*.py"):
         place = path.relative_to(ROOT).parts[0]
         for node in ast.walk(ast.parse(path.read_text())):

@@ -34,7 +34,7 @@ def come(store, size, after, limit=30.0, departed=nobody):
     return outcomes
 
 
-def test_all_get_the_same_name_and_another_each_time():
+def test_all_ranks_get_the_same_name_and_a_new_one_each_time():
     store, names = dist.HashStore(), set()
     for _ in range(3):
         outcomes = come(store, 3, {0: 0.0, 1: 0.1, 2: 0.0})
@@ -45,13 +45,13 @@ def test_all_get_the_same_name_and_another_each_time():
     assert len(names) == 3
 
 
-def test_who_has_not_come_is_named_and_who_comes_later_is_told_the_same():
+def test_missing_ranks_are_named_also_for_a_rank_that_arrives_late():
     outcomes = come(dist.HashStore(), 4, {0: 0.0, 1: 1.2, 3: 0.1}, limit=0.5)
     told = "timed out after 0.5 s in new_group: waiting for ranks 1, 2 of 4"
     assert outcomes == {0: told, 1: told, 3: told}
 
 
-def test_who_has_left_the_job_is_not_waited_for():
+def test_a_rank_that_has_left_the_job_is_not_waited_for():
     began = time.monotonic()
     outcomes = come(
         dist.HashStore(), 3, {0: 0.0, 2: 0.0}, departed=lambda missing: [r for r in missing if r]

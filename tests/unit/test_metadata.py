@@ -30,7 +30,7 @@ def make_memory():
     )
 
 
-def test_it_comes_back_from_json_as_it_was():
+def test_json_round_trip():
     memory = make_memory()
     text = json.dumps(memory.to_json())
     other = Memory.from_json(json.loads(text))
@@ -41,24 +41,24 @@ def test_it_comes_back_from_json_as_it_was():
     assert other.profiles["b/0/mlu/cpu"].cost is None
 
 
-def test_making_json_changes_nothing():
+def test_to_json_does_not_modify_the_metadata():
     memory = make_memory()
     memory.to_json()
     assert isinstance(memory.profiles["b/0/mlu/cpu"], Profile)
     assert vars(memory) == vars(make_memory())
 
 
-def test_it_holds_the_settings_by_name():
+def test_settings_are_stored_by_name():
     assert make_memory().config["lr"] == 0.3
     assert TrainConfig(**make_memory().config) == TrainConfig(model="cnn", lr=0.3, run_dir="run")
 
 
-def test_a_cost_comes_back():
+def test_a_cost_survives_a_json_round_trip():
     cost = RankCost(CostModel(0.1, 0.2), 3)
     assert RankCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
 
 
-def test_a_place_does_not_depend_on_the_ranks_number():
+def test_a_place_does_not_depend_on_the_rank():
     infos = [RankInfo(number, 1, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8") for number in (1, 6)]
     assert infos[0].place == infos[1].place == "a/1/gpu/cuda:1"
     others = [

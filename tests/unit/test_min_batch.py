@@ -64,13 +64,13 @@ def flat(*layers):
         (build_model("cnn", 3), 1),
     ],
 )
-def test_it_is_found_by_trying(model, expected):
+def test_min_batch_is_found_by_trial(model, expected):
     data = Collated(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
     computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
     assert min_batch_of(model, data, computation) == expected
 
 
-def test_the_model_and_the_random_numbers_stay_as_they_were():
+def test_the_model_and_the_generators_are_restored():
     data = Collated(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
     model = Dropping().eval()
     before = torch.get_rng_state()

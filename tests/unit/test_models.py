@@ -8,7 +8,7 @@ from kaitian_mpi.models import MODELS, build_model
 @pytest.mark.parametrize(
     ("name", "parameters"), [("mobilenetv2", 2_236_682), ("resnet18", 11_173_962), ("cnn", 24_346)]
 )
-def test_parameters_for_ten_classes(name, parameters):
+def test_parameter_counts_for_ten_classes(name, parameters):
     model = build_model(name, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
@@ -27,7 +27,7 @@ def test_mobilenetv2_keeps_the_resolution_that_small_images_need():
     assert build_model("mobilenetv2", 10).features(torch.randn(1, 3, 32, 32)).shape[2:] == (4, 4)
 
 
-def test_a_model_of_ones_own(tmp_path, monkeypatch):
+def test_a_users_model_factory(tmp_path, monkeypatch):
     (tmp_path / "ownmodel.py").write_text(
         "from torch import nn\n"
         "def build(num_classes):\n    return nn.Linear(3, num_classes)\n"
@@ -51,7 +51,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
         ("lambda num_classes, /: None", "num_classes"),
     ],
 )
-def test_a_factory_that_cannot_be_called_is_told_in_a_line(tmp_path, monkeypatch, factory, fault):
+def test_a_factory_that_cannot_be_called_is_a_one_line_error(tmp_path, monkeypatch, factory, fault):
     name = f"own{abs(hash(factory))}"
     (tmp_path / f"{name}.py").write_text(f"build = {factory}\n")
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_a_factory_that_cannot_be_called_is_told_in_a_line(tmp_path, monkeypatch
     assert "\n" not in str(caught.value)
 
 
-def test_a_type_error_inside_a_factory_is_its_own(tmp_path, monkeypatch):
+def test_a_type_error_inside_a_factory_is_raised_unchanged(tmp_path, monkeypatch):
     (tmp_path / "ownbroken.py").write_text("def build(num_classes, **more):\n    return len(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

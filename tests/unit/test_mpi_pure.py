@@ -25,7 +25,7 @@ MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
         ({"OMPI_COMM_WORLD_RANK": "5"}, Launch(0, 1, 0, 1)),
     ],
 )
-def test_a_rank_finds_its_place_in_the_environment(environ, expected):
+def test_placement_is_read_from_the_environment(environ, expected):
     assert read_launch(environ) == expected
 
 
@@ -33,7 +33,7 @@ def test_a_rank_finds_its_place_in_the_environment(environ, expected):
     ("local_size", "cores", "yields", "threads"),
     [(1, 8, False, "8"), (4, 8, False, "2"), (5, 8, True, "1"), (4, 2, True, "1")],
 )
-def test_idle_ranks_give_their_core_away_where_there_are_not_two_a_rank(
+def test_idle_ranks_yield_where_there_are_fewer_than_two_cores_a_rank(
     local_size, cores, yields, threads
 ):
     environ: dict[str, str] = {}
@@ -42,7 +42,7 @@ def test_idle_ranks_give_their_core_away_where_there_are_not_two_a_rank(
     assert environ["OMP_NUM_THREADS"] == threads
 
 
-def test_what_the_user_has_set_stays():
+def test_variables_set_by_the_user_are_kept():
     theirs = {
         "OMP_NUM_THREADS": "7",
         "OMPI_MCA_mpi_yield_when_idle": "0",
@@ -54,7 +54,7 @@ def test_what_the_user_has_set_stays():
 
 
 @pytest.mark.parametrize(("local_size", "without_tcp"), [(4, True), (2, False)])
-def test_ranks_of_one_host_do_without_tcp(local_size, without_tcp):
+def test_tcp_is_disabled_on_a_single_host(local_size, without_tcp):
     environ: dict[str, str] = {}
     prepare_environment(environ, Launch(0, 4, 0, local_size), 2)
     assert ("OMPI_MCA_btl" in environ) == without_tcp
@@ -71,7 +71,7 @@ def test_ranks_of_one_host_do_without_tcp(local_size, without_tcp):
         ),
     ],
 )
-def test_groups_are_the_ranks_of_one_kind(kinds, expected):
+def test_ranks_are_grouped_by_kind(kinds, expected):
     groups = plan_groups(kinds)
     assert groups == expected
     assert [group.leader for group in groups] == [group.ranks[0] for group in expected]
@@ -85,7 +85,7 @@ def test_groups_are_the_ranks_of_one_kind(kinds, expected):
         (["y", "x", "", "x"], "rank 0: y; ranks 1, 3: x"),
     ],
 )
-def test_faults_are_joined_into_one_line(faults, expected):
+def test_errors_of_several_ranks_are_joined_into_one_line(faults, expected):
     assert describe_faults(faults) == expected
 
 
@@ -98,5 +98,5 @@ def test_faults_are_joined_into_one_line(faults, expected):
         ("rocm", "cuda:1", "rank 2 (node-b, cuda:1, rocm)"),
     ],
 )
-def test_messages_name_a_rank_by_number_host_device_and_kind(kind, device, name):
+def test_a_rank_is_described_by_number_host_device_and_kind(kind, device, name):
     assert str(RankInfo(2, 0, "node-b", kind, device, "a device", 2**30, "2.13")) == name

@@ -39,7 +39,7 @@ def random_costs(chance, ranks):
 
 @pytest.mark.parametrize("min_batch", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_split_is_faster(seed, min_batch):
+def test_no_split_is_faster_than_the_optimum(seed, min_batch):
     chance = random.Random(seed)
     costs = random_costs(chance, chance.randint(1, 4))
     total = chance.choice([0, chance.randint(min_batch, 14)])
@@ -57,7 +57,7 @@ def test_no_split_is_faster(seed, min_batch):
 
 @pytest.mark.parametrize("min_batch", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_split_in_which_every_rank_takes_part_is_faster_than_the_plan(seed, min_batch):
+def test_no_split_over_all_ranks_is_faster_than_the_plan(seed, min_batch):
     chance = random.Random(seed)
     costs = random_costs(chance, chance.randint(1, 4))
     total = chance.randint(min_batch * len(costs), 14)
@@ -69,7 +69,7 @@ def test_no_split_in_which_every_rank_takes_part_is_faster_than_the_plan(seed, m
     assert slowest(costs, plan) == pytest.approx(best, rel=1e-9)
 
 
-def test_no_more_ranks_take_part_than_there_are_smallest_shares():
+def test_no_more_ranks_take_part_than_minimum_shares_fit():
     assert fastest_split([cost(0, 1)] * 4, 5, 2) == [3, 2, 0, 0]
     assert fastest_split([cost(0, 1), cost(0, 1.1), cost(0, 1)], 3, 2) in ([3, 0, 0], [0, 0, 3])
     with pytest.raises(ValueError, match="found 1 samples, needed 0 or at least 2"):
@@ -90,7 +90,7 @@ def test_a_faster_rank_never_gets_less(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_within_one_samples_time_of_the_relaxed_optimum(seed):
+def test_the_optimum_is_within_one_sample_of_the_relaxed_one(seed):
     """Which cuts samples anywhere: T with sum((T - alpha_i) / beta_i) = G over the ranks in use."""
     chance = random.Random(seed)
     costs = [cost(chance.random(), 0.01 + chance.random()) for _ in range(8)]
@@ -104,24 +104,24 @@ def test_it_is_within_one_samples_time_of_the_relaxed_optimum(seed):
     assert slowest(costs, fastest_split(costs, total)) <= high + one_sample + 1e-9
 
 
-def test_a_rank_that_would_slow_the_step_gets_nothing():
+def test_a_rank_that_would_slow_the_step_gets_no_samples():
     assert fastest_split([cost(0, 1), cost(50, 1)], 10) == [10, 0]
     assert fastest_split([cost(0, 1), cost(0, 100)], 10) == [10, 0]
 
 
-def test_a_fast_rank_with_little_memory_takes_its_share_in_micro_batches():
+def test_a_fast_rank_with_little_memory_uses_micro_batches():
     costs = [cost(0.01, 0.1, 4), cost(0.01, 0.4)]
     shares = fastest_split(costs, 50)
     assert shares == [40, 10]
     assert [one.micro_batches(share) for one, share in zip(costs, shares, strict=True)] == [10, 1]
 
 
-def test_a_rank_that_needs_no_time_is_refused():
+def test_a_rank_with_zero_cost_is_an_error():
     with pytest.raises(ValueError, match="found 0, needed more than 0"):
         fastest_split([cost(1, 1), cost(1, 0)], 10)
 
 
-def test_equal_ranks_share_equally():
+def test_equal_ranks_get_equal_shares():
     assert fastest_split([cost(1, 1)] * 4, 256) == [64] * 4
     assert sorted(fastest_split([cost(1, 1)] * 3, 10)) == [3, 3, 4]
 
@@ -138,13 +138,13 @@ def test_a_hundred_thousand_ranks_take_less_than_a_second(min_batch):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("where", ["alpha_sec", "beta_sec"])
-def test_a_cost_that_is_no_time_is_refused(bad, where):
+def test_invalid_costs_are_rejected(bad, where):
     """The search for a split would not end, or would give anything."""
     costs = [cost(1.0, 1.0), cost(*((bad, 1.0) if where == "alpha_sec" else (1.0, bad)))]
     with pytest.raises(ValueError, match=f"{where}: found {bad}, needed .*, and finite"):
         fastest_split(costs, 64)
 
 
-def test_a_micro_batch_without_samples_is_refused():
+def test_an_empty_micro_batch_is_rejected():
     with pytest.raises(ValueError, match="largest_micro_batch: found 0, needed 1 or more"):
         fastest_split([cost(1.0, 1.0, 0)], 64)

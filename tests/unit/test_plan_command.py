@@ -68,12 +68,12 @@ def run(bench_path, monkeypatch, capsys):
 # The file.
 
 
-def test_a_file_is_read_as_it_was_written(bench_path):
+def test_benchmark_file_round_trip(bench_path):
     assert read_bench(bench_path) == BENCH
     assert [c.kind for c in BENCH.cohorts()] == ["gpu", "gpu", "mlu", "mlu"]
 
 
-def test_other_keys_are_kept_and_passed_over(tmp_path):
+def test_unknown_keys_are_kept_and_ignored(tmp_path):
     path = tmp_path / "bench.json"
     save_json(path, bench_to_json(BENCH, {"scores": [1.0, 0.5], "version": 7}))
     content = json.loads(path.read_text())
@@ -84,13 +84,13 @@ def test_other_keys_are_kept_and_passed_over(tmp_path):
     assert read_bench(path) == BENCH
 
 
-def test_what_is_not_finite_is_never_written(tmp_path):
+def test_values_that_are_not_finite_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         save_json(tmp_path / "out.json", {"seconds": float("nan")})
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"no file to read .No such file.*check the path"):
         read_bench(tmp_path / "none.json")
     with pytest.raises(UserError, match="Is a directory"):
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
     "content",
     [b"", b'{"version": 1, "mod', b"\xff\xfe", b"[" * 100_000, b"PK\x03\x04", b"9" * 5000],
 )
-def test_what_is_no_whole_json_is_said(tmp_path, content):
+def test_incomplete_json_is_an_error(tmp_path, content):
     path = tmp_path / "bench.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"found no whole JSON .* save it again by kaitian-bench"):
@@ -148,7 +148,7 @@ RANK, LINK = ("ranks", 2), ("allreduce", 2)
         ((*LINK, "sec_per_byte"), float("nan"), "sec_per_byte: found nan, needed a number"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place(bench_path, place, value, said):
+def test_errors_name_the_wrong_value_and_its_place(bench_path, place, value, said):
     content = json.loads(bench_path.read_text())
     inner = content
     for key in place[:-1]:
@@ -162,7 +162,7 @@ def test_a_wrong_value_is_named_with_its_place(bench_path, place, value, said):
 
 
 @pytest.mark.parametrize("key", ["version", "ranks", "allreduce", "gradient_bytes"])
-def test_a_missing_key_is_named(bench_path, key):
+def test_errors_name_the_missing_key(bench_path, key):
     content = json.loads(bench_path.read_text())
     del content[key]
     bench_path.write_text(json.dumps(content))
@@ -170,7 +170,7 @@ def test_a_missing_key_is_named(bench_path, key):
         read_bench(bench_path)
 
 
-def test_a_rank_that_takes_no_time_is_refused(bench_path):
+def test_a_rank_that_takes_no_time_is_an_error(bench_path):
     content = json.loads(bench_path.read_text())
     content["ranks"][1] |= {"alpha_sec": 0, "beta_sec_per_sample": 0.0}
     bench_path.write_text(json.dumps(content))
@@ -179,7 +179,7 @@ def test_a_rank_that_takes_no_time_is_refused(bench_path):
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "null", '"bench"'])
-def test_json_of_something_else_is_refused(tmp_path, content):
+def test_json_of_something_else_is_rejected(tmp_path, content):
     path = tmp_path / "bench.json"
     path.write_text(content)
     with pytest.raises(UserError, match="needed an object in braces"):
@@ -221,7 +221,7 @@ def test_the_global_batch_grows_with_the_ranks(run, tmp_path):
     assert [kind["ranks"] for kind in found["kinds"]] == [8, 16]
 
 
-def test_a_global_batch_may_be_given(run):
+def test_the_global_batch_can_be_set(run):
     code, shown, _ = run("--world", "2xgpu", "--global-batch-size", "1000")
     assert code == 0
     assert "global batch: 1,000 samples (as given)" in shown
@@ -237,7 +237,7 @@ def test_ranks_without_a_sample_are_counted_by_kind(run):
     assert rows[1] == "| mlu | 16 | 0 | 0.00 | 16 of 16 |".split()
 
 
-def test_guesses_are_said_and_names_shown_as_they_are(run, bench_path):
+def test_estimates_are_marked_and_names_printed_verbatim(run, bench_path):
     name = "[/cpu]:mlu:"  # which would mean something to the library that prints tables
     content = json.loads(bench_path.read_text())
     content["emulated"] = False
@@ -253,7 +253,7 @@ def test_guesses_are_said_and_names_shown_as_they_are(run, bench_path):
     assert f"note: allreduce inside {name} was not measured with two ranks or more" in shown
 
 
-def test_every_line_fits_its_width(run):
+def test_every_line_fits_the_terminal(run):
     _, shown, _ = run("--world", "50000xgpu,50000xmlu", "--global-batch-size", "70000")
     assert max(len(line) for line in shown.splitlines()) <= 110
 
@@ -279,7 +279,7 @@ def test_every_line_fits_its_width(run):
         (["--world", "2xgpu", "--wrold", "2xgpu"], "unrecognized arguments: --wrold"),
     ],
 )
-def test_a_wrong_argument_is_one_line_and_code_2(run, options, said):
+def test_a_wrong_argument_is_a_one_line_error_with_code_2(run, options, said):
     code, shown, errors = run(*options)
     assert code == 2
     assert shown == ""
@@ -288,7 +288,7 @@ def test_a_wrong_argument_is_one_line_and_code_2(run, options, said):
     assert errors.count("\n") == 1
 
 
-def test_a_wrong_file_is_one_line_and_code_2(run, tmp_path):
+def test_a_wrong_file_is_a_one_line_error_with_code_2(run, tmp_path):
     code, _, errors = run("--world", "2xgpu", path=tmp_path / "none.json")
     assert code == 2
     assert errors.count("\n") == 1
@@ -318,7 +318,7 @@ def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
     ("kinds", "works"),
     [("cpu", False), ("cpu,cpu", True), ("gpu,mlu", True), ("gpu,gpu,mlu", True)],
 )
-def test_what_kaitian_bench_advises_works(tmp_path, kinds, works):
+def test_the_command_suggested_by_kaitian_bench_works(tmp_path, kinds, works):
     """A command that would fail is not advised."""
     names = kinds.split(",")
     cost = AllreduceCost(1e-5, 1e-9)

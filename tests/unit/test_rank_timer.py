@@ -112,7 +112,7 @@ def measure(device, most, min_batch=1, **settings):
     return RankTimer(config, world, model, Data(), Slowdown(), min_batch).measure()
 
 
-def test_where_all_fits_the_largest_share_is_timed():
+def test_without_memory_limits_the_largest_share_is_timed():
     measured = measure(Device(limit=1 << 40), most=10**9)
     assert measured.batches == [8, 16, 32, 64, 128, 256]
     expected = [STEP_SEC + SAMPLE_SEC * batch for batch in measured.batches]
@@ -120,21 +120,21 @@ def test_where_all_fits_the_largest_share_is_timed():
     assert measured.largest_micro_batch is None
 
 
-def test_the_memory_ends_the_growth_before_it_is_full():
+def test_growth_stops_before_memory_is_full():
     # 90% of 1000 bytes less a base of 100 leaves room for 80 samples of 10 bytes.
     measured = measure(Device(limit=1000), most=10**9)
     assert measured.batches == [8, 16, 32, 64]
     assert measured.largest_micro_batch == 80
 
 
-def test_an_out_of_memory_ends_it_too():
+def test_growth_stops_at_an_out_of_memory_error():
     measured = measure(Device(limit=1 << 40), most=40)
     assert measured.batches == [8, 16, 32]
     assert measured.largest_micro_batch == 32
 
 
 @pytest.mark.parametrize("memory_format", ["contiguous", "auto"])
-def test_a_device_that_takes_only_three_samples_still_takes_part(memory_format):
+def test_a_device_that_fits_only_three_samples_takes_part(memory_format):
     measured = measure(Device(limit=1 << 40), most=3, memory_format=memory_format)
     assert max(measured.batches) <= 3
     assert len(measured.batches) >= 2
@@ -151,12 +151,12 @@ def test_no_batch_is_smaller_than_the_model_can_train_on(most, global_batch_size
         measure(device, most=1, min_batch=2)
 
 
-def test_a_device_that_takes_none_is_said():
+def test_a_device_that_fits_no_sample_is_an_error():
     with pytest.raises(UserError, match=r"too little memory on cpu for a step of a single sample"):
         measure(Device(limit=1 << 40), most=0)
 
 
-def test_another_error_is_not_taken_for_a_lack_of_memory():
+def test_other_errors_are_not_taken_for_out_of_memory():
     for device in known_kinds().devices.values():
         assert device.is_out_of_memory(torch.OutOfMemoryError("x"))
         assert device.is_out_of_memory(MemoryError())
@@ -166,7 +166,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory():
     assert device_of_kind("cuda").is_out_of_memory(RuntimeError("CUDA error: out of memory"))
 
 
-def test_no_batch_is_larger_than_the_micro_batch_that_the_user_allows():
+def test_no_batch_exceeds_the_users_micro_batch():
     measured = measure(Device(limit=1 << 40), most=10**9, micro_batch_size=20)
     assert measured.batches == [8, 16, 20]
 
@@ -177,7 +177,7 @@ def test_the_choice_of_layout_and_precision():
     assert measured.memory_format in ("contiguous", "channels_last")
 
 
-def test_the_real_cpu_has_room():
+def test_the_real_cpu_has_free_memory():
     gauge = MemoryGauge(make_world(CpuDevice()))
     for batch in (8, 16):
         gauge.restart()
@@ -185,7 +185,7 @@ def test_the_real_cpu_has_room():
     assert gauge.has_room_for(17)
 
 
-def test_a_containers_limit_counts(tmp_path):
+def test_a_containers_memory_limit_applies(tmp_path):
     assert available_bytes(tmp_path) > 0
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
@@ -204,7 +204,7 @@ def make_cache(folder, **settings):
     return BenchmarkCache(config, world, nn.Linear(4, 2), Data(), Slowdown())
 
 
-def test_the_cache_keeps_results_by_what_they_depend_on(tmp_path):
+def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
     assert make_cache(tmp_path / "new").read() is None
     make_cache(tmp_path / "new").write(FOUND)
     assert make_cache(tmp_path / "new").read() == FOUND
@@ -227,7 +227,7 @@ def test_the_cache_keeps_results_by_what_they_depend_on(tmp_path):
         lambda content: content.replace("0.1,", "NaN,"),
     ],
 )
-def test_a_file_that_is_no_result_counts_as_none(tmp_path, change):
+def test_an_invalid_cache_file_is_ignored(tmp_path, change):
     cache = make_cache(tmp_path)
     cache.write(FOUND)
     (file,) = tmp_path.iterdir()
@@ -236,13 +236,13 @@ def test_a_file_that_is_no_result_counts_as_none(tmp_path, change):
     assert cache.read() is None
 
 
-def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path):
+def test_an_unwritable_cache_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--benchmark-cache"):
         make_cache(tmp_path / "file").write(FOUND)
 
 
-def test_a_result_that_another_user_may_have_written_is_not_taken(tmp_path, monkeypatch):
+def test_results_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
     make_cache(tmp_path).write(FOUND)
     (file,) = tmp_path.glob("*.json")
     assert make_cache(tmp_path).read() == FOUND

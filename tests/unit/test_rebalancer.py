@@ -13,7 +13,7 @@ from kaitian_mpi.balance.planner import plan_fastest
 from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
 
 
-def test_a_monitor_takes_the_median_and_forgets_what_was_before_a_change():
+def test_the_monitor_uses_the_median_and_restarts_at_a_change():
     monitor = SpeedMonitor()
     assert math.isinf(monitor.log_error)
     for ratio in (1.0, 1.02, 5.0, 0.98, 1.01, 0.99):  # one slow step is no change
@@ -25,7 +25,7 @@ def test_a_monitor_takes_the_median_and_forgets_what_was_before_a_change():
     assert monitor.steps == 3
 
 
-def test_a_monitor_is_the_surer_the_more_steps_it_has_seen():
+def test_the_monitors_error_shrinks_with_more_steps():
     generator = random.Random(0)
     monitor = SpeedMonitor()
     errors = []
@@ -84,7 +84,7 @@ class Job:
 
 
 @pytest.mark.parametrize("speeds", [[1, 3], [1, 1, 3, 3], [1, 1, 1, 1, 2, 2, 3, 3]])
-def test_ten_percent_of_noise_moves_no_samples_to_and_fro(speeds):
+def test_ten_percent_noise_does_not_cause_oscillation(speeds):
     for seed in range(8):
         job = Job(speeds, noise=0.1, seed=seed)
         job.run(500, lambda _: [1.0] * len(speeds))
@@ -95,7 +95,7 @@ def test_ten_percent_of_noise_moves_no_samples_to_and_fro(speeds):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_rank_that_becomes_slow_and_well_again_takes_few_plans_and_few_steps(seed):
+def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
     job = Job([1, 1], noise=0.04, seed=seed, measured_off=0.02)
     job.run(200, lambda step: [1.0, 3.0 if 50 <= step < 120 else 1.0])
     changes = [plan for step, plan in job.plans if step >= 50]
@@ -108,7 +108,7 @@ def test_a_rank_that_becomes_slow_and_well_again_takes_few_plans_and_few_steps(s
     assert "x as long as planned" in first.why
 
 
-def test_a_wrong_benchmark_is_put_right():
+def test_a_wrong_benchmark_is_corrected():
     costs = [RankCost(CostModel(0.0, 0.01)), RankCost(CostModel(0.0, 0.01))]
     rebalancer = Rebalancer(costs, [32, 32])
     plan = None
@@ -121,7 +121,7 @@ def test_a_wrong_benchmark_is_put_right():
     assert plan.gain == pytest.approx(1.0)
 
 
-def test_no_new_plan_gives_a_rank_less_than_the_smallest_batch():
+def test_new_plans_respect_the_minimum_batch():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32], min_batch=2)
     found = [
         rebalancer.observe([RankStep(1, 32, 0.32, 32.0), RankStep(1, 32, 32.0, 0.0)])
@@ -131,21 +131,21 @@ def test_no_new_plan_gives_a_rank_less_than_the_smallest_batch():
     assert plan.batch_sizes == [62, 2]
 
 
-def test_where_communication_takes_the_time_a_better_split_is_no_reason():
+def test_no_new_plan_where_communication_dominates():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
         steps = [RankStep(1, 32, 0.32, 10.0), RankStep(1, 32, 0.48, 9.84)]
         assert rebalancer.observe(steps) is None
 
 
-def test_steps_with_other_shares_than_the_plans_do_not_count():
+def test_steps_with_shares_other_than_the_plans_are_ignored():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
         assert rebalancer.observe([RankStep(1, 8, 0.08, 0), RankStep(1, 8, 0.8, 0)]) is None
     assert rebalancer.factors == [1.0, 1.0]
 
 
-def test_a_device_that_has_not_ended_a_step_yet_tells_nothing():
+def test_a_device_without_a_completed_step_is_ignored():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
         assert rebalancer.observe([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.32, 0)]) is None

@@ -87,7 +87,7 @@ def run(code, **env):
     return ended
 
 
-def test_importing_torch_makes_the_backend_known_and_loads_nothing_else():
+def test_importing_torch_registers_the_backend_and_loads_nothing_else():
     ended = run(SEEN)
     seen = json.loads(ended.stdout)
     assert "kaitian" in seen["backends"]
@@ -100,7 +100,7 @@ def test_importing_torch_makes_the_backend_known_and_loads_nothing_else():
     assert ended.stderr == ""
 
 
-def test_registering_takes_no_time_to_speak_of():
+def test_registering_takes_negligible_time():
     """CPU time: a busy machine does not add to it, but may be slower, and as much for torch."""
     tries = []
     while len(tries) < 5 and not any(map(is_quick, tries)):
@@ -122,7 +122,7 @@ def test_a_plug_ins_device_type_is_taken_and_keeps_its_default_backend():
     assert json.loads(ended.stdout) == [["cpu", "npu"], True]
 
 
-def test_a_number_of_threads_that_the_script_has_set_stays():
+def test_a_thread_count_set_by_the_script_is_kept():
     assert run(THREADS).stdout == "[1, 1, 2, 5, 5]\n"
 
 

@@ -37,13 +37,13 @@ def check(config=None, found=None, data_set=DATA, **changes):
         ),
     ],
 )
-def test_another_run_is_refused(changes, message):
+def test_a_checkpoint_of_another_run_is_rejected(changes, message):
     with pytest.raises(AgreedError) as error:
         check(**changes)
     assert message in str(error.value)
 
 
-def test_what_may_change_is_said():
+def test_changed_settings_are_logged():
     found = Found(Memory(THEN, {}, [], "", [], [], [], DATA))
     assert check(found=found, lr=0.2, global_batch_size=128) == [
         "--global-batch-size changed from 256 to 128",
@@ -52,7 +52,7 @@ def test_what_may_change_is_said():
     assert found.renewed == {Renewed.PLAN, Renewed.EXCLUSION}
 
 
-def test_what_does_not_matter_is_not_said():
+def test_irrelevant_changes_are_not_logged():
     lines = check(
         run_dir="other",
         resume="run/checkpoints/step-00000001.pt",
@@ -63,7 +63,7 @@ def test_what_does_not_matter_is_not_said():
     assert lines == check() == []
 
 
-def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_the_same():
+def test_a_setting_newer_than_the_checkpoint_counts_as_unchanged():
     assert check(THEN, Found(Memory({"model": "cnn"}, {}, [], "", [], [], []))) == []
 
 
@@ -79,11 +79,11 @@ def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_the_same():
         ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3}, False),
     ],
 )
-def test_a_run_is_over_where_nothing_is_left_to_train_and_to_evaluate(done, flags, over):
+def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate(done, flags, over):
     assert is_over(TrainConfig(**flags), asdict(Progress(0, **done))) is over
 
 
-def test_results_of_later_steps_are_of_a_course_that_the_run_leaves():
+def test_results_of_later_steps_belong_to_the_abandoned_run():
     summary = Summary(steps=10, val_loss=0.5)
     assert results_until(10, summary) == results_until(12, summary) == summary
     assert results_until(9, summary) == Summary()
@@ -91,7 +91,7 @@ def test_results_of_later_steps_are_of_a_course_that_the_run_leaves():
     assert results_until(0, Summary.from_json({"steps": "7"})) == Summary()
 
 
-def test_a_summary_is_read_as_it_was_written():
+def test_summary_round_trip():
     summary = Summary(
         finished=True, steps=10, groups={"cpu": [0, 1]}, val_loss=0.5, failures=[], emulated=False
     )

@@ -67,14 +67,14 @@ def compare(ranks_are_known=True, then=THEN, **changes):
     return compare_flags(asdict(then), TrainConfig(**asdict(then) | changes), ranks_are_known)
 
 
-def test_every_flag_has_a_decision_and_a_test_of_it():
+def test_every_flag_has_a_rule_and_a_test():
     names = {field.name for field in fields(TrainConfig)}
     assert set(RULES) == names
     tested = [*REFUSED, *UNSAID, *APPLIES, *IGNORED]
     assert sorted(tested) == sorted(names)
 
 
-def test_the_documents_table_has_every_flag():
+def test_the_documented_table_has_every_flag():
     text = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
     table = text.partition("| flags | effect |")[2].partition("\n\n")[0]
     meanings = {
@@ -88,7 +88,7 @@ def test_the_documents_table_has_every_flag():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_run_is_refused(name):
+def test_settings_of_another_run_are_rejected(name):
     changes = compare(**{name: REFUSED[name]}, lr=0.5)
     flag = "--" + name.replace("_", "-")
     assert changes.refused.startswith(f"{flag}: found {REFUSED[name]!r}, needed ")
@@ -97,13 +97,13 @@ def test_another_run_is_refused(name):
 
 
 @pytest.mark.parametrize("name", UNSAID)
-def test_where_and_how_a_job_runs_is_its_own(name):
+def test_settings_of_the_job_may_change_silently(name):
     changes = compare(**{name: UNSAID[name]})
     assert (changes.refused, changes.lines, changes.renewed) == ("", (), set())
 
 
 @pytest.mark.parametrize("name", APPLIES)
-def test_what_applies_is_said_and_has_found_out_again_what_depends_on_it(name):
+def test_an_applied_change_is_logged_and_renews_what_depends_on_it(name):
     value, renewed, note = APPLIES[name]
     changes = compare(**{name: value})
     flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
@@ -113,7 +113,7 @@ def test_what_applies_is_said_and_has_found_out_again_what_depends_on_it(name):
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_what_has_no_effect_is_said_to_be_ignored(name):
+def test_a_change_without_effect_is_logged_as_ignored(name):
     value, renewed, why = IGNORED[name]
     changes = compare(**{name: value})
     flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
@@ -123,7 +123,7 @@ def test_what_has_no_effect_is_said_to_be_ignored(name):
     assert changes.renewed == renewed
 
 
-def test_what_is_ignored_at_times_applies_at_others():
+def test_changes_that_are_ignored_only_in_some_cases():
     unknown = compare(ranks_are_known=False, benchmark_seconds=3.0)
     assert unknown.lines == ("--benchmark-seconds changed from 10.0 to 3.0",)
     again = compare(precision="bf16", benchmark_seconds=3.0)
@@ -140,6 +140,6 @@ def test_what_is_ignored_at_times_applies_at_others():
     assert line.endswith("32, which is ignored: it is used with --batch-policy global only")
 
 
-def test_nothing_changed_and_a_setting_that_is_newer_than_the_checkpoint():
+def test_no_change_and_a_setting_newer_than_the_checkpoint():
     assert compare() == compare_flags({"model": "cnn"}, THEN, ranks_are_known=True)
     assert compare().lines == ()

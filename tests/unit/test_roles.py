@@ -60,14 +60,14 @@ UNLIKE = [
         (UNLIKE, roles([4, 5, 6]), [0, 1, 2, 3], roles()),
     ],
 )
-def test_a_lost_rank_is_replaced_by_the_spare_most_like_it(infos, before, lost, after):
+def test_a_lost_rank_is_replaced_by_the_most_similar_spare(infos, before, lost, after):
     alive = [info for info in infos if info.world_rank not in lost]
     gone = [info for info in infos if info.world_rank in lost]
     assert plan_recovery(before, alive, gone) == after
     assert plan_recovery(before, alive, gone[::-1]) == after
 
 
-def test_somebody_always_trains():
+def test_at_least_one_rank_always_trains():
     for dead in range(1, 31):  # every set of ranks but all
         lost = [rank for rank in range(5) if dead >> rank & 1]
         alive = [info for info in ALIKE if info.world_rank not in lost]
@@ -78,13 +78,13 @@ def test_somebody_always_trains():
             assert after.spares | after.left_out <= {info.world_rank for info in alive}
 
 
-def test_working_are_positions_among_those_that_live():
+def test_working_returns_positions_among_the_surviving_ranks():
     alive = [ALIKE[rank] for rank in (1, 3, 4)]
     assert roles([4]).working(alive) == [0, 1]
     assert roles([4], [1]).working(alive) == [1]
     assert roles().working(alive) == [0, 1, 2]
 
 
-def test_the_last_ranks_stand_by():
+def test_the_last_ranks_are_spares():
     assert spare_roles(ALIKE, 0) == roles()
     assert spare_roles(ALIKE, 2) == roles([3, 4])

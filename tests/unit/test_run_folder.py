@@ -79,7 +79,7 @@ def summary_in(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_results_that_are_on_disk_are_finished(tmp_path, memory):
+def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory):
     folder, checkpoints = run_in(tmp_path / "run")
     finish(folder, checkpoints)
     assert summary_in(tmp_path / "run") == {"steps": 26, "finished": True}
@@ -88,7 +88,7 @@ def test_results_that_are_on_disk_are_finished(tmp_path, memory):
 
 
 @pytest.mark.parametrize("given", ["", "mine"])
-def test_a_model_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, full, given, capsys):
+def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full, given, capsys):
     folder, checkpoints = run_in(tmp_path / "run", snapshots=given)
     folder.save_model({"weight": torch.zeros(3)})  # of an earlier epoch
     folder.write("summary.json", {"steps": 13, "finished": False})
@@ -113,7 +113,7 @@ def test_a_model_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, f
     assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
 
 
-def test_a_summary_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory, full):
+def test_no_space_for_the_summary_leaves_the_run_unfinished(tmp_path, memory, full):
     folder, checkpoints = run_in(tmp_path / "run")
     folder.write("summary.json", {"finished": False})
     full("summary.json")
@@ -122,7 +122,7 @@ def test_a_summary_that_does_not_fit_leaves_the_run_unfinished(tmp_path, memory,
     assert summary_in(tmp_path / "run") == {"finished": False}
 
 
-def test_a_disk_that_was_full_for_a_while_is_tried_again(tmp_path, memory, full, monkeypatch):
+def test_writing_is_retried_after_the_disk_was_full(tmp_path, memory, full, monkeypatch):
     folder, checkpoints = run_in(tmp_path / "run")
     with monkeypatch.context():
         full("model.pt")
@@ -134,13 +134,13 @@ def test_a_disk_that_was_full_for_a_while_is_tried_again(tmp_path, memory, full,
     assert (tmp_path / "run" / MODEL).exists()
 
 
-def test_a_disk_that_is_full_at_the_start_is_no_place_for_a_run(tmp_path, full):
+def test_a_disk_full_at_the_start_is_an_error(tmp_path, full):
     full("config.json")
     with pytest.raises(StorageError, match=r"config.json could not be written: No space left on"):
         run_in(tmp_path / "run")
 
 
-def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, caplog):
+def test_a_partial_line_does_not_corrupt_the_next(tmp_path, monkeypatch, caplog):
     folder = DiskFolder(tmp_path)
     folder.append("metrics.jsonl", {"step": 1})
     dumps = json.dumps
@@ -162,7 +162,7 @@ def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch, caplog):
 # A folder for each job
 
 
-def test_jobs_that_start_at_once_have_a_folder_each(tmp_path):
+def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     """Processes that make a folder of the same name at the same moment."""
     script = (
         "import sys, time; from pathlib import Path; "
@@ -178,7 +178,7 @@ def test_jobs_that_start_at_once_have_a_folder_each(tmp_path):
     assert names == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
 
 
-def test_without_a_name_each_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_each_unnamed_run_gets_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
     folders = [open_run_folder(TrainConfig(model="cnn"), None, 0) for _ in range(3)]
@@ -187,7 +187,7 @@ def test_without_a_name_each_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
     assert all((folder.path / "config.json").stat().st_size for folder in folders)
 
 
-def test_of_two_jobs_with_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+def test_a_second_job_in_the_same_folder_is_rejected(tmp_path, monkeypatch):
     config = TrainConfig(run_dir=str(tmp_path))
     open_run_folder(config, tmp_path, 0)
     open_run_folder(config, tmp_path, 0)  # the same process again, after a loss
@@ -207,7 +207,7 @@ def test_of_two_jobs_with_one_folder_the_second_is_refused(tmp_path, monkeypatch
     ],
 )
 @pytest.mark.parametrize("resume", ["", "auto"])
-def test_a_folder_that_cannot_be_is_told_in_a_line(tmp_path, path, why, resume):
+def test_an_impossible_folder_is_a_one_line_error(tmp_path, path, why, resume):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("link")
     config = TrainConfig(run_dir=str(tmp_path / path), resume=resume)

@@ -62,7 +62,7 @@ def test_no_share_exceeds_the_plan() -> None:
         assert all(share <= batch for share, batch in zip(shares, plan, strict=True))
 
 
-def test_every_epoch_takes_each_sample_once() -> None:
+def test_every_epoch_contains_each_sample_once() -> None:
     draw = random.Random(0)
     for _ in range(100):
         length, plan = draw.randrange(1, 200), draw_plan(draw, draw.randrange(1, 6))
@@ -77,7 +77,7 @@ def test_every_epoch_takes_each_sample_once() -> None:
 
 
 @pytest.mark.parametrize("min_batch", [2, 3])
-def test_no_rank_takes_a_batch_that_is_too_small(min_batch: int) -> None:
+def test_no_batch_is_below_the_minimum(min_batch: int) -> None:
     draw = random.Random(min_batch)
     for _ in range(300):
         ranks = draw.randrange(1, 6)
@@ -102,7 +102,7 @@ def test_no_rank_takes_a_batch_that_is_too_small(min_batch: int) -> None:
             position += sum(sizes)
 
 
-def test_a_rest_that_is_too_small_joins_the_step_before_it() -> None:
+def test_a_remainder_that_is_too_small_joins_the_step_before() -> None:
     assert [samples_of_step(left, 4, 2) for left in (9, 6, 5, 4, 3, 2, 0)] == [4, 4, 5, 4, 3, 2, 0]
     assert [samples_of_step(left, 4) for left in (9, 5, 4, 1)] == [4, 4, 4, 1]
     assert shares_of_step(5, [2, 2], 2) == [3, 2]
@@ -120,12 +120,12 @@ def test_a_rest_that_is_too_small_joins_the_step_before_it() -> None:
         LoadAdaptiveSampler(range(9), [4, 1], 0, min_batch=2)
 
 
-def test_the_order_does_not_depend_on_the_split() -> None:
+def test_the_sample_order_does_not_depend_on_the_split() -> None:
     orders = {tuple(flat(take(make_ranks(50, plan)))) for plan in ([7], [3, 4], [0, 5, 2, 1])}
     assert len(orders) == 1
 
 
-def test_without_shuffling_the_order_is_the_data_sets() -> None:
+def test_without_shuffling_the_data_sets_order_is_kept() -> None:
     assert take(make_ranks(7, [2, 1], shuffle=False)) == [
         [[0, 1], [2]],
         [[3, 4], [5]],
@@ -133,7 +133,7 @@ def test_without_shuffling_the_order_is_the_data_sets() -> None:
     ]
 
 
-def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+def test_order_differs_between_seeds_and_epochs() -> None:
     orders = set()
     for seed in range(4):
         for epoch in range(4):
@@ -143,7 +143,7 @@ def test_seeds_and_epochs_have_orders_of_their_own() -> None:
     assert len(orders) == 16
 
 
-def test_the_plan_changes_from_the_next_step_on() -> None:
+def test_a_new_plan_applies_from_the_next_step() -> None:
     draw = random.Random(3)
     for _ in range(50):
         ranks, length = draw.randrange(1, 5), draw.randrange(1, 300)
@@ -161,7 +161,7 @@ def test_the_plan_changes_from_the_next_step_on() -> None:
         assert flat(taken) == flat(take(make_ranks(length, [length])))
 
 
-def test_an_epoch_begins_again_after_its_end_and_goes_on_after_a_break() -> None:
+def test_an_epoch_restarts_after_its_end_and_continues_after_a_break() -> None:
     (sampler,) = make_ranks(10, [4])
     first = list(sampler)
     assert len(sampler) == 0
@@ -185,7 +185,7 @@ def test_set_epoch_keeps_the_position_in_the_same_epoch() -> None:
     assert (sampler.epoch, sampler.position) == (5, 0)
 
 
-def test_resume_on_other_numbers_of_ranks() -> None:
+def test_resume_with_another_number_of_ranks() -> None:
     draw = random.Random(4)
     for _ in range(50):
         length, epoch = draw.randrange(2, 200), draw.randrange(3)
@@ -205,7 +205,7 @@ def test_resume_on_other_numbers_of_ranks() -> None:
         assert flat(taken) + flat(take(after)) == flat(take(whole))
 
 
-def test_a_state_from_an_epochs_end_has_no_step_left() -> None:
+def test_a_state_from_the_end_of_an_epoch_has_no_steps_left() -> None:
     (done,) = make_ranks(10, [4])
     list(done)
     (sampler,) = make_ranks(10, [4])
@@ -224,7 +224,7 @@ def test_a_state_from_an_epochs_end_has_no_step_left() -> None:
         (LoadAdaptiveSampler(range(10), [4], 0, shuffle=False), "shuffle True, this run has False"),
     ],
 )
-def test_a_state_of_another_run_is_refused(sampler: LoadAdaptiveSampler, message: str) -> None:
+def test_a_state_of_another_run_is_rejected(sampler: LoadAdaptiveSampler, message: str) -> None:
     state = LoadAdaptiveSampler(range(10), [4], 0).state_dict()
     with pytest.raises(UserError, match=message):
         sampler.load_state_dict(state)
@@ -240,13 +240,13 @@ def test_a_state_of_another_run_is_refused(sampler: LoadAdaptiveSampler, message
         ([0, 0], 0, r"found \[0, 0\]"),
     ],
 )
-def test_bad_arguments(plan: list[int], rank: int, message: str) -> None:
+def test_invalid_arguments(plan: list[int], rank: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoadAdaptiveSampler(range(10), plan, rank)
 
 
 @pytest.mark.parametrize("plan", [[4], [1, 2, 3], [0, 0], [3, -1]])
-def test_a_bad_plan_changes_nothing(plan: list[int]) -> None:
+def test_an_invalid_plan_changes_nothing(plan: list[int]) -> None:
     sampler = LoadAdaptiveSampler(range(10), [1, 2], 0)
     with pytest.raises(ValueError, match="batch_sizes: found"):
         sampler.set_plan(plan)

@@ -24,11 +24,11 @@ from kaitian_mpi.balance.shares import apportion, cut, merge_small
         (7, [0.1, 0.2, 0.7], [1, 1, 5]),
     ],
 )
-def test_table(total: int, weights: list[float], shares: list[int]) -> None:
+def test_apportion(total: int, weights: list[float], shares: list[int]) -> None:
     assert apportion(total, weights) == shares
 
 
-def test_shares_sum_to_the_total_and_are_within_one_of_the_quota() -> None:
+def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota() -> None:
     draw = random.Random(0)
     for _ in range(500):
         weights = [draw.choice([0, draw.random(), 1e6 * draw.random()]) for _ in range(8)] + [0.5]
@@ -40,7 +40,7 @@ def test_shares_sum_to_the_total_and_are_within_one_of_the_quota() -> None:
             assert weight > 0 or share == 0
 
 
-def test_whole_plans_come_back_unchanged() -> None:
+def test_integer_shares_stay_unchanged() -> None:
     draw = random.Random(1)
     for _ in range(200):
         plan = [draw.randrange(1000) for _ in range(6)] + [1]
@@ -58,7 +58,7 @@ def test_whole_plans_come_back_unchanged() -> None:
         (1, [], "at least one above 0"),
     ],
 )
-def test_bad_input(total: int, weights: list[float], message: str) -> None:
+def test_invalid_input(total: int, weights: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apportion(total, weights)
 

@@ -29,7 +29,7 @@ print("still there")
 
 
 @pytest.mark.parametrize(("number", "code"), [(15, -15), (2, 7)], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_to_a_forked_process_is_its_own(number, code):
+def test_a_signal_to_a_forked_child_does_not_reach_the_rank(number, code):
     """The child's handlers are Python's usual ones, and the rank goes on."""
     command = [sys.executable, "-c", RANK, str(number)]
     ended = subprocess.run(

@@ -35,7 +35,7 @@ def planted(folder, mode):
     folder.chmod(mode)
 
 
-def test_snapshots_are_written_where_only_this_user_can_enter(memory):
+def test_snapshots_go_to_a_folder_only_this_user_can_access(memory):
     before = os.umask(0)
     try:
         files_of().write(STATE, {"step": 1})
@@ -51,7 +51,7 @@ def test_snapshots_are_written_where_only_this_user_can_enter(memory):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o755])
-def test_a_folder_that_others_can_enter_is_refused(memory, mode):
+def test_a_folder_that_others_can_access_is_rejected(memory, mode):
     files = files_of()
     planted(files.folder, mode)
     with pytest.raises(UserError, match=f"found a folder of mode {mode:o}, needed one that only"):
@@ -63,7 +63,7 @@ def test_a_folder_that_others_can_enter_is_refused(memory, mode):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(memory):
+def test_a_folder_of_another_user_is_rejected(memory):
     files = files_of()
     planted(files.folder, 0o700)
     os.chown(files.folder, 65534, 65534)
@@ -71,7 +71,7 @@ def test_a_folder_of_another_user_is_refused(memory):
         files.newest_good()
 
 
-def test_a_link_to_a_good_folder_is_refused(memory):
+def test_a_symlink_to_a_good_folder_is_rejected(memory):
     files = files_of()
     planted(memory / "elsewhere", 0o700)
     files.folder.symlink_to(memory / "elsewhere")
@@ -83,7 +83,7 @@ def test_a_link_to_a_good_folder_is_refused(memory):
     assert len(list((memory / "elsewhere").iterdir())) == 2
 
 
-def test_somebody_who_is_quicker_is_noticed(memory, monkeypatch):
+def test_a_folder_created_by_another_user_in_a_race_is_rejected(memory, monkeypatch):
     """The folder appears between the look and the making."""
     folder = memory / "kaitian-job-host"
     looks = iter([False])
@@ -94,7 +94,7 @@ def test_somebody_who_is_quicker_is_noticed(memory, monkeypatch):
         make_private(folder)
 
 
-def test_the_name_comes_by_the_environment_too(memory, monkeypatch):
+def test_the_name_can_be_set_by_the_environment(memory, monkeypatch):
     monkeypatch.setenv(VARIABLE, "secret")
     assert "kaitian-secret-" in str(files_of("").folder)
     assert "kaitian-given-" in str(files_of("given").folder)

@@ -77,7 +77,7 @@ def equal(some, others):
     )
 
 
-def test_what_is_shared_comes_back_with_its_momentum():
+def test_shared_state_round_trip_with_momentum():
     state, other = make_state(), make_state(seed=1)
     train(state)
     state.progress.epoch, state.progress.bad_steps = 2, 1
@@ -98,14 +98,14 @@ def test_what_is_shared_comes_back_with_its_momentum():
     assert equal(parameters(state), parameters(other))
 
 
-def test_the_number_of_all_steps_is_this_jobs_own():
+def test_the_total_number_of_steps_is_not_restored():
     state, other = make_state(), make_state()
     other.progress.total_steps = 99
     other.load_shared(copy.deepcopy(state.shared()))
     assert other.progress.total_steps == 99
 
 
-def test_the_optimizers_settings_are_this_jobs_own():
+def test_the_optimizers_hyperparameters_are_not_restored():
     state, other = make_state(), make_state()
     train(state)
     for group in state.optimizer.param_groups:
@@ -116,12 +116,12 @@ def test_the_optimizers_settings_are_this_jobs_own():
     assert len(other.optimizer.state) == 4, "the momentum is the checkpoint's"
 
 
-def test_the_state_of_another_model_is_refused():
+def test_the_state_of_another_model_is_rejected():
     with pytest.raises(UserError, match="the checkpoint is of another model"):
         make_state(nn.Linear(4, 2)).load_shared(make_state().shared())
 
 
-def test_what_is_a_ranks_own_comes_back_bit_by_bit():
+def test_per_rank_state_is_restored_bit_by_bit():
     state, other = make_state(), make_state(seed=1)
     train(state)
     fill_buffers(state.model)
@@ -134,7 +134,7 @@ def test_what_is_a_ranks_own_comes_back_bit_by_bit():
     assert not equal(parameters(state), parameters(other))
 
 
-def test_a_model_without_buffers_has_little_of_its_own():
+def test_per_rank_state_of_a_model_without_buffers():
     state = make_state(nn.Linear(4, 2))
     state.load_own(from_bytes(to_bytes(state.own())))
     state.begin_piece()
@@ -142,7 +142,7 @@ def test_a_model_without_buffers_has_little_of_its_own():
     assert state.own()["buffers"] == []
 
 
-def test_an_interrupted_piece_is_undone():
+def test_an_interrupted_transaction_is_rolled_back():
     state = make_state()
     train(state)
     fill_buffers(state.model)
@@ -160,7 +160,7 @@ def test_an_interrupted_piece_is_undone():
         assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
-def test_what_is_done_stays():
+def test_a_committed_transaction_is_not_rolled_back():
     state = make_state()
     before = buffers(state)
     state.undo_piece()  # nothing has begun
@@ -174,7 +174,7 @@ def test_what_is_done_stays():
     assert not equal(before, after)
 
 
-def test_other_ranks_get_the_statistics_of_all_samples():
+def test_new_ranks_get_the_statistics_of_all_samples():
     shares = [5, 1, 10]
     samples = torch.randn(sum(shares), 3, dtype=torch.float64) * 3 + 7
     state = make_state()
@@ -194,7 +194,7 @@ def test_other_ranks_get_the_statistics_of_all_samples():
     assert other.model.whole.tolist() == [0] * 5, "what cannot be pooled is the first rank's"
 
 
-def test_a_mixture_of_equal_ranks_is_what_each_had():
+def test_pooling_equal_ranks_changes_nothing():
     state = make_state()
     train(state)
     before = buffers(state)
@@ -234,11 +234,11 @@ def test_progress_counts_steps_samples_and_epochs():
         ({"step": 40, "epoch": 4}, {"epochs": 6}, 25, 48),
     ],
 )
-def test_steps_are_those_that_are_done_and_those_that_are_left(done, flags, batch, steps):
+def test_total_steps_are_done_plus_remaining(done, flags, batch, steps):
     assert count_steps(TrainConfig(**flags), 100, batch, 1, Progress(0, **done)) == steps
 
 
-def test_the_schedule_goes_by_samples_whatever_the_global_batch():
+def test_the_schedule_counts_samples_whatever_the_global_batch():
     config = TrainConfig(epochs=4)
     for batch in (10, 20, 50):
         progress, done = Progress(0), []
@@ -252,7 +252,7 @@ def test_the_schedule_goes_by_samples_whatever_the_global_batch():
     assert progress.fraction_done(TrainConfig(epochs=1), 50, 100) == 1.0
 
 
-def test_a_run_that_stops_in_mid_epoch_can_train_the_rest_later():
+def test_a_run_stopped_in_mid_epoch_can_train_the_rest_later():
     progress = Progress(2)
     progress.step_done(8)
     progress.step_done(8)

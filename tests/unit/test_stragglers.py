@@ -21,13 +21,13 @@ def even(work=0.3, wait=0.01):
     return [RankStep(1, 32, work, wait) for _ in range(3)]
 
 
-def test_even_ranks_are_not_slow():
+def test_equal_ranks_are_no_stragglers():
     watched, seen = watch(50, lambda _: (even(), [0.0] * 3))
     assert seen == []
     assert watched.found == []
 
 
-def test_a_rank_that_computes_slower_than_before_is_named_with_its_step_and_its_recovery():
+def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
     def told(step):
         slow = 3.0 if 30 <= step < 60 else 1.0
         steps = even()
@@ -48,7 +48,7 @@ def test_a_rank_that_computes_slower_than_before_is_named_with_its_step_and_its_
     assert "as long" in slow.text
 
 
-def test_a_rank_that_others_wait_for_is_named_though_it_was_never_faster():
+def test_a_rank_that_was_always_slow_is_reported():
     def told(_):
         return [RankStep(1, 32, 0.3, 0.3), RankStep(1, 32, 0.3, 0.3), RankStep(1, 32, 0.6, 0)], [
             0.0
@@ -59,7 +59,7 @@ def test_a_rank_that_others_wait_for_is_named_though_it_was_never_faster():
     assert "wait for it" in watched.found[0].text
 
 
-def test_a_smaller_share_that_costs_more_a_sample_is_no_slowness():
+def test_a_higher_cost_per_sample_of_a_smaller_share_is_not_reported():
     cost = RankCost(CostModel(0.2, 0.01))
 
     def told(step):
@@ -70,7 +70,7 @@ def test_a_smaller_share_that_costs_more_a_sample_is_no_slowness():
     assert watched.found == []
 
 
-def test_data_loading_is_told_from_computing():
+def test_slow_data_loading_is_distinguished_from_slow_computing():
     def told(_):
         steps = even()
         steps[2] = RankStep(1, 32, 0.45, 0.01)  # 0.15 of them for its batch
@@ -82,7 +82,7 @@ def test_data_loading_is_told_from_computing():
     assert not any(kind == DATA and rank != 2 for rank, kind in kinds)
 
 
-def test_communication_is_what_the_last_to_come_still_waits_for():
+def test_communication_is_the_wait_of_the_last_rank_to_arrive():
     def told(_):
         steps = even(wait=0.4)
         steps[1] = RankStep(1, 32, 0.35, 0.35)

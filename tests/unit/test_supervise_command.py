@@ -47,7 +47,7 @@ from kaitian_mpi.supervision.probe import find_agent, is_local, probe_command
         ("numactl -H -n 1", None, [], []),
     ],
 )
-def test_mpiruns_options_are_found(options, ranks, files, lists):
+def test_mpirun_options_are_parsed(options, ranks, files, lists):
     words = ["mpirun", *options.split(), "/opt/bin/kaitian-train", "-np", "9", "--host", "z"]
     command = parse_command(words)
     assert command.ranks == ranks
@@ -73,14 +73,14 @@ def test_mpiruns_options_are_found(options, ranks, files, lists):
         ("env A=1 kaitian-train", []),
     ],
 )
-def test_the_program_is_found(line, arguments):
+def test_the_training_program_is_found(line, arguments):
     command = parse_command(line.split())
     expected = ["runs/kaitian-train" if word is None else word for word in arguments]
     assert list(command.arguments) == expected
     assert command.words == line.split()
 
 
-def test_options_before_mpirun_are_not_its_own():
+def test_options_before_mpirun_belong_to_the_wrapper():
     assert parse_command("nice -n 5 mpirun kaitian-train".split()).ranks is None
     assert parse_command("kaitian-train -n 5".split()).ranks is None
 
@@ -98,12 +98,12 @@ def test_options_before_mpirun_are_not_its_own():
         "mpirun -np 2 python -m kaitian_mpi.cli.bench",
     ],
 )
-def test_another_program_is_refused(line):
+def test_other_programs_are_rejected(line):
     with pytest.raises(UserError, match="found no kaitian-train in the command"):
         parse_command(line.split())
 
 
-def test_several_programs_are_refused():
+def test_several_programs_are_rejected():
     with pytest.raises(UserError, match="found ':' in the command, needed one program"):
         parse_command("mpirun -np 1 kaitian-train : -np 1 kaitian-train".split())
 
@@ -122,7 +122,7 @@ def test_several_programs_are_refused():
         (HOST_LISTS, [], "mpirun -np 4 --hostfile=hf kaitian-train -np 4"),
     ],
 )
-def test_values_are_replaced_in_place_and_form(names, values, line):
+def test_values_are_replaced_in_place_and_keep_their_form(names, values, line):
     words = "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
     assert parse_command(words).replaced(names, values).words == line.split()
 
@@ -146,7 +146,7 @@ def test_values_are_replaced_in_place_and_form(names, values, line):
         (["--mca", "btl", "tcp"], {}, ["ssh"]),
     ],
 )
-def test_the_agent_is_that_of_mpirun(words, environ, agent):
+def test_the_launch_agent_is_mpiruns(words, environ, agent):
     command = parse_command(["mpirun", *words, "kaitian-train"])
     assert find_agent(command, environ) == agent
 
@@ -163,11 +163,11 @@ def test_the_agent_is_that_of_mpirun(words, environ, agent):
         (["ssh"], Host(name="a", port=9), "ssh -o BatchMode=yes -o ConnectTimeout=3 -p 9 a true"),
     ],
 )
-def test_a_host_is_asked_without_a_shell_or_a_question(agent, host, words):
+def test_hosts_are_probed_without_a_shell_or_prompt(agent, host, words):
     assert probe_command(agent, host, 2.5) == words.split()
 
 
-def test_local_names_are_known():
+def test_local_names_are_recognized():
     assert is_local("localhost")
     assert is_local("127.0.1.1")
     assert not is_local("198.51.100.1")  # an address that belongs to nobody

@@ -34,7 +34,7 @@ def slots_of(hosts):
         ("a slots=2\r\nb slots=1\r\n", {"a": 2, "b": 1}),
     ],
 )
-def test_a_hostfile_is_read(text, slots):
+def test_parsing_a_hostfile(text, slots):
     # The order counts as well.
     assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
 
@@ -48,7 +48,7 @@ def test_a_hostfile_is_read(text, slots):
         ("a user-name=me port=2222", "me", 2222),
     ],
 )
-def test_the_login_is_read(line, user, port):
+def test_parsing_the_login_of_a_host(line, user, port):
     (host,) = parse_hostfile(line, "hf")
     assert (host.name, host.user, host.port) == ("a", user, port)
 
@@ -69,14 +69,14 @@ def test_the_login_is_read(line, user, port):
         "fe80::1",
     ],
 )
-def test_what_is_no_name_is_refused(entry):
+def test_invalid_host_names_are_rejected(entry):
     with pytest.raises(UserError, match="hf, line 2: found "):
         parse_hostfile(f"# first\n{entry}\n", "hf")
     with pytest.raises(UserError, match="--host: found "):
         parse_host_list(f"b,{entry}")
 
 
-def test_a_user_from_a_setting_is_checked_as_well():
+def test_a_user_name_from_an_mca_setting_is_validated():
     with pytest.raises(UserError, match="hf, line 1: found '-oProxyCommand=reboot'"):
         parse_hostfile("a username=-oProxyCommand=reboot", "hf")
 
@@ -92,11 +92,11 @@ def test_a_user_from_a_setting_is_checked_as_well():
         ("me@a:4", {"a": 4}),
     ],
 )
-def test_a_host_list_is_read(text, slots):
+def test_parsing_a_host_list(text, slots):
     assert slots_of(parse_host_list(text)) == slots
 
 
-def test_a_host_list_chooses_from_the_hostfile_and_its_slots_count():
+def test_a_host_list_filters_the_hostfile_and_sets_the_slots():
     from_file = parse_hostfile("a slots=4\nme@b slots=4\nc slots=4", "hf")
     chosen = choose(from_file, parse_host_list("b:2,a"))
     assert chosen == (Host(name="a", slots=1), Host(name="b", slots=2, user="me"))
@@ -105,12 +105,12 @@ def test_a_host_list_chooses_from_the_hostfile_and_its_slots_count():
     assert choose((), ()) == ()
 
 
-def test_lines_of_lost_hosts_are_left_out_and_others_kept_as_they_are():
+def test_lines_of_lost_hosts_are_removed_from_a_hostfile():
     text = "# ours\nb slots=1\na slots = 2 max_slots=3 # fast\nme@b\nbb:2\n"
     assert hostfile_without(text, {"b"}) == "a slots = 2 max_slots=3 # fast\nbb:2\n"
     assert hostfile_without(text, {"a", "b", "bb"}) == ""
 
 
-def test_lost_hosts_are_left_out_of_a_list():
+def test_lost_hosts_are_removed_from_a_host_list():
     assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
     assert host_list_without("b", {"b"}) == ""

@@ -115,7 +115,7 @@ def test_a_job_that_finishes_runs_once(folder):
         ([Run(1, step=15), Run(2, seconds=20)], 2),
     ],
 )
-def test_what_is_finished_is_started_for_the_command_may_ask_for_more(folder, runs, code):
+def test_a_finished_run_is_started_as_the_command_may_ask_for_more(folder, runs, code):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 10}\n')
     (folder / "summary.json").write_text('{"steps": 10, "finished": true}')
@@ -125,7 +125,7 @@ def test_what_is_finished_is_started_for_the_command_may_ask_for_more(folder, ru
     assert ("finished after" in world.said[-1]) == (code == 0)
 
 
-def test_the_marker_counts_and_not_the_code_of_mpirun(folder):
+def test_the_summary_decides_and_not_mpiruns_exit_code(folder):
     code, world = outcome(folder, Run(0, step=5), Run(3, step=10, finished=True), hosts="")
     assert code == 0
     assert world.said[1:] == [
@@ -135,7 +135,7 @@ def test_the_marker_counts_and_not_the_code_of_mpirun(folder):
     ]
 
 
-def test_a_lost_host_is_left_out_and_taken_again_when_it_is_back(folder):
+def test_a_lost_host_is_excluded_until_it_returns(folder):
     code, world = outcome(
         folder,
         Run(0, step=5, lost="b"),
@@ -156,27 +156,27 @@ def test_a_lost_host_is_left_out_and_taken_again_when_it_is_back(folder):
     ]
 
 
-def test_every_start_names_the_same_folder(folder):
+def test_every_start_uses_the_same_run_folder(folder):
     _, world = outcome(folder, Run(step=5), Run(step=6), Run(finished=True))
     ends = [words[words.index("kaitian-train") + 1 :] for words in world.commands]
     assert ends == [[f"--run-dir={folder}", "--resume=auto"]] * 3
 
 
-def test_no_host_left(folder):
+def test_no_hosts_left(folder):
     code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
     assert code == 1
     assert world.said[-2] == "hosts b, c do not answer; no host is left"
 
 
 @pytest.mark.parametrize(("last", "code"), [(7, 7), (0, 1), (137, 137), (2, 2)])
-def test_giving_up(folder, last, code):
+def test_restarts_are_limited(folder, last, code):
     runs = [Run(1, step=1), Run(1, step=2), Run(last, step=3)]
     found, world = outcome(folder, *runs, max_restarts=2)
     assert found == code
     assert world.said[-1] == f"gave up after 3 starts; the last exit code of mpirun was {last}"
 
 
-def test_a_full_disk_is_no_reason_to_train_again(folder):
+def test_a_full_disk_does_not_cause_a_restart(folder):
     world = World(folder, Run(74, step=5), Run(74, step=9))
     world.disk_is_full = True
     assert supervise(make_job(folder), world, 3) == 74
@@ -202,14 +202,14 @@ def test_a_full_disk_is_no_reason_to_train_again(folder):
     ],
     ids=["finished", "lost", "SIGTERM", "SIGINT", "given up", "mistake", "saved after all"],
 )
-def test_no_snapshot_is_left_in_memory(folder, runs, removed):
+def test_snapshots_are_removed_from_memory(folder, runs, removed):
     finished = runs[-1].finished
     _, world = outcome(folder, *runs)
     assert world.saves == ([] if finished else [True])
     assert world.removed == [removed]
 
 
-def test_snapshots_go_as_well_where_the_command_cannot_be_started(folder):
+def test_snapshots_are_removed_if_the_command_cannot_be_started(folder):
     world = World(folder)
 
     def cannot(words):
@@ -221,37 +221,37 @@ def test_snapshots_go_as_well_where_the_command_cannot_be_started(folder):
     assert world.removed == [["b", "c"]]
 
 
-def test_who_does_not_answer_may_keep_a_snapshot(folder):
+def test_hosts_that_may_still_hold_a_snapshot_are_logged(folder):
     _, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
     assert world.said[-1] == "/dev/shm/kaitian-beef-* may be left on b, c"
 
 
-def test_snapshots_that_the_user_names_are_the_users(folder):
+def test_user_named_snapshots_are_not_removed(folder):
     world = World(folder, Run(1, step=3, signal=signal.SIGTERM))
     assert supervise(make_job(folder, flags="--snapshots beef"), world, 3) == 128 + signal.SIGTERM
     assert (world.saves, world.removed) == ([], [])
 
 
-def test_without_restarts_there_is_one_start(folder):
+def test_max_restarts_0_starts_once(folder):
     code, world = outcome(folder, Run(1, step=1), max_restarts=0)
     assert code == 1
     assert world.said[-1] == "gave up after 1 start; the last exit code of mpirun was 1"
     assert world.asked == []
 
 
-def test_a_users_mistake_is_passed_on(folder):
+def test_a_user_error_is_passed_on(folder):
     code, world = outcome(folder, Run(2, seconds=1))
     assert code == 2
     assert world.said == ["start 1 of 4: 4 ranks on a, b, c"]
 
 
-def test_code_2_in_the_middle_of_training_is_a_failure_like_others(folder):
+def test_code_2_during_training_is_a_failure_like_others(folder):
     code, world = outcome(folder, Run(2, step=5), Run(0, step=9, finished=True))
     assert code == 0
     assert len(world.commands) == 2
 
 
-def test_what_fails_at_once_twice_is_permanent(folder):
+def test_two_immediate_failures_are_permanent(folder):
     code, world = outcome(folder, Run(9, seconds=1), Run(9, seconds=4))
     assert code == 9
     assert world.said[-1] == (
@@ -269,19 +269,19 @@ def test_what_fails_at_once_twice_is_permanent(folder):
     ],
     ids=["slow", "progress", "other hosts"],
 )
-def test_what_fails_otherwise_in_between_is_not_permanent(folder, first, second):
+def test_immediate_failures_with_another_between_are_not_permanent(folder, first, second):
     code, world = outcome(folder, first, second, Run(0, finished=True))
     assert code == 0
     assert len(world.commands) == 3
 
 
-def test_what_fails_at_once_on_all_hosts_may_do_so_twice_without_one(folder):
+def test_immediate_failures_are_counted_per_set_of_hosts(folder):
     code, world = outcome(folder, *[Run(seconds=1, lost="b") for _ in range(3)])
     assert code == 1
     assert hosts_of(world) == ["a:2,b,c", "a:2,c", "a:2,c"]
 
 
-def test_only_starts_without_progress_in_a_row_are_spaced(folder):
+def test_only_consecutive_starts_without_progress_are_delayed(folder):
     runs = [Run(), Run(), Run(), Run(step=3), Run(), Run(), Run(step=4, finished=True)]
     code, world = outcome(folder, *runs, max_restarts=6)
     assert code == 0
@@ -289,7 +289,7 @@ def test_only_starts_without_progress_in_a_row_are_spaced(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it(folder, number):
+def test_a_signal_ends_the_loop(folder, number):
     code, world = outcome(folder, Run(1, step=3, signal=number))
     assert code == 128 + number
     assert world.said[-1] == f"ended by {number.name}; not started again"
@@ -297,7 +297,7 @@ def test_a_signal_ends_it(folder, number):
 
 
 @pytest.mark.parametrize("moment", ["lost", "pause"])
-def test_a_signal_between_two_starts_ends_it(folder, moment):
+def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
     world = World(folder, Run(), Run(seconds=60))
 
     def stop(*_):
@@ -326,7 +326,7 @@ def test_the_hostfile_is_written_into_the_run_folder(folder):
     assert world.commands[1][:3] == ["mpirun", "--hostfile", str(written)]
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_run_folder_is_an_error(tmp_path):
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     job = Job(
@@ -368,14 +368,14 @@ def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
         ('{"finished": true, "steps": 7}', RunState(finished=True, steps=7)),
     ],
 )
-def test_a_summary_is_read(tmp_path, summary, state):
+def test_reading_a_summary(tmp_path, summary, state):
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
     assert read_state(tmp_path) == state
     assert state.trained == (state.steps == 7)
 
 
-def test_a_line_of_metrics_is_progress(tmp_path):
+def test_a_new_line_of_metrics_is_progress(tmp_path):
     before = read_state(tmp_path)
     assert not before.is_beyond(before)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -384,7 +384,7 @@ def test_a_line_of_metrics_is_progress(tmp_path):
     assert after.trained
 
 
-def test_to_begin_again_is_no_progress():
+def test_starting_over_is_not_progress():
     before = RunState(steps=100, metrics_bytes=1000)
     assert not RunState(steps=80, metrics_bytes=990).is_beyond(before)
     assert RunState(steps=80, metrics_bytes=1010).is_beyond(before)

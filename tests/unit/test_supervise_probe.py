@@ -31,7 +31,9 @@ def agent(tmp_path):
         ("dead refusing", 3, {"dead", "refusing"}, 3, 6),
     ],
 )
-def test_as_long_as_the_others_answers_make_likely(agent, names, seconds, lost, least, most):
+def test_the_probe_timeout_follows_the_other_hosts_response_times(
+    agent, names, seconds, lost, least, most
+):
     began = time.monotonic()
     assert lost_hosts(agent, [Host(name=name) for name in names.split()], seconds) == lost
     assert least <= time.monotonic() - began < most

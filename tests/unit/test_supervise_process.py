@@ -80,7 +80,7 @@ def wait_for(path):
         time.sleep(0.02)
 
 
-def test_code_0_without_the_marker_is_started_again(place):
+def test_exit_code_0_without_a_finished_summary_is_restarted(place):
     script = "[ $((call % 3)) = 0 ] && summary 9 true || summary $call false; echo from $call"
     code, out, err = run(place, script, "-np", "2", "kaitian-train", "--run-dir", "here")
     assert (code, calls(place)) == (0, 3)
@@ -101,14 +101,14 @@ def test_code_0_without_the_marker_is_started_again(place):
     assert err.endswith("kaitian-supervise: finished after 3 starts\n")
 
 
-def test_the_folder_is_named_as_that_of_a_run(place):
+def test_the_default_run_folder_name(place):
     words = ["-np", "1", "kaitian-train", "--model", "my.models:build"]
     assert run(place, "summary 1 true", *words)[0] == 0
     (folder,) = (place / "runs").iterdir()
     assert folder.name.startswith("my.models-build-2")
 
 
-def test_the_folder_is_where_mpirun_starts_the_ranks(place):
+def test_the_run_folder_is_relative_to_the_ranks_working_directory(place):
     script = 'cd there; mkdir -p "$folder"; summary 1 true'
     (place / "there").mkdir()
     words = ["--wdir", "there", "-np", "1", "kaitian-train", "--run-dir=x"]
@@ -116,13 +116,13 @@ def test_the_folder_is_where_mpirun_starts_the_ranks(place):
     assert (code, err.count("start")) == (0, 2)
 
 
-def test_a_users_mistake_is_not_repeated(place):
+def test_a_user_error_is_not_retried(place):
     code, _, err = run(place, "echo the reason >&2; exit 2", "-np", "2", "kaitian-train")
     assert (code, calls(place)) == (2, 1)
     assert err == "kaitian-supervise: start 1 of 4: 2 ranks\nthe reason\n"
 
 
-def test_a_lost_host_is_left_out(place):
+def test_a_lost_host_is_excluded(place):
     (place / "hf").write_text("localhost slots=2\n198.51.100.3 slots=1\n198.51.100.2 slots=1\n")
     script = """
     [ $call = 1 ] && { summary 5 false; exit 0; }
@@ -148,7 +148,7 @@ def test_a_lost_host_is_left_out(place):
     assert "--emulate-kinds=a,b,d" in second
 
 
-def test_a_host_that_refuses_is_lost_as_well(place):
+def test_a_host_that_refuses_connections_is_lost(place):
     words = ["--host", "198.51.100.4", "-np", "1", "kaitian-train"]
     code, _, err = run(place, "summary 5 false", *words)
     assert (code, calls(place)) == (1, 1)
@@ -160,7 +160,7 @@ def test_a_host_that_refuses_is_lost_as_well(place):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_stop_is_passed_on_once(place, number):
+def test_a_stop_signal_is_forwarded_once(place, number):
     name = number.name.removeprefix("SIG")
     script = f"trap 'echo got >> got; kill $!; exit 7' {name}; sleep 60 & echo > ready; wait"
     process = start(place, script, "-np", "2", "kaitian-train")
@@ -173,7 +173,7 @@ def test_a_signal_to_stop_is_passed_on_once(place, number):
     assert err.endswith(f"kaitian-supervise: ended by {number.name}; not started again\n")
 
 
-def test_a_second_signal_is_passed_on_too(place):
+def test_a_second_signal_is_forwarded(place):
     script = """trap 'echo got >> got; n=$(($n + 1)); [ $n = 2 ] && kill $! && exit 7' TERM
     sleep 60 & echo > ready; wait; wait"""
     process = start(place, script, "-np", "2", "kaitian-train")
@@ -186,7 +186,7 @@ def test_a_second_signal_is_passed_on_too(place):
     assert (place / "got").read_text() == "got\ngot\n"
 
 
-def test_sigusr1_is_passed_on_and_ends_nothing(place):
+def test_sigusr1_is_forwarded_and_ends_nothing(place):
     script = "trap 'summary 1 true; kill $!; exit 0' USR1; sleep 60 & echo > ready; wait"
     process = start(place, script, "-np", "2", "kaitian-train")
     wait_for(place / "ready")
@@ -206,7 +206,7 @@ def test_mpirun_does_not_outlive_its_supervisor(place):
 
 
 @pytest.mark.parametrize("ending", ["", "trap : TERM"], ids=["ends when asked", "has to be killed"])
-def test_an_mpirun_that_waits_for_nobody_is_ended(place, ending):
+def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, ending):
     script = f"""
     [ $call = 2 ] && {{ summary 9 true; exit 0; }}
     {ending}
@@ -236,7 +236,7 @@ def test_an_mpirun_that_waits_for_nobody_is_ended(place, ending):
     ],
     ids=["lives there", "does not", "no answer", "no other host", "cannot live on"],
 )
-def test_a_job_that_lives_on_elsewhere_is_not_ended(place, options, hosts, is_ended):
+def test_a_job_with_live_ranks_on_other_hosts_is_not_terminated(place, options, hosts, is_ended):
     """198.51.100.5 has a rank of every job that it is asked for, the others have none."""
     script = """[ $call = 2 ] && { summary 9 true; exit 0; }
     OMPI_COMM_WORLD_RANK=0 sleep 0.7
@@ -255,7 +255,7 @@ def test_a_job_that_lives_on_elsewhere_is_not_ended(place, options, hosts, is_en
     assert (question in asked) == (not is_ended)
 
 
-def test_a_rank_is_found_by_its_mark(tmp_path):
+def test_ranks_are_found_by_their_job_mark(tmp_path):
     """By the command that is run on a host: here, by a shell as over there."""
     (tmp_path / "agent").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     (tmp_path / "agent").chmod(0o755)
@@ -272,7 +272,7 @@ def test_a_rank_is_found_by_its_mark(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_in_memory_after_a_signal(place, number):
+def test_snapshots_are_removed_after_a_signal(place, number):
     script = """folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname); mkdir -m 700 $folder
     echo kept > $folder/file; trap 'kill $!; exit 7' INT TERM; sleep 60 & echo > ready; wait"""
     process = start(place, script, "-np", "2", "kaitian-train")
@@ -288,7 +288,7 @@ def test_nothing_is_left_in_memory_after_a_signal(place, number):
 @pytest.mark.parametrize(
     ("seconds", "rank"), [("0", "OMPI_COMM_WORLD_RANK=0"), ("0.5", "A=0")], ids=["off", "no rank"]
 )
-def test_an_mpirun_without_local_ranks_may_go_on(place, seconds, rank):
+def test_an_mpirun_without_local_ranks_is_not_terminated(place, seconds, rank):
     script = f"{rank} sleep 0.6; sleep 1.5; summary 9 true"
     words = ["-np", "2", "kaitian-train"]
     code, _, err = run(place, script, *words, options=["--hang-seconds", seconds])
@@ -296,7 +296,7 @@ def test_an_mpirun_without_local_ranks_may_go_on(place, seconds, rank):
     assert "waits" not in err
 
 
-def test_the_command_gets_no_terminal(place):
+def test_the_command_has_no_terminal(place):
     script = "cat; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && summary 1 true; exit 3"
     assert run(place, script, "-np", "2", "kaitian-train")[0] == 0
 
@@ -319,7 +319,7 @@ def test_the_command_gets_no_terminal(place):
         (["--wrong"], ["kaitian-train"], "unrecognized arguments: --wrong; see kaitian-supervise"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_code_2(place, options, words, said):
+def test_an_invalid_command_is_a_one_line_error_with_code_2(place, options, words, said):
     code, out, err = run(place, "", *words, options=options)
     assert (code, out) == (2, "")
     assert err.startswith("kaitian-supervise: error: ")
@@ -328,7 +328,7 @@ def test_a_wrong_command_is_one_line_and_code_2(place, options, words, said):
     assert not (place / "calls").exists()
 
 
-def test_a_launcher_that_is_not_there(place):
+def test_a_missing_launcher_is_an_error(place):
     command = [sys.executable, "-m", "kaitian_mpi.cli.supervise", "no/mpirun", "kaitian-train"]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -337,7 +337,7 @@ def test_a_launcher_that_is_not_there(place):
     )
 
 
-def test_neither_torch_nor_mpi_is_loaded(place):
+def test_neither_torch_nor_mpi_is_imported(place):
     script = (
         "import sys, kaitian_mpi.cli.supervise; "
         "sys.exit(3 if {'torch', 'mpi4py'} & sys.modules.keys() else 0)"

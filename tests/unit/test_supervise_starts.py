@@ -48,7 +48,7 @@ def test_ranks_are_placed_by_slot(given, ranks, placed):
         (4, hosts(a=2, b=None), 4),
     ],
 )
-def test_there_are_no_more_ranks_than_slots(ranks, left, fewer):
+def test_ranks_never_exceed_slots(ranks, left, fewer):
     assert fewer_ranks(ranks, left) == fewer
 
 
@@ -64,7 +64,7 @@ def test_there_are_no_more_ranks_than_slots(ranks, left, fewer):
         ("abab", "a", 1, [1]),  # fewer slots than ranks: not all that are safe stay
     ],
 )
-def test_the_ranks_of_lost_hosts_go(placed, lost, ranks, kept):
+def test_ranks_of_lost_hosts_are_dropped(placed, lost, ranks, kept):
     assert kept_ranks(placed, set(lost), ranks) == kept
 
 
@@ -89,7 +89,7 @@ def test_kinds_follow_their_ranks(text, kept, ranks, less):
         ("0:2", [1], ""),
     ],
 )
-def test_slowdowns_are_renumbered(text, kept, less):
+def test_slowdowns_are_renumbered_with_their_ranks(text, kept, less):
     assert slowdowns_of(text, kept) == less
 
 
@@ -173,7 +173,7 @@ OWN = " --run-dir=runs/x --resume=auto"
         ("mpirun -np 2 kaitian-train", "", "mpirun -np 2 kaitian-train", "", "2 ranks"),
     ],
 )
-def test_a_start_without_lost_hosts(line, lost, words, hostfile, shape):
+def test_the_command_of_a_start_excludes_lost_hosts(line, lost, words, hostfile, shape):
     start = plan_start(make_job(line), frozenset(lost), False, "new")
     assert start.words == (words + OWN).split()
     assert start.hostfile == hostfile
@@ -201,7 +201,7 @@ def test_a_hostfile_without_slots_keeps_the_number_of_ranks():
         ("", "a", ["--emulate-kinds=mlu,npu", "--emulate-slowdown=0:3,1:2@9"]),
     ],
 )
-def test_emulated_devices_of_lost_hosts_go(options, lost, flags):
+def test_emulated_devices_of_lost_hosts_are_dropped(options, lost, flags):
     job = make_job(
         f"mpirun {options} --hostfile hf kaitian-train",
         emulate_kinds="gpu,mlu,mlu,npu",
@@ -220,28 +220,28 @@ def test_emulated_devices_of_lost_hosts_go(options, lost, flags):
         ("-np 4", "ac", ["--spares=0"]),
     ],
 )
-def test_spares_take_the_places_of_lost_ranks(options, lost, spares):
+def test_spares_replace_lost_ranks(options, lost, spares):
     job = make_job(f"mpirun {options} --hostfile hf kaitian-train --spares 2", spares=2)
     words = plan_start(job, frozenset(lost), False, "new").words
     assert [word for word in words if word.startswith("--spares=")] == spares
 
 
 @pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
-def test_the_users_own_beginning_holds_until_something_is_trained(given):
+def test_the_users_resume_flag_holds_until_there_is_progress(given):
     job = make_job(f"mpirun -np 2 kaitian-train {given}")
     assert "--resume=auto" not in plan_start(job, frozenset(), False, "new").words
     words = plan_start(job, frozenset(), True, "new").words
     assert words.index("--resume=auto") > words.index(given.split()[0])
 
 
-def test_the_users_own_snapshots_stay():
+def test_snapshots_named_by_the_user_are_kept():
     job = make_job("mpirun -np 2 kaitian-train --snapshots=mine")
     words = plan_start(job, frozenset(), False, "new").words
     assert [word for word in words if "snapshots" in word] == ["--snapshots=mine"]
     assert not job.owns_snapshots
 
 
-def test_no_command_line_tells_the_snapshots_name():
+def test_the_snapshot_name_is_in_no_command_line():
     """Other users of a host can read its processes' command lines."""
     job = make_job("mpirun -np 2 kaitian-train")
     assert job.owns_snapshots
@@ -249,6 +249,6 @@ def test_no_command_line_tells_the_snapshots_name():
     assert environment(job)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"
 
 
-def test_many_names_are_cut_short():
+def test_long_lists_of_names_are_abbreviated():
     assert list_names(["a", "b"]) == "a, b"
     assert list_names([f"n{i}" for i in range(11)]).endswith("n6, n7 and 3 more")

@@ -54,7 +54,7 @@ class Library:
         ),
     ],
 )
-def test_an_operation_is_found_under_the_name_that_the_library_has(has, asked, arguments, called):
+def test_an_operation_is_found_under_the_librarys_name_for_it(has, asked, arguments, called):
     library = Library(*has)
     works = call_library(library, asked, *arguments, OPTIONS)
     assert library.called == called

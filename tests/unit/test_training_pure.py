@@ -31,11 +31,11 @@ def test_learning_rate(schedule, progress, expected):
     assert rate(progress) == pytest.approx(expected)
 
 
-def test_without_a_warm_up_the_rate_starts_at_its_peak():
+def test_without_warmup_the_learning_rate_starts_at_its_peak():
     assert make_schedule(TrainConfig(lr=2.0, warmup=0.0))(0.0) == pytest.approx(2.0)
 
 
-def test_weight_decay_spares_biases_and_norms():
+def test_weight_decay_excludes_biases_and_norms():
     optimizer = make_optimizer(TrainConfig(weight_decay=0.1), build_model("cnn", 10))
     decayed, spared = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1
@@ -71,7 +71,7 @@ def test_fp16_skips_a_step_whose_gradients_overflow():
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_the_clock_splits_a_step(monkeypatch):
+def test_the_step_clock(monkeypatch):
     times = iter([10.0, 11.0, 13.0, 13.5, 14.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     clock = StepClock(CpuDevice())
@@ -89,7 +89,7 @@ def test_progress_line():
     assert line == "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left"
 
 
-def test_rank_0_writes_whole_files(tmp_path):
+def test_rank_0_writes_complete_files(tmp_path):
     folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=0)
     assert isinstance(folder, DiskFolder)
     folder.write("summary.json", {"finished": False})
@@ -102,7 +102,7 @@ def test_rank_0_writes_whole_files(tmp_path):
     assert not list((tmp_path / "run").rglob("*.partial"))
 
 
-def test_lines_of_steps_that_are_trained_again_go(tmp_path):
+def test_lines_of_repeated_steps_are_removed(tmp_path):
     folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=0)
     for name in ("metrics.jsonl", "plan.jsonl"):
         for step in (0, 4, 8, 12):
@@ -116,7 +116,7 @@ def test_lines_of_steps_that_are_trained_again_go(tmp_path):
     assert (folder.path / "plan.jsonl").read_text() == ""
 
 
-def test_a_file_that_cannot_be_read_holds_nothing(tmp_path):
+def test_an_unreadable_file_counts_as_empty(tmp_path):
     folder = open_run_folder(TrainConfig(), tmp_path / "run", rank=0)
     assert folder.read("summary.json") == {}
     for text in ("{", "[1]", "\0"):
@@ -136,7 +136,7 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
+def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--run-dir .*file/run: Not a directory; name a folder"):
         open_run_folder(TrainConfig(), tmp_path / "file" / "run", rank=0)

@@ -17,7 +17,7 @@ def release(text):
     return tuple(int(part) for part in text.split("."))
 
 
-def test_the_documents_name_the_torch_releases_that_pip_admits():
+def test_documented_torch_releases_match_the_package_metadata():
     (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
     oldest, beyond = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()
     major, minor = release(beyond)
@@ -31,7 +31,7 @@ def test_the_documents_name_the_torch_releases_that_pip_admits():
         assert release(oldest) <= release(each) < release(beyond)
 
 
-def test_the_documents_name_the_pythons_that_the_classifiers_show():
+def test_documented_python_versions_match_the_classifiers():
     shown = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
     assert PROJECT["requires-python"] == f">={shown[0]}"
     for page in ("README.md", "docs/install.md"):
@@ -48,7 +48,7 @@ def test_the_documents_name_the_pythons_that_the_classifiers_show():
         ("bin/setup", {"KAITIAN_PYTHON": "/nowhere/python"}, "newer as /nowhere/python;"),
     ],
 )
-def test_a_version_that_cannot_be_is_refused_before_anything_is_made(command, settings, why):
+def test_an_invalid_version_is_rejected_before_anything_is_created(command, settings, why):
     before = sorted(ROOT.glob(".venv*"))
     result = subprocess.run(
         command.split(), cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
@@ -59,7 +59,7 @@ def test_a_version_that_cannot_be_is_refused_before_anything_is_made(command, se
     assert sorted(ROOT.glob(".venv*")) == before
 
 
-def test_ci_tests_the_pinned_torch_on_every_python_and_the_oldest_and_the_newest():
+def test_ci_matrix_covers_every_python_and_the_oldest_and_newest_torch():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     (job,) = workflow["jobs"].values()
     matrix = {(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]}
@@ -74,7 +74,7 @@ def test_ci_tests_the_pinned_torch_on_every_python_and_the_oldest_and_the_newest
     assert job["steps"][-1]["run"].startswith("bin/test ")
 
 
-def test_ci_may_only_read_and_runs_actions_of_fixed_commits():
+def test_ci_has_read_permission_only_and_pins_its_actions():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():

@@ -71,7 +71,7 @@ def report(
         (61.0, report(beat=62, since=62), 0, "S", None),
     ],
 )
-def test_a_rank_is_judged(now, line, anew, state, reason):
+def test_verdict_on_a_rank(now, line, anew, state, reason):
     found = judge(now, Report(line), anew, state)
     assert found == reason if reason is None else reason in found
 
@@ -86,17 +86,17 @@ def test_a_rank_is_judged(now, line, anew, state, reason):
         (0.4, 0.05, 0.5, True),
     ],
 )
-def test_a_long_sleep_is_noticed(slept, asked, limit, expected):
+def test_a_suspended_watchdog_is_noticed(slept, asked, limit, expected):
     assert overslept(slept, asked, limit) is expected
 
 
 @pytest.mark.parametrize("limit", [0.1, 0.5, 1, 2, 5, 10, 60, 3600])
-def test_a_stop_that_goes_unseen_is_shorter_than_the_limit_with_a_beat(limit):
+def test_an_undetected_stop_plus_a_beat_is_shorter_than_the_limit(limit):
     known = Report(report(limit=limit))
     assert overslept(limit - min(1, limit / 8), known.nap, limit)
 
 
-def test_the_newest_report_holds_and_a_late_beat_of_an_older_phase_is_still_a_beat():
+def test_the_newest_report_counts_and_a_late_beat_of_an_older_phase_does_too():
     known = updated(None, [report(beat=1, serial=1), report(beat=2, serial=3, phase="backward")])
     assert (known.where, known.beat) == ("backward of step 12", 2)
     known = updated(known, [report(beat=3, serial=4, since=3), report(beat=2.9, serial=3)])
@@ -120,7 +120,7 @@ def test_the_newest_report_holds_and_a_late_beat_of_an_older_phase_is_still_a_be
         report(beat="soon"),
     ],
 )
-def test_odd_lines_are_passed_over(line):
+def test_malformed_lines_are_ignored(line):
     known = Report(report())
     assert updated(None, [line]) is None
     assert updated(known, [line]) is known
@@ -143,14 +143,14 @@ def test_the_state_of_a_process_is_read(stat, expected):
     assert parse_stat(stat) == expected
 
 
-def test_a_given_limit_stays():
+def test_a_configured_limit_does_not_change():
     limit = StepLimit(7)
     assert limit.limit_sec == 7
     assert limit.observe(1000) is None
     assert limit.limit_sec == 7
 
 
-def test_a_limit_follows_the_median_of_the_last_steps():
+def test_the_limit_follows_the_median_of_recent_steps():
     limit = StepLimit(0)
     assert limit.limit_sec == 60
     assert [limit.observe(sec) for sec in (3.5, 3.5, 3.5, 1000)] == [None] * 4  # 70 s: 17% more
@@ -219,7 +219,7 @@ def rank():
             one.process.communicate(timeout=LONGEST_SEC)
 
 
-def test_a_stopped_rank_is_ended(rank):
+def test_a_stopped_rank_is_killed(rank):
     stopped = rank(STEPS)
     os.kill(stopped.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -233,7 +233,7 @@ def test_a_stopped_rank_is_ended(rank):
     )
 
 
-def test_a_rank_that_hangs_is_ended(rank):
+def test_a_hanging_rank_is_killed(rank):
     hangs = {
         "watchdog.enter('forward', step=12)\nwhile True: pass": "in forward of step 12, the limit",
         "watchdog.enter('backward')\ntime.sleep(60)": "in backward, the limit is 0.5 s (--step-",
@@ -251,14 +251,14 @@ def test_a_rank_that_hangs_is_ended(rank):
         assert err.count("\n") == 1
 
 
-def test_waiting_and_start_up_may_last_longer(rank):
+def test_waiting_and_startup_may_exceed_the_limit(rank):
     entered = ("", "enter('the sum', waits=True)", "enter('reading', limited=False)")
     bodies = [f"{'watchdog.' * bool(e)}{e}\ntime.sleep(0.9)\nwatchdog.close()" for e in entered]
     for patient in [rank(body, limit=0.6) for body in bodies]:
         assert patient.wait() == (0, "", "")
 
 
-def test_a_new_limit_holds_for_the_present_phase_and_for_the_beats(rank):
+def test_a_new_limit_applies_to_the_current_phase_and_the_beats(rank):
     body = "watchdog.enter('forward', step=1)\ntime.sleep(0.6)\nwatchdog.set_limit(0.9)\n"
     shorter = rank(body + "time.sleep(60)", limit=60)
     body = "watchdog.enter('waiting', limited=False)\ntime.sleep(0.2)\nwatchdog.set_limit(0.6)\n"
@@ -267,7 +267,7 @@ def test_a_new_limit_holds_for_the_present_phase_and_for_the_beats(rank):
     assert beating.wait() == (0, "", "")
 
 
-def test_a_busy_rank_lives_and_its_watchdog_costs_nothing(rank):
+def test_a_busy_rank_survives_and_its_watchdog_uses_no_cpu(rank):
     busy = rank(
         """
 began = time.monotonic()
@@ -335,7 +335,7 @@ print(time.monotonic() - began < 10, os.path.exists(f"/proc/{watchdog._process.p
     assert rank(body).wait() == (0, "True False\n", "")
 
 
-def test_a_full_pipe_and_a_dead_watchdog_are_no_hindrance(rank):
+def test_a_full_pipe_or_a_dead_watchdog_does_not_block_the_rank(rank):
     body = """
 import signal
 def enter_often():
@@ -356,7 +356,7 @@ print(enter_often())
     assert rank(body, limit=2).wait() == (0, "True\nTrue\n", "")
 
 
-def test_what_a_full_pipe_loses_comes_with_the_next_beat(rank):
+def test_reports_lost_to_a_full_pipe_are_sent_with_the_next_beat(rank):
     body = """
 import signal
 os.kill(watchdog._process.pid, signal.SIGSTOP)
@@ -370,7 +370,7 @@ time.sleep(60)
     assert "in update of step 7, the limit is 0.5 s" in err
 
 
-def test_a_watchdog_that_was_stopped_as_well_starts_anew(rank):
+def test_a_watchdog_stopped_together_with_its_rank_restarts_its_timer(rank):
     frozen = rank(STEPS, limit=0.7)
     wait_until(lambda: is_up(frozen.watchdog))
     os.kill(frozen.pid, signal.SIGSTOP)
@@ -386,7 +386,7 @@ def test_a_watchdog_that_was_stopped_as_well_starts_anew(rank):
     assert "(stopped)" in frozen.wait()[2]
 
 
-def test_signals_that_a_rank_may_ignore_do_not_end_its_watchdog(rank):
+def test_ignorable_signals_do_not_end_the_watchdog(rank):
     stubborn = rank(STEPS)
     wait_until(lambda: is_up(stubborn.watchdog))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -395,7 +395,7 @@ def test_signals_that_a_rank_may_ignore_do_not_end_its_watchdog(rank):
     assert "(stopped)" in stubborn.wait()[2]
 
 
-def test_odd_input_is_borne_in_silence(rank):
+def test_malformed_input_is_ignored_silently(rank):
     body = r"""
 for text in (b"\n\n", b"\xff\x00 nonsense\n", b"1 2 3 4 5 6 7 8\n", b"no end " * 500):
     os.write(watchdog._writer, text)
@@ -409,7 +409,7 @@ watchdog.close()
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_rank_ends_with_its_launcher_where_it_is_to(follows):
+def test_a_rank_ends_with_its_launcher_if_configured(follows):
     body = f"""
 watchdog.enter("reading", limited=False)
 time.sleep({60 if follows else 0.8})
@@ -430,7 +430,7 @@ print("left", flush=True)
         assert (out, err) == ("left\n", "")
 
 
-def test_the_message_is_not_waited_for(rank):
+def test_a_blocked_stderr_does_not_delay_the_kill(rank):
     body = """
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
@@ -448,7 +448,7 @@ time.sleep(60)
     assert code == -signal.SIGKILL
 
 
-def test_the_module_is_light():
+def test_the_watchdog_imports_little():
     script = (
         "import sys, kaitian_mpi.runtime.watchdog; "
         "print(sorted({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
@@ -457,7 +457,7 @@ def test_the_module_is_light():
     assert process.communicate(timeout=LONGEST_SEC) == ("[]\n", "")
 
 
-def test_the_limits_before_a_step_is_known():
+def test_limits_before_any_step_is_timed():
     assert (first_limit(0), setup_limit(0)) == (600, 1800)
     assert (first_limit(3), setup_limit(3)) == (3, 60)
     limit = StepLimit(0, first_limit(0))

@@ -44,7 +44,7 @@ def queue():
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_callback_comes_between_what_was_given_before_it_and_after_it(queue, in_background):
+def test_a_callback_runs_in_submission_order(queue, in_background):
     queue.give("before")
     asked = queue.held.get_future().then(
         lambda _: queue.give("asked", in_background=in_background).wait()
@@ -54,7 +54,7 @@ def test_a_callback_comes_between_what_was_given_before_it_and_after_it(queue, i
     assert asked.wait() is True
 
 
-def test_callbacks_of_callbacks_follow_them(queue):
+def test_nested_callbacks_run_after_their_callback(queue):
     chained = queue.held.get_future().then(lambda _: queue.give("first"))
     chained.then(lambda _: queue.give("second"))
     queue.give("after")
@@ -63,7 +63,7 @@ def test_callbacks_of_callbacks_follow_them(queue):
 
 
 @pytest.mark.parametrize("how", ["wait", "future"])
-def test_a_callback_may_wait_for_what_is_queued_behind_it(queue, how):
+def test_a_callback_may_wait_for_work_queued_after_it(queue, how):
     late = []
 
     def wait(_):
@@ -85,7 +85,7 @@ def test_a_callback_that_waits_for_itself_gets_an_error(queue):
         futures[0].wait()
 
 
-def test_what_a_native_callback_asks_for_is_queued(queue):
+def test_work_submitted_by_a_native_callback_is_queued(queue):
     """Such as one of `torch.futures.collect_all`, which knows nothing of the order."""
     asked = []
     queue.give("before")
@@ -96,7 +96,7 @@ def test_what_a_native_callback_asks_for_is_queued(queue):
     assert asked == [True]
 
 
-def test_an_error_is_for_whoever_waits(queue, capfd):
+def test_an_error_is_raised_where_it_is_waited_for(queue, capfd):
     def fail():
         raise OSError("planted")
 
@@ -115,7 +115,7 @@ def test_an_error_is_for_whoever_waits(queue, capfd):
     assert "nobody waited" not in capfd.readouterr().err
 
 
-def test_a_refused_call_leaves_the_group_in_use(queue):
+def test_a_rejected_call_leaves_the_group_usable(queue):
     def refuse():
         raise UnsupportedError("not that")
 
@@ -127,7 +127,7 @@ def test_a_refused_call_leaves_the_group_in_use(queue):
     assert good.wait()
 
 
-def test_an_error_that_nobody_has_seen_is_told_at_the_end(queue, capfd):
+def test_an_unretrieved_error_is_logged_at_the_end(queue, capfd):
     def fail():
         raise OSError("planted")
 
@@ -150,7 +150,7 @@ def test_recorded_losses_do_not_fail_a_future(queue):
         unwatched.wait()
 
 
-def test_tensors_of_inference_mode_are_written_by_the_thread(queue):
+def test_the_thread_can_write_inference_tensors(queue):
     with torch.inference_mode():
         tensor = torch.ones(3)
     work = queue.worker.run("add", tensor.add_, [(1,)], [tensor], in_background=True)
@@ -161,7 +161,7 @@ def test_tensors_of_inference_mode_are_written_by_the_thread(queue):
         tensor.add_(1)
 
 
-def test_a_profile_has_what_ended_in_the_thread(queue):
+def test_a_profile_includes_work_completed_in_the_thread(queue):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         record = torch.autograd.profiler.record_function("planted")
         with record:

@@ -154,7 +154,7 @@ def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 70_001])
-def test_operations_that_move(world, put, length):
+def test_operations_that_move_data(world, put, length):
     for dtype in TYPES if length == 7 else (torch.float32, torch.int16):
         check_moves(world, put, dtype, length)
 
@@ -237,7 +237,7 @@ def test_sparse_sums(world, device_of):
     assert tensor.to_dense()[:, 0].tolist() == [1.0] * world.size + [float(world.size)]
 
 
-def test_detail_compares_what_the_ranks_call(world, put):
+def test_debug_detail_compares_the_ranks_calls(world, put):
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group()
@@ -262,7 +262,7 @@ def test_objects_and_barriers(world):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn], ids=str)
-def test_what_no_rank_can_reduce_is_refused_before_anything_is_sent(world, device_of, dtype):
+def test_unsupported_reductions_are_rejected_before_anything_is_sent(world, device_of, dtype):
     tensor = device_of(torch.ones(world.size).to(dtype))
     fake_library.calls.clear()
     for call in (
@@ -279,7 +279,7 @@ def test_what_no_rank_can_reduce_is_refused_before_anything_is_sent(world, devic
     assert values(tensor).tolist() == [float(world.size)] * 3
 
 
-def test_premul_sum_passes_where_all_ranks_are_one_vendors(world, put):
+def test_premul_sum_works_where_all_ranks_have_one_vendor(world, put):
     double = dist._make_nccl_premul_sum(2.0)
     tensor = put(torch.full((5,), world.rank + 1.0))
     if len(world.groups) > 1:
@@ -304,7 +304,7 @@ class Held:
 
 
 @pytest.mark.parametrize("length", [3, 100_000])
-def test_an_operation_comes_after_what_the_caller_gave_to_its_stream(
+def test_an_operation_runs_after_work_queued_on_the_callers_stream(
     world, device_of, algorithm, length
 ):
     with fake_device.stream(Stream()):
@@ -318,14 +318,14 @@ def test_an_operation_comes_after_what_the_caller_gave_to_its_stream(
         assert torch.equal(values(tensor), torch.full((length,), 2.0 * factor(world)))
 
 
-def test_what_a_future_delivers_is_done(world, device_of, algorithm):
+def test_a_futures_result_is_complete(world, device_of, algorithm):
     tensor = device_of(torch.full((50_000,), world.rank + 1.0))
     doubled = dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     assert torch.equal(values(doubled.wait()), torch.full((50_000,), 2.0 * factor(world)))
 
 
 @pytest.mark.ranks(2)
-def test_a_received_tensor_is_written_after_what_the_caller_gave_to_its_stream(world, device_of):
+def test_a_receive_writes_after_work_queued_on_the_callers_stream(world, device_of):
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     with fake_device.stream(Stream()):  # the default stream is every thread's own to begin with
         received = device_of(torch.zeros(1_000))
@@ -341,7 +341,7 @@ def test_a_received_tensor_is_written_after_what_the_caller_gave_to_its_stream(w
 
 
 @pytest.mark.ranks(2)
-def test_groups_go_on_in_another_order_on_another_rank(world, device_of, algorithm):
+def test_ranks_may_use_groups_in_different_orders(world, device_of, algorithm):
     if len(world.groups) == 1:
         pytest.skip("a vendor's own libraries need one order")
     groups = [dist.new_group() for _ in range(2)]
@@ -358,7 +358,7 @@ def test_groups_go_on_in_another_order_on_another_rank(world, device_of, algorit
         dist.destroy_process_group(group)
 
 
-def test_a_vendors_libraries_see_all_groups_in_the_callers_order(world, put):
+def test_the_vendor_library_sees_all_groups_in_the_callers_order(world, put):
     if len(world.groups) > 1:
         pytest.skip("the library is used by the groups' workers")
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
@@ -379,7 +379,7 @@ def test_a_vendors_libraries_see_all_groups_in_the_callers_order(world, put):
         dist.destroy_process_group(group)
 
 
-def test_a_tensor_may_be_dropped_before_it_is_sent(world, device_of, algorithm):
+def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm):
     """And its memory used again by what the caller's stream is given next."""
     total = device_of(torch.zeros(40_000 * world.size))
     own = device_of(torch.full((40_000,), world.rank + 1.0))
@@ -459,13 +459,13 @@ def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
     assert clock.take(wait=True).steps == 0
 
 
-def test_the_device_divides_with_another_last_bit():
+def test_division_on_the_fake_device_rounds_differently():
     """What a test above relies on."""
     tensor = torch.arange(1.0, 1_000.0)
     assert not torch.equal(values(on_device(tensor).div_(3)), tensor / 3)
 
 
-def test_streams_do_run_later():
+def test_streams_run_asynchronously():
     """What the tests above rely on."""
     tensor = on_device(torch.zeros(3))
     side = Stream()
