@@ -8,10 +8,10 @@ SCHEME = "mpi"
 
 
 def device_types() -> list[str]:
-    """Return the torch device types whose tensors the backend takes: the host's, and this torch's.
+    """Return the torch device types that the backend accepts: the host's and the accelerator's.
 
-    A build of torch, with the plug-in that it has loaded, drives one type of accelerator. The kinds
-    are not asked, for `import torch` would have to look through all installed packages.
+    A build of torch, with a plug-in or without, drives one type of accelerator. The device kinds
+    are not consulted: to find them among the installed packages would slow down `import torch`.
     """
     import torch
 

@@ -23,7 +23,7 @@ def register() -> None:
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
-    # A type that had no default backend has none now, either: its vendor's may come later.
+    # Become no type's default backend: that is the vendor's own, which may be registered later.
     defaults = dist.Backend.default_device_backend_map
     for device_type in [name for name, backend in defaults.items() if backend == BACKEND]:
         del defaults[device_type]

@@ -1,6 +1,6 @@
 """Device kinds: one file a kind, with all that is true of it, behind one protocol."""
 
 from kaitian_mpi.devices.protocol import Device
-from kaitian_mpi.devices.registry import device_of, device_of_kind, known_kinds
+from kaitian_mpi.devices.registry import device_of, known_kinds
 
-__all__ = ["Device", "device_of", "device_of_kind", "known_kinds"]
+__all__ = ["Device", "device_of", "known_kinds"]

@@ -1,4 +1,4 @@
-"""The device kinds that this process knows: the package's own, and those of other packages."""
+"""The device kinds that this process knows: built-in ones, and those of other packages."""
 
 from __future__ import annotations
 
@@ -51,18 +51,13 @@ def known_kinds() -> Kinds:
             if entry.name in devices:
                 raise TypeError("there is a kind of this name already")
             device = _load(entry)
-            counts[entry.name] = device.count()
+            counts[entry.name] = int(device.count())
             devices[entry.name] = device
         except Exception as error:  # whatever another package's code raises
             faults[entry.name] = _describe(entry, error)
     # The last choice, for it is always there.
     devices["cpu"], counts["cpu"] = devices.pop("cpu"), counts.pop("cpu")
     return Kinds(devices, counts, faults)
-
-
-def device_of_kind(kind: str) -> Device:
-    """Return the device of a kind, ready to be asked; it must be one of `known_kinds`."""
-    return known_kinds().devices[kind]
 
 
 def device_of(device: torch.device) -> Device:
@@ -83,7 +78,7 @@ def _device_of_type(torch_type: str) -> Device:
 
 
 def _entries() -> Iterator[EntryPoint]:
-    # Loaded here, for a wrong flag is answered sooner without it.
+    # Imported late: the commands load this module before they check their flags.
     from importlib.metadata import EntryPoint, entry_points
 
     for name, value in BUILT_IN.items():

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from kaitian_mpi.devices import device_of_kind, known_kinds
+from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.choice import Choice, choose_device
 from kaitian_mpi.devices.emulation import (
     Slowdown,
@@ -56,7 +56,7 @@ def test_an_unavailable_device_is_an_error(request_, counts, local_size, message
 
 @pytest.mark.parametrize("kind", known_kinds().devices)
 def test_every_kind_satisfies_the_protocol(kind):
-    device = device_of_kind(kind)
+    device = known_kinds().devices[kind]
     assert device.kind == kind
     assert device.count() >= 0
     assert device.torch_device(0).type in (kind, "cuda")
@@ -80,7 +80,7 @@ def test_every_kind_satisfies_the_protocol(kind):
 
 
 def test_cpu_is_always_available():
-    assert device_of_kind("cpu").torch_device(7) == torch.device("cpu")
+    assert known_kinds().devices["cpu"].torch_device(7) == torch.device("cpu")
     assert list(known_kinds().devices)[-1] == "cpu"
 
 
@@ -151,5 +151,5 @@ def test_describe_slowdown():
     ],
 )
 def test_dtypes_and_reductions_that_nccl_supports(dtype, reduction, taken):
-    assert device_of_kind("cuda").vendor_takes(dtype, reduction) is taken
-    assert not device_of_kind("cpu").vendor_takes(dtype, reduction)
+    assert known_kinds().devices["cuda"].vendor_takes(dtype, reduction) is taken
+    assert not known_kinds().devices["cpu"].vendor_takes(dtype, reduction)

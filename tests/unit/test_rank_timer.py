@@ -14,7 +14,7 @@ from kaitian_mpi.benchmark.cache import BenchmarkCache
 from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
 from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices import device_of_kind, known_kinds
+from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import UserError
@@ -163,7 +163,7 @@ def test_other_errors_are_not_taken_for_out_of_memory():
         text = "DefaultCPUAllocator: not enough memory: you tried"
         assert device.is_out_of_memory(RuntimeError(text))
         assert not device.is_out_of_memory(RuntimeError("shapes differ"))
-    assert device_of_kind("cuda").is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert known_kinds().devices["cuda"].is_out_of_memory(RuntimeError("CUDA error: out of memory"))
 
 
 def test_no_batch_exceeds_the_users_micro_batch():
@@ -183,6 +183,25 @@ def test_the_real_cpu_has_free_memory():
         gauge.restart()
         gauge.note(batch)
     assert gauge.has_room_for(17)
+
+
+def test_ranks_on_one_device_share_its_memory():
+    class Gpu(CpuDevice):
+        def memory_limit_bytes(self, index, sharers):
+            return 6_000 // sharers
+
+    world = make_world(Gpu())
+    elsewhere = [("h", "cuda:1"), ("other", "cpu")]
+    world.infos += tuple(SimpleNamespace(host=host, device=device) for host, device in elsewhere)
+    alone = MemoryGauge(world)
+    world.infos += (world.info,)
+    beside_another = MemoryGauge(world)
+    for gauge in (alone, beside_another):
+        for batch in (1, 2):
+            world.device_kind.memory_peak_bytes = lambda index, batch=batch: 1_000 * batch
+            gauge.note(batch)
+    assert alone.largest_batch(9) == 5  # of 90% of 6,000 bytes
+    assert beside_another.largest_batch(9) == 2
 
 
 def test_a_containers_memory_limit_applies(tmp_path):
