@@ -1,4 +1,4 @@
-"""What holds for every accelerator whose torch module is like `torch.cuda`."""
+"""The base class of accelerators whose torch module is like `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Accelerator:
     orders_futures = False
 
     def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return False: all goes through host memory, unless the kind says more."""
+        """Return False: collectives use host memory, unless the kind overrides this."""
         return False
 
     def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -75,7 +75,7 @@ class Accelerator:
         return int(self._module().memory_reserved(index) + free // sharers)
 
     def restart_memory_peak(self, index: int) -> None:
-        """Let torch's allocator begin a new peak."""
+        """Reset the peak of torch's allocator."""
         self._module().reset_peak_memory_stats(index)
 
     def memory_peak_bytes(self, index: int) -> int:
@@ -116,7 +116,7 @@ class Accelerator:
 
 
 class UnlistedAccelerator(Accelerator):
-    """What can be said of tensors whose device type no kind has."""
+    """Stands for the devices of tensors whose torch device type belongs to no known kind."""
 
     def __init__(self, torch_type: str) -> None:
         self.kind = self.torch_type = torch_type

@@ -101,7 +101,7 @@ class CpuDevice:
 
 
 class HostMark:
-    """A time at which all that was called before was done."""
+    """The time of a call, when all earlier calls were done."""
 
     def __init__(self) -> None:
         self._sec = time.perf_counter()

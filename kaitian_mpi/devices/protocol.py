@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Mark(Protocol):
-    """A point in what a device has been given to do, with the time at which it gets there."""
+    """A point in a device's work, with the time at which the device reaches it."""
 
     def is_reached(self) -> bool:
-        """Return whether the device has done all that was given to it before."""
+        """Return whether the device has done all work submitted before the mark."""
         ...
 
     def wait(self) -> None:
@@ -30,12 +30,12 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """One kind of device as one process sees it, and all that is particular to it.
+    """One kind of device as seen by one process, and everything specific to it.
 
-    No other module asks what kind a device is. A vendor's torch plug-in, where it is imported at
-    all, is imported inside the methods, so that a machine without it can still list the kind.
+    Other modules never check what kind a device is. A vendor's torch plug-in, if it has to be
+    imported at all, is imported inside the methods, so that a machine without it can list the kind.
 
-    `Accelerator` in `devices/accelerator.py` answers nearly all of it for a vendor whose torch
+    `Accelerator` in `devices/accelerator.py` implements nearly all of it for vendors whose torch
     module is like `torch.cuda`.
 
     An `index` counts the kind's devices on this host from 0, as in `--devices cuda:1`.
@@ -52,30 +52,29 @@ class Device(Protocol):
     None where MPI itself reaches their memory."""
 
     is_host: bool
-    """Whether it is the host's own processor: its memory is the host's, its calls return when the
-    work is done, and the work is done by the calling thread."""
+    """Whether it is the host's own processor: it uses host memory, its calls return when the work
+    is done, and the calling thread does the work."""
 
     pins_memory: bool
-    """Whether torch can page-lock host memory for copies to and from the device, which then go on
-    beside other work."""
+    """Whether torch can page-lock host memory for the device, so that copies are asynchronous."""
 
     orders_futures: bool
-    """Whether `torch.futures.Future`, which is C++, knows the device's streams, and makes a
-    waiter's stream wait for the writer's. Otherwise the writer's is waited for by the host."""
+    """Whether `torch.futures.Future` handles the device's streams: it makes a waiter's stream wait
+    for the writer's. Otherwise the host waits for the writer's stream."""
 
     def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return whether the vendor's library moves tensors of a type, or reduces them.
+        """Return whether the vendor's library moves or reduces tensors of a dtype.
 
-        The ranks take the same way by it, so it is a fact about the library alone.
+        All ranks choose a route by it, so it may depend on its arguments only.
 
         Args:
-            dtype: the tensors' type.
+            dtype: of the tensors.
             reduction: a name in `torch.distributed.ReduceOp`, such as `AVG`; None to move them.
         """
         ...
 
     def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """Return the vendor's process group, one of `vendor_backend`, of some ranks. Collective.
+        """Return a process group of `vendor_backend` over some ranks. Collective over them.
 
         Args:
             store: a store of the group's own, for the library's bootstrap.
@@ -98,7 +97,7 @@ class Device(Protocol):
         ...
 
     def synchronize(self, index: int) -> None:
-        """Wait until all work given to the device is done."""
+        """Wait until the device has done all its work."""
         ...
 
     def name(self, index: int) -> str:
@@ -120,7 +119,7 @@ class Device(Protocol):
         ...
 
     def restart_memory_peak(self, index: int) -> None:
-        """Begin a new measurement of the peak, where the device can."""
+        """Start a new measurement of the memory peak, if the device supports it."""
         ...
 
     def memory_peak_bytes(self, index: int) -> int:
@@ -128,7 +127,7 @@ class Device(Protocol):
         ...
 
     def release_cached_memory(self) -> None:
-        """Give back the memory that torch's allocator keeps for later."""
+        """Release the unused memory that torch's allocator caches."""
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -136,7 +135,7 @@ class Device(Protocol):
         ...
 
     def streams(self) -> Any | None:
-        """Return a module with streams; None where calls return when the work is done.
+        """Return a module with streams; None if calls return when the work is done.
 
         It has `Stream`, `Event`, `stream` and `current_stream`, as `torch.cuda` has them.
         """
@@ -147,9 +146,9 @@ class Device(Protocol):
         ...
 
     def random_state(self, index: int) -> torch.Tensor | None:
-        """Return the state of the device's random numbers; None where they are the host's."""
+        """Return the state of the device's random number generator; None if it has none."""
         ...
 
     def set_random_state(self, index: int, state: torch.Tensor) -> None:
-        """Set what `random_state` returned."""
+        """Restore a state that `random_state` returned."""
         ...

@@ -34,11 +34,11 @@ class StepClock:
         self._marks = [mark, mark, mark]
 
     def bucket_ready(self) -> None:
-        """A bucket's gradients are computed; nothing may be after it."""
+        """Note that a bucket's gradients are computed; it may be the last."""
         self._marks[1] = self._device.mark()
 
     def gradients_summed(self) -> None:
-        """The gradients of all ranks are in place."""
+        """Note that the gradients of all ranks are summed."""
         self._marks[2] = self._device.mark()
 
     def stop(self) -> None:
