@@ -1,9 +1,9 @@
-"""All figures of load balancing: on two cores, with emulated kinds and slowness.
+"""All load-balancing figures, measured on two cores with emulated device kinds and slowdowns.
 
     python benchmarks/balance.py [--data-dir ~/data/cifar-10-batches-bin] [--plot docs/balance.png]
 
-Runs the scripts in benchmarks/balancing one after the other, a quarter of an hour in all, and as
-long again for the accuracy, which needs CIFAR-10. Nothing else may run meanwhile.
+Runs the scripts in benchmarks/balancing one after another, which takes a quarter of an hour, and
+as long again for the accuracy, which needs CIFAR-10. The machine must be otherwise idle.
 """
 
 from __future__ import annotations
@@ -34,32 +34,44 @@ def found(output: str) -> dict[str, Any]:
     return result
 
 
-def show(name: str, figure: str, asked: str) -> None:
-    """Print one figure and what was asked for."""
-    print(f"  {name:58} {figure:26} (asked: {asked})", flush=True)
+def show(name: str, figure: str, target: str) -> None:
+    """Print one figure and its target."""
+    print(f"  {name:58} {figure:26} (target: {target})", flush=True)
 
 
 def main() -> None:
-    """Run everything."""
+    """Run all parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", default="", help="CIFAR-10's files, for the accuracy")
-    parser.add_argument("--plot", type=Path, help="where to draw the events")
+    parser.add_argument("--data-dir", default="", help="CIFAR-10's folder, for the accuracy")
+    parser.add_argument("--plot", type=Path, help="file for the plot of slowdown and recovery")
     options = parser.parse_args()
     script = HERE / "steps.py"
 
     part = found(run(*STEPS, script, "sum", "--rounds", 5, "--steps", 3))["sum"]
-    show("together / sum of the parts", quartiles(part["sum_of_parts"]), "0.97 or more")
-    show("equal shares' step / ours", quartiles(part["against_equal"]), "1.9 or more")
+    show(
+        "all ranks together / sum of each rank alone",
+        quartiles(part["sum_of_parts"]),
+        "0.97 or more",
+    )
+    show(
+        "step with equal batches / with planned batches",
+        quartiles(part["against_equal"]),
+        "1.9 or more",
+    )
     part = found(run(*STEPS, script, "exhaustive", "--rounds", 4))["exhaustive"]
     text = f"{part['planned_over_best']:.3f}, {part['planned']} to {part['best']}"
-    show("planned / best of all fixed splits", text, "1.03 or less")
+    show("planned split / best fixed split", text, "1.03 or less")
     part = found(run(*STEPS, script, "steady", "--batch", 64, "--rounds", 6))["steady"]
-    show("adaptive / static, nothing changes", quartiles(part["adaptive_over_static"]), "1.01")
+    show("adaptive / static at constant speed", quartiles(part["adaptive_over_static"]), "1.01")
     output = run(*STEPS, script, "events")
     part = found(output)["events"]
-    show("steps until 0.95 of the optimum: slow, well", str(part["first_steps_at_0.95"]), "15")
-    show("efficiency from then on", str(part["efficiency_from_step_15_on"]), "0.95 or more")
-    show("plans for both", str(part["plans"]), "4 or fewer")
+    show(
+        "steps until 0.95 of the optimum: slowdown, recovery",
+        str(part["first_steps_at_0.95"]),
+        "15",
+    )
+    show("efficiency after step 15", str(part["efficiency_from_step_15_on"]), "0.95 or more")
+    show("new plans for both", str(part["plans"]), "4 or fewer")
     if options.plot:
         source = options.plot.with_suffix(".txt")
         source.write_text(output)
@@ -70,11 +82,11 @@ def main() -> None:
         show(" + ".join(kinds), f"{forecast} / {measured} samples/s, {off:+.1%}", "10%")
     if options.data_dir:
         print(run(sys.executable, HERE / "accuracy.py", "--data-dir", options.data_dir))
-    print("device kinds and slowness: emulated")
+    print("device kinds and slowdowns: emulated")
 
 
 def quartiles(values: list[float]) -> str:
-    """Return the median, and the quartiles."""
+    """Format the median and the quartiles."""
     low, middle, high = values
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 

@@ -1,11 +1,11 @@
-"""Collectives over kaitian, over gloo and by raw mpi4py calls, alternating in one run.
+"""Compares collectives over kaitian, over gloo and by raw mpi4py calls, alternating in one run.
 
     mpirun -np 2 python benchmarks/collectives.py
     mpirun -np 4 python benchmarks/collectives.py --emulate-kinds gpu,gpu,mlu,mlu
 
-A row's size is that of the larger of an operation's two tensors. A time is that of the slowest
-rank; it and the ratios are medians over rounds, in each of which all three have their turn. With
---dtype bfloat16 the raw call is all_reduce's in float32, of as many elements.
+A row's size is that of the larger of an operation's two tensors. Times are those of the slowest
+rank; times and ratios are medians over rounds, each of which runs all three. With --dtype bfloat16
+or float16 the second column is kaitian's all_reduce of as many float32 elements.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OPERATIONS = (
     "all_to_all_single",
     "broadcast",
 )
-_TURN_SEC = 0.02  # of one library in one round
+_TURN_SEC = 0.02  # per library and round
 
 
 def make_calls(operation: str, size_bytes: int, group: dist.ProcessGroup) -> dict[str, Call]:
-    """Return the operation by each library, on float32 tensors of its own."""
+    """Return calls of the operation by library, each on its own float32 tensors."""
     from mpi4py import MPI
 
     comm, ranks = MPI.COMM_WORLD, dist.get_world_size()
@@ -57,7 +57,7 @@ def make_calls(operation: str, size_bytes: int, group: dist.ProcessGroup) -> dic
 def make_16_bit_calls(
     dtype: torch.dtype, size_bytes: int, group: dist.ProcessGroup
 ) -> dict[str, Call]:
-    """Return all_reduce of a 16-bit type, beside kaitian's of as many float32 elements."""
+    """Return all_reduce calls in a 16-bit dtype; "raw" is kaitian's of as many float32 elements."""
     narrow = torch.zeros(size_bytes // 4, dtype=dtype)
     wide = torch.zeros(size_bytes // 4)
     return {
@@ -68,14 +68,14 @@ def make_16_bit_calls(
 
 
 def slowest(seconds: float) -> float:
-    """Return the largest of the ranks' times."""
+    """Return the largest of the ranks' times. Collective."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
 
 def take_turn(call: Call, times: int) -> float:
-    """Return the slowest rank's seconds for one of so many calls in a row."""
+    """Return the slowest rank's seconds per call, over `times` calls in a row. Collective."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(times):
@@ -84,7 +84,7 @@ def take_turn(call: Call, times: int) -> float:
 
 
 def compare(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Return each library's seconds a call, by round."""
+    """Return each library's seconds per call, by round. Collective."""
     for call in calls.values():
         call()
     times = {
@@ -99,7 +99,7 @@ def compare(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
 
 
 def ratio(above: list[float], below: list[float]) -> float:
-    """Return the median over rounds of one time by another."""
+    """Return the median over rounds of the ratio of two times."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Median step of stock DDP over gloo and over kaitian, alternating in one run.
+"""Compares the step time of stock DDP over gloo and over kaitian, alternating in one run.
 
     mpirun -np 2 python benchmarks/ddp_step.py
     mpirun -np 4 python benchmarks/ddp_step.py --emulate-kinds gpu,gpu,mlu,mlu

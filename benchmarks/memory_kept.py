@@ -1,4 +1,4 @@
-"""Training steps with freed memory kept and with it returned, alternating in one run.
+"""Compares training steps that keep freed memory with ones that return it to the system.
 
     mpirun -np 4 python benchmarks/memory_kept.py
 
@@ -24,7 +24,7 @@ _DEFAULT_THRESHOLD = 128 * 1024
 
 
 def return_freed_memory() -> None:
-    """Set glibc's malloc back to what it starts with."""
+    """Restore the default thresholds of glibc's malloc."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, _DEFAULT_THRESHOLD)
     libc.mallopt(M_TRIM_THRESHOLD, _DEFAULT_THRESHOLD)
@@ -52,7 +52,7 @@ def main() -> None:
     ratios = []
     for pair in range(-1, options.pairs):
         keep_freed_memory()
-        block()  # the first after a change fills the memory
+        block()  # the first block after a change allocates the memory
         kept = block()
         return_freed_memory()
         block()

@@ -1,4 +1,4 @@
-"""All figures of living on when ranks are killed, on one machine of two cores.
+"""All figures of recovery from killed ranks, measured on one machine with two cores.
 
     python benchmarks/recovery.py [kills agreement checkpoint writing soak] [--json FILE]
 
@@ -30,7 +30,7 @@ from recovering.job import Launch
 
 HERE = Path(__file__).parent / "recovering"
 MPIRUN = ["mpirun", "--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE", "-np"]
-SLOTS = [1, 2, 1]  # hosts take turns at the cores: so, of two cores, each has two ranks
+SLOTS = [1, 2, 1]  # hosts are assigned to cores in turn, so each of two cores runs two ranks
 ON_HOSTS = {"hosts", "host-losses"}
 Result = dict[str, Any]
 
@@ -46,13 +46,13 @@ def run(*command: object) -> Result:
 
 
 def arguments_of(options: argparse.Namespace) -> list[str]:
-    """Return what the jobs train whose ranks are killed; the evaluation at the end is short."""
+    """Return the kaitian-train arguments of the disturbed jobs, with a short final evaluation."""
     given = [f"--model={options.model}", f"--global-batch-size={options.batch}"]
     return [*given, "--dataset=digits", "--val-split=0.05", "--balance=off"]
 
 
 def run_kills(options: argparse.Namespace) -> Result:
-    """From the kill of a rank to the others' next step."""
+    """Time from the kill of a rank to the next step of the others."""
     launch = Launch(options.ranks)
     result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
     kills.show(result)
@@ -67,7 +67,7 @@ def emulated_hosts() -> Iterator[EmulatedHosts]:
 
 
 def run_hosts(options: argparse.Namespace) -> Result:
-    """The same on several hosts."""
+    """Time from the kill of a rank to the next step, on several emulated hosts."""
     with emulated_hosts() as hosts, hosts:
         launch = Launch(hosts.slots, hosts)
         result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
@@ -76,7 +76,7 @@ def run_hosts(options: argparse.Namespace) -> Result:
 
 
 def run_host_losses(options: argparse.Namespace) -> Result:
-    """A whole host killed, or its link taken down."""
+    """Recovery from the loss of a host or of its network link."""
     with emulated_hosts() as hosts:
         launch = Launch(hosts.slots, hosts)
         result = host_losses.measure(launch, arguments_of(options), options.trials, options.seed)
@@ -85,17 +85,17 @@ def run_host_losses(options: argparse.Namespace) -> Result:
 
 
 def run_agreement(options: argparse.Namespace) -> Result:
-    """What it costs to be ready for a loss, in every step."""
+    """Cost per step of being able to recover."""
     script = HERE / "agreement.py"
     sizes = ["--model", options.model, "--batch", options.batch]
     result = run(*MPIRUN, options.ranks, sys.executable, script, *sizes)
     low, middle, high = result["ready_over_plain"]
     print(
-        f"a step of {1e3 * result['step_sec']:.0f} ms; of it the agreement "
-        f"{result['agree_us']:.0f} us on the last rank to come, {result['agree_wait_us']:.0f} us "
-        f"on the median rank; the copy of the buffers {result['copy_us']:.0f} us: "
-        f"{result['percent']:.2f}% of the step (asked: 1%)\n"
-        f"the agreement again and again {result['agree_alone_us']:.0f} us\n"
+        f"step {1e3 * result['step_sec']:.0f} ms, of which the agreement takes "
+        f"{result['agree_us']:.0f} us on the last rank to arrive ({result['agree_wait_us']:.0f} us "
+        f"on the median rank) and the copy of the buffers {result['copy_us']:.0f} us: "
+        f"{result['percent']:.2f}% of the step (target: 1%)\n"
+        f"agreement alone, in a loop: {result['agree_alone_us']:.0f} us\n"
         f"steps with both / without: {middle:.4f} ({low:.4f} to {high:.4f}), standard error "
         f"{result['ready_over_plain_stderr']:.4f}, {result['pairs']} pairs"
     )
@@ -103,17 +103,17 @@ def run_agreement(options: argparse.Namespace) -> Result:
 
 
 def run_checkpoint(options: argparse.Namespace) -> Result:
-    """For how long a checkpoint holds training up."""
+    """How long a checkpoint blocks training."""
     sizes = ["--model", options.model, "--batch", options.batch]
     result = run("mpirun", "-np", 2, sys.executable, HERE / "checkpoint.py", *sizes)
     for rank, times in enumerate(result["save_ms"]):
         print(f"rank {rank}: ms in each save: {' '.join(f'{ms:.1f}' for ms in times)}")
     print(
-        f"training stops for a checkpoint of {result['megabytes']:.1f} MB: median "
-        f"{result['median_ms']:.1f} ms, worst {result['worst_ms']:.1f} ms (asked: 20 ms)\n"
+        f"a checkpoint of {result['megabytes']:.1f} MB blocks training: median "
+        f"{result['median_ms']:.1f} ms, worst {result['worst_ms']:.1f} ms (target: 20 ms)\n"
         f"it is on disk after {result['written_sec']:.2f} s; the next step takes "
-        f"{result['next_over_normal']:.3f} of one of {1e3 * result['step_sec']:.0f} ms "
-        f"without writing"
+        f"{result['next_over_normal']:.3f} times a normal step of "
+        f"{1e3 * result['step_sec']:.0f} ms"
     )
     return result
 
@@ -123,14 +123,14 @@ def run_writing(options: argparse.Namespace) -> Result:
     result = run(sys.executable, HERE / "writing.py", "--kills", options.kills)
     print(
         f"{result['good']} of {result['kills']} kills left a checkpoint that loads: {result['new']}"
-        f" the one being written, {result['old']} the one before (asked: all; a write takes "
+        f" the one being written, {result['old']} the one before (target: all; a write takes "
         f"{1e3 * result['write_sec']:.0f} ms)"
     )
     return result
 
 
 def run_soak(options: argparse.Namespace) -> Result:
-    """Kill after kill in one run, and what becomes of the model."""
+    """Many kills in one run, and their effect on the model."""
     result = soak.measure(Launch(options.ranks), options.seed)
     soak.show(result)
     return result
@@ -148,16 +148,18 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all on one host")
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; default: all on one host")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", default="mobilenetv2")
     parser.add_argument("--batch", type=int, default=32, help="global batch")
-    parser.add_argument("--trials", type=int, default=20, help="jobs with a kill each")
+    parser.add_argument("--trials", type=int, default=20, help="jobs, each with one kill")
     parser.add_argument("--kills", type=int, default=100, help="kills while writing")
-    parser.add_argument("--seed", type=int, default=0, help="of whom and when to kill")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for the choice of ranks and times"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
@@ -168,9 +170,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the chosen parts."""
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs end with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that jobs are ended
     found: Result = {"cores": len(os.sched_getaffinity(0))}
     for name in options.parts or [part for part in PARTS if part not in ON_HOSTS]:
         print(f"== {name}: {PARTS[name].__doc__}", flush=True)

@@ -1,10 +1,10 @@
-"""A mixture of experts whose experts live on different ranks; each token travels to its own.
+"""A mixture of experts with experts on different ranks; tokens are sent to their experts' ranks.
 
     mpirun -np 2 python examples/expert_parallel.py
     mpirun -np 2 python examples/expert_parallel.py --experts 3,1 --emulate-kinds gpu,mlu
 
-The counts of tokens differ for every pair of ranks and in every step. The losses are those of one
-rank with all experts: compare `--experts 3,1` on two ranks with `--experts 4` on one.
+The number of tokens sent differs for every pair of ranks and every step. The losses equal those of
+one rank with all experts: compare `--experts 3,1` on two ranks with `--experts 4` on one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         experts: how many experts each rank holds.
-        rank: this rank.
+        rank: the rank of this process.
     """
 
     def __init__(self, experts: list[int], rank: int) -> None:
@@ -79,9 +79,11 @@ def exchange(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.
 def main() -> None:
     """Learn a function that differs between regions of its inputs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--experts", default="", help="of each rank, such as 3,1; default 2 each")
+    parser.add_argument(
+        "--experts", default="", help="experts per rank, such as 3,1; default 2 each"
+    )
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens per step of all ranks")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per step over all ranks")
     parser.add_argument("--emulate-kinds", default="", help="such as gpu,gpu,mlu")
     options = parser.parse_args()
 
@@ -102,7 +104,7 @@ def main() -> None:
         x = torch.randn(options.tokens, WIDTH)  # the same on every rank, which takes its part
         y = torch.einsum("tw,twv->tv", x, regions[x[:, :4].argmax(1)]) / WIDTH**0.5
         x, y = (whole.tensor_split(world.size)[world.rank].to(world.device) for whole in (x, y))
-        # Divided by the tokens of all ranks: an expert sums the gradients of all of them.
+        # Divided by the tokens of all ranks, as an expert sums the gradients from all ranks.
         loss = (model(x) - y).square().sum() / (options.tokens * WIDTH)
         optimizer.zero_grad()
         (loss + 0.05 * mixture.imbalance).backward()

@@ -1,9 +1,10 @@
-"""Inference with a model split into stages, one per rank, so that no device must hold all of it.
+"""Inference with a model split into stages, one per rank, so that no device has to hold all of it.
 
     mpirun -np 3 python examples/pipeline_inference.py
     mpirun -np 2 python examples/pipeline_inference.py --layers 6,2 --emulate-kinds gpu,mlu
 
-A device with more memory takes more layers. The last rank also runs the whole model and compares.
+A device with more memory can take more layers. The last rank also runs the whole model and compares
+the outputs.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import kaitian_mpi
 def main() -> None:
     """Run the stages; the last rank, which gets the result, prints speed and accuracy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", default="", help="of each rank, such as 6,2; default 2 each")
+    parser.add_argument("--layers", default="", help="layers per rank, such as 6,2; default 2 each")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batches", type=int, default=4, help="parts of a batch in flight")

@@ -1,16 +1,16 @@
-"""Held-out accuracy with uneven shares, and that of one process with the same global batch.
+"""Compares held-out accuracy of uneven batches with one process at the same global batch.
 
     python benchmarks/balancing/accuracy.py --data-dir ~/data/cifar-10-batches-bin
 
-For each seed three runs of kaitian-train, alike in seed, epochs, learning rate and global batch:
-one of several ranks, of emulated kinds and some of them emulated to be slow, with the shares that
-balancing gives; one of a single process; and one more of a single process with its images laid out
-otherwise in memory, which is the same mathematics with other roundings: what it moves the accuracy
-by is chance. Prints the accuracies, and whether the difference of the means is less than the spread
-of the single process over the seeds. Flags that this does not know go to kaitian-train in all
-runs, such as --augment none. KAITIAN (arXiv 2505.10183) lost 1.9 to 2.1 points.
+For each seed it runs kaitian-train three times with the same seed, epochs, learning rate and global
+batch: on several ranks of emulated kinds, some of them slowed down, with the batch sizes that
+balancing gives them; in a single process; and in a single process with another memory format. The
+last one does the same computation with different rounding, so the accuracy it gains or loses is
+chance. Prints the accuracies, and whether the difference of the means is less than the spread of
+the single process over the seeds. Other flags, such as --augment none, are passed on to
+kaitian-train in all runs. KAITIAN (arXiv 2505.10183) lost 1.9 to 2.1 points.
 
-A run that is alone on its machine takes a minute or two on 2 cores.
+A run on an otherwise idle machine with 2 cores takes a minute or two.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Runs:
     uneven: dict[str, Any]
     single: dict[str, Any]
     rounded: dict[str, Any]
-    """A single process too, with other roundings."""
+    """A single process with different rounding."""
 
     @property
     def accuracies(self) -> tuple[float, ...]:
-        """Held-out accuracy of the three, in percent."""
+        """Held-out accuracy of the three runs, in percent."""
         runs = (self.uneven, self.single, self.rounded)
         return tuple(round(100 * run["val_accuracy"], 4) for run in runs)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's options, and the arguments to hand on."""
+    """Return this script's options and the arguments for kaitian-train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--data-dir", required=True, help="folder with the official files")
     parser.add_argument("--dataset", default="cifar10")
@@ -78,7 +78,7 @@ def train(ranks: int, arguments: list[str]) -> dict[str, Any]:
 
 
 def train_all(seed: int, options: argparse.Namespace, handed_on: list[str]) -> Runs:
-    """Train the runs of a seed, one after the other."""
+    """Train the three runs of a seed, one after another."""
     names = ("model", "dataset", "data_dir", "epochs", "global_batch_size", "lr")
     alike = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     alike += [f"--seed={seed}", "--log-interval=60", *handed_on]
@@ -118,14 +118,14 @@ def compare(pairs: list[Runs]) -> dict[str, Any]:
 
 def show(pairs: list[Runs], result: dict[str, Any]) -> None:
     """Print the table and the verdict."""
-    print("seed  uneven %  one process %  otherwise rounded %  difference  samples/step at last")
+    print("seed  uneven %  one process %  other rounding %  difference  final batch sizes")
     for pair in pairs:
         uneven, single, rounded = pair.accuracies
         shares = pair.uneven["batch_sizes"]
-        columns = f"{uneven:8.2f}  {single:13.2f}  {rounded:19.2f}  {uneven - single:+10.2f}"
+        columns = f"{uneven:8.2f}  {single:13.2f}  {rounded:16.2f}  {uneven - single:+10.2f}"
         print(f"{pair.seed:4}  {columns}  {shares}")
     means = f"{result['uneven_mean']:8.2f}  {result['single_mean']:13.2f}"
-    print(f"mean  {means}  {result['rounded_mean']:19.2f}  {result['difference']:+10.2f}")
+    print(f"mean  {means}  {result['rounded_mean']:16.2f}  {result['difference']:+10.2f}")
     print(f"rounding alone: {result['difference_by_rounding']:+.2f} points")
     print(
         f"one process over {len(pairs)} seeds: max - min {result['single_spread']:.2f} points, "

@@ -1,10 +1,10 @@
-"""Samples per second that kaitian-bench forecasts for every subset of groups, and that it reaches.
+"""Compares kaitian-bench's forecast for every subset of device kinds with measured throughput.
 
     python benchmarks/balancing/forecast.py
 
-The groups are emulated, of one rank each, on a core of its own: as many groups as there are cores,
-or ranks that share a core would be another speed alone than together. Each subset is trained by
-kaitian-train on the same cores. Prints a line of JSON last.
+The kinds are emulated, with one rank each on its own core. There must not be more kinds than cores:
+ranks that share a core are faster alone than together. Each subset is trained by kaitian-train on
+the same cores. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-SETTLED = 15  # steps before this one warm up, and may be of a plan that is refined
+SETTLED = 15  # earlier steps are warm-up, and the plan may still change in them
 
 
 def launch(cores: list[int], command: list[str], folder: Path) -> None:
-    """Run a command on a rank for each of these cores; its output is shown if it fails."""
+    """Run a command with one rank on each of these cores; print its output if it fails."""
     words = ["mpirun", "--map-by", ":oversubscribe", "--bind-to", "none"]
     for core in cores:
         words += ["-np", "1", "taskset", "-c", str(core), *command, ":"]
@@ -41,7 +41,7 @@ def slowdown(factors: list[float]) -> list[str]:
 
 
 def measured_rate(folder: Path) -> float:
-    """Return the median samples per second of a run's settled steps."""
+    """Return the median samples per second of a run after its warm-up."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(line["samples_per_sec"] for line in lines[SETTLED:])
 

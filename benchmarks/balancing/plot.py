@@ -1,8 +1,8 @@
-"""Draws the batch sizes and step times of `steps.py events`.
+"""Plots the batch sizes and step times of `steps.py events`.
 
     python benchmarks/balancing/plot.py events.txt docs/balance.png
 
-The first file holds that command's output. Needs matplotlib: pip install ".[plots]".
+The first file is that command's output. Needs matplotlib: pip install ".[plots]".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAST, SLOW, STEP = "#1f5fa8", "#d1701e", "#444444"
 
 
 def main() -> None:
-    """Draw two panels over the steps: shares, and seconds."""
+    """Draw two panels over the steps: batch sizes and seconds."""
     source, target = map(Path, sys.argv[1:3])
     last = [line for line in source.read_text().splitlines() if line.startswith("{")][-1]
     found = json.loads(last)["events"]
@@ -35,7 +35,7 @@ def main() -> None:
     shares.set_ylabel("samples per step")
     shares.set_ylim(bottom=0)
     shares.set_title(
-        "The shares follow a rank that becomes three times slower (emulated)", loc="left"
+        "Batch sizes follow a rank that becomes three times slower (emulated)", loc="left"
     )
     seconds.plot(steps, found["seconds"], color=STEP, marker=".", linewidth=1, label="step")
     seconds.set_ylabel("seconds per step")

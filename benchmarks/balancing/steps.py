@@ -1,8 +1,8 @@
-"""Steps of two ranks, one of them slowed down (emulated), each on a core of its own.
+"""Measures steps of two ranks on one core each, one of them slowed down (emulated).
 
-    mpirun -np 2 --map-by core --bind-to core python benchmarks/balancing/steps.py
+    mpirun -np 2 --map-by core --bind-to core python benchmarks/balancing/steps.py sum
 
-Everything that is compared alternates within the one run. World rank 0 prints a line of JSON last.
+Whatever is compared alternates within one run. World rank 0 prints a line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kaitian_mpi.training.trainer import Trainer
 
 FACTOR = 3.0
 WARM_UP = 3
-SETTLING = 20  # steps in which the plan may be refined
+SETTLING = 20  # steps in which the plan may still change
 
 
 class Repeated(Dataset):
-    """A data set that does not end while it is measured."""
+    """A data set repeated so often that no measurement reaches its end."""
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
@@ -55,7 +55,7 @@ class Repeated(Dataset):
 
 
 class Run:
-    """A trainer and what follows its steps."""
+    """A trainer with the balancing that follows each step."""
 
     def __init__(self, trainer: Trainer, follow_up: StepFollowUp) -> None:
         self.sampler, self.balancing = trainer.sampler, follow_up.balancing
@@ -63,14 +63,14 @@ class Run:
         self._trainer, self._follow_up = trainer, follow_up
 
     def steps(self) -> Iterator[None]:
-        """Train a step each time that the next one is asked for."""
+        """Train one step per iteration."""
         for step in self._trainer.steps():
             self._follow_up.step_done(step)
             yield
 
 
 class Bench:
-    """Makes runs on this rank, of the same model and data."""
+    """Creates runs on this rank with the same model and data."""
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
@@ -78,7 +78,7 @@ class Bench:
         self.data = Repeated(self.source.train)
 
     def config(self, batch: int, balance: str = "static") -> TrainConfig:
-        """Return a config that shows nothing while it trains."""
+        """Return a config without progress output."""
         return TrainConfig(
             model=self.options.model,
             global_batch_size=batch,
@@ -90,23 +90,23 @@ class Bench:
         )
 
     def model(self) -> torch.nn.Module:
-        """Return the model, the same each time."""
+        """Return the model with the same weights each time."""
         torch.manual_seed(0)
         return build_model(self.options.model, self.source.num_classes)
 
     def plan(self, batch: int, schedules: tuple[Schedule, ...]) -> Plan:
-        """Plan by the package's own benchmark."""
+        """Return the plan made by the package's own benchmark. Collective."""
         config = self.config(batch)
         slowdown = Slowdown(schedules[self.world.rank])
         results = benchmark_ranks(config, self.world, self.model(), self.data, slowdown)
         return plan_by_benchmark(config, self.world, results)
 
     def fixed(self, shares: list[int]) -> Plan:
-        """Return a plan of one's own."""
+        """Return a plan with these batch sizes."""
         return Plan(shares, [1.0, 1.0], None, "channels_last", "fp32", None)
 
     def run(self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static") -> Run:
-        """Return a run whose ranks are slowed down by these schedules."""
+        """Return a run whose ranks follow these slowdown schedules."""
         config = self.config(sum(plan.batch_sizes), balance)
         data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
         made = Ingredients(data, self.model(), NoFolder(), schedules)
@@ -117,12 +117,12 @@ class Bench:
         return Run(trainer, StepFollowUp(config, self.world, made.folder, trainer, plan))
 
     def computation(self) -> Computation:
-        """Return how every trainer here computes."""
+        """Return the computation settings shared by all runs."""
         return Computation(self.world.device, "fp32", "channels_last", 0.0)
 
 
 def timed(world: World, steps: Iterator[None], count: int) -> float:
-    """Return the seconds per step of the next so many steps, the slower rank's."""
+    """Return the slower rank's seconds per step over the next `count` steps. Collective."""
     wait_quietly(world.comm)
     start = time.perf_counter()
     for _ in range(count):
@@ -131,7 +131,7 @@ def timed(world: World, steps: Iterator[None], count: int) -> float:
 
 
 class Alone:
-    """This rank's share, trained without communicating."""
+    """Trains this rank's share without communication."""
 
     def __init__(self, bench: Bench, share: int, schedule: Schedule) -> None:
         self._computation = bench.computation()
@@ -141,7 +141,7 @@ class Alone:
         self._data, self._share, self._next = bench.data, share, 0
 
     def samples_per_sec(self, world: World, seconds: float) -> float:
-        """Train for about so long, while the other rank does too."""
+        """Train for about `seconds`, at the same time as the other rank. Collective."""
         wait_quietly(world.comm)
         start, done = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
@@ -164,7 +164,7 @@ SLOW: tuple[Schedule, ...] = ((), ((0, FACTOR),))
 
 
 def sum_of_parts(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, object]:
-    """Together, against both at the same time on their own, and against equal shares."""
+    """Compare both ranks together with each rank alone, and with equal shares."""
     world, batch = bench.world, sum(plan.batch_sizes)
     together = bench.run(plan, SLOW, "adaptive")
     planned_steps = together.steps()
@@ -198,7 +198,7 @@ def sum_of_parts(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str,
 
 
 def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
-    """The plan's step against the best of all fixed splits of a small global batch."""
+    """Compare the plan's step with the best of all fixed splits of a small global batch."""
     world = bench.world
     plan = bench.plan(batch, SLOW)
     splits = [[share, batch - share] for share in range(1, batch)]
@@ -209,10 +209,10 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
     for _ in range(rounds):
         for split in splits:
             run.sampler.set_plan(split)
-            next(steps)  # the loader has asked for this one's samples already
+            next(steps)  # the loader has already fetched this step's samples
             seconds[split[0]].append(timed(world, steps, 1))
     medians = {share: statistics.median(times) for share, times in seconds.items()}
-    # The best four once more, alternating with the plan, so that the best is not the luckiest.
+    # Measure the best four again, alternating with the plan, so that the best is not just lucky.
     finalists = sorted(medians, key=lambda share: medians[share])[:4]
     again: dict[int, list[float]] = {share: [] for share in {*finalists, plan.batch_sizes[0]}}
     for _ in range(3 * rounds):
@@ -233,7 +233,7 @@ def exhaustive(bench: Bench, batch: int, rounds: int) -> dict[str, object]:
 
 
 def steady(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, object]:
-    """Adaptive against static where nothing changes."""
+    """Compare adaptive with static balancing at constant speed."""
     world = bench.world
     runs = [bench.run(plan, SLOW, balance) for balance in ("static", "adaptive")]
     steps_of = [run.steps() for run in runs]
@@ -253,7 +253,7 @@ def steady(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, objec
 
 
 def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> dict[str, object]:
-    """Rank 1 becomes three times slower, and well again."""
+    """Slow rank 1 down three times, then let it recover."""
     world = bench.world
     plan = bench.plan(batch, ((), ()))
     schedules: tuple[Schedule, ...] = ((), ((slow_at, FACTOR), (well_at, 1.0)))
@@ -288,7 +288,7 @@ def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> 
 
 
 def best_fixed(bench: Bench, batch: int, schedules: tuple[Schedule, ...]) -> float:
-    """Return the least median step of the fixed splits near the ideal."""
+    """Return the smallest median step time of the fixed splits near the ideal one."""
     world = bench.world
     ratio = 1 / FACTOR if schedules[1] else 1.0
     ideal = round(batch / (1 + ratio))
@@ -307,7 +307,7 @@ def best_fixed(bench: Bench, batch: int, schedules: tuple[Schedule, ...]) -> flo
 
 
 def reached(efficiencies: list[float]) -> int:
-    """Return after how many steps the median of five is at 0.95 or more for the first time."""
+    """Return the number of steps until the median of five first reaches 0.95; -1 if never."""
     for step in range(2, len(efficiencies) - 2):
         if statistics.median(efficiencies[step - 2 : step + 3]) >= 0.95:
             return step - 2
@@ -321,7 +321,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def main() -> None:
-    """Run what is asked for; world rank 0 prints."""
+    """Run the chosen parts; world rank 0 prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=["sum", "exhaustive", "steady", "events"])
     parser.add_argument("--model", default="mobilenetv2")

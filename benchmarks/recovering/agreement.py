@@ -1,8 +1,8 @@
-"""What a step costs more for being ready to lose a rank.
+"""Measures the cost per step of being able to recover from the loss of a rank.
 
     mpirun --with-ft ulfm -np 4 python benchmarks/recovering/agreement.py
 
-Steps with and without alternate within the one run. World rank 0 prints a line of JSON last.
+Steps with and without it alternate within one run. World rank 0 prints a line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ ALONE = 200
 
 
 class Stopwatch:
-    """Calls a function and keeps the seconds of each call."""
+    """Wraps a function and records the seconds of each call."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
         self.seconds: list[float] = []
 
     def __call__(self, *arguments: object) -> None:
-        """Call it."""
+        """Call the function."""
         began = time.perf_counter()
         self._function(*arguments)
         self.seconds.append(time.perf_counter() - began)
 
 
 def agree_alone(world: World) -> float:
-    """Return the median seconds of an agreement for which nobody is late. Collective."""
+    """Return the median seconds of an agreement at which all ranks arrive together. Collective."""
     seconds = []
     for _ in range(ALONE):
         wait_quietly(world.comm)
@@ -80,10 +80,10 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 def summarise(
     world: World, blocks: tuple[list[float], list[float]], agreed: list[float], copied: list[float]
 ) -> dict[str, Any]:
-    """Bring the ranks' times together. Collective.
+    """Combine the ranks' times. Collective.
 
-    Who comes last to an agreement waits for nobody: its time is what agreeing costs. The others'
-    holds waiting too, which the next step would make up for without it.
+    The last rank to arrive at an agreement does not wait, so its time is the cost of agreeing. The
+    times of the others include waiting, which without the agreement would happen in the next step.
     """
     per_step = list(zip(*gather_values(world.comm, agreed), strict=True))
     last = statistics.median(min(times) for times in per_step)
@@ -102,7 +102,7 @@ def summarise(
         "percent_with_waiting": 100 * (usual + copy) / step,
         "pairs": len(ratios),
         "ready_over_plain": [round(value, 4) for value in statistics.quantiles(ratios, n=4)],
-        # Of a median, where errors are normal.
+        # The standard error of a median, for normally distributed errors.
         "ready_over_plain_stderr": 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)),
     }
 
@@ -117,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     world = kaitian_mpi.init()
     if not Crew(world).survives:
-        sys.exit("nothing is agreed upon in this job: start it with mpirun --with-ft ulfm")
+        sys.exit("this job cannot recover from a lost rank: start it with mpirun --with-ft ulfm")
     found = measure(world, options)
     if world.rank == 0:
         print(json.dumps(found), flush=True)

@@ -1,8 +1,8 @@
-"""How long training stops for a checkpoint, and what it is slowed down by while one is written.
+"""Measures how long a checkpoint blocks training, and the slowdown while one is written.
 
     mpirun -np 2 python benchmarks/recovering/checkpoint.py
 
-World rank 0 prints a line of JSON last.
+World rank 0 prints a line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_UP = 4
 
 
 def memory_of(config: TrainConfig, trainer: Trainer) -> Memory:
-    """Return what a run saves besides its state."""
+    """Return the run metadata that is saved with the state."""
     places = [info.place for info in trainer.world.infos]
     profiles = {place: profile_unmeasured(config) for place in places}
     shares = trainer.sampler.batch_sizes
@@ -41,13 +41,13 @@ def memory_of(config: TrainConfig, trainer: Trainer) -> Memory:
 
 
 def is_writing(world: World) -> bool:
-    """Return whether some rank is writing. Collective."""
+    """Return whether any rank is writing. Collective."""
     names = [thread.name for thread in threading.enumerate()]
     return any(gather_values(world.comm, "checkpoint-writer" in names))
 
 
 def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Save every few steps. Collective."""
+    """Save every few steps and return the times. Collective."""
     config = make_config(options.model, options.batch)
     trainer, follow_up = make_trainer(config, world)
     memory, checkpoints = memory_of(config, trainer), Checkpointing(config, folder)
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--model", default="mobilenetv2")
     parser.add_argument("--batch", type=int, default=32, help="global batch")
     parser.add_argument("--saves", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4, help="steps between, without writing")
+    parser.add_argument("--steps", type=int, default=4, help="steps between saves, without writing")
     options = parser.parse_args()
     world = kaitian_mpi.init()
     with tempfile.TemporaryDirectory(prefix="kaitian-checkpoint-") as folder:

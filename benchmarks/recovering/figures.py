@@ -1,4 +1,4 @@
-"""What trials come to, where something may not have happened at all."""
+"""Statistics over trials in which an event may not have happened."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def in_seconds(value: float | None, digits: int = 2) -> str:
-    """Return seconds in words: `0.61 s`, or `never`."""
+    """Format seconds: `0.61 s`, or `never` for None."""
     return "never" if value is None else f"{value:.{digits}f} s"
 
 
 def or_infinite(values: Iterable[float | None]) -> list[float]:
-    """Return the values; what has never come is infinite."""
+    """Return the values with infinity in place of None."""
     return [float("inf") if value is None else value for value in values]
 
 

@@ -1,4 +1,4 @@
-"""How long a host that is lost, or whose link is, holds the others up; and what they do again."""
+"""Measures the downtime and the repeated steps after the loss of a host or of its link."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Trial:
     host: int
     how: str
     to_step: float | None
-    """From the loss until a step is done that had not been done before it; None if none is."""
+    """From the loss until the first new step; None if there is none."""
     to_first_step: float | None
-    """From the loss until any step is done."""
+    """From the loss until the first step, new or repeated; None if there is none."""
     repeated: int | None
-    """Steps that are done again."""
+    """Number of repeated steps; None if no step followed."""
     has_finished: bool
 
 
 def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dict[str, Any]:
-    """Kill a host, or take its link down, by turns, each time in a job of its own."""
+    """Alternately kill a host and take its link down, each time in a new job."""
     choice, done = random.Random(seed), []
     print(" host  how       to the next step  to a new step  steps repeated  finished")
     for number in range(trials):
@@ -45,13 +45,13 @@ def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dic
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print what the trials come to."""
+    """Print a summary of the trials."""
     for how, found in result["by_kind"].items():
         print(
             f"{how}: {found['finished']} of {found['trials']} finished; to the next step: median "
             f"{found['to_first_step_sec'][0]:.1f} s, worst {found['to_first_step_sec'][1]:.1f} s "
-            f"(asked: {TARGET_SEC:.0f} s); at most {found['most_repeated']} steps done again "
-            f"(asked: {TARGET_STEPS})"
+            f"(target: {TARGET_SEC:.0f} s); at most {found['most_repeated']} steps repeated "
+            f"(target: {TARGET_STEPS})"
         )
 
 
@@ -89,7 +89,7 @@ def _judge(job: Job, host: int, how: str, at: float, code: int | None) -> Trial:
         code == 0 and job.summary().get("finished", False),
     )
     if not trial.has_finished:
-        print(f"{how} {at - job.began:.2f} s on, exit code {code}: see {job.keep_output()}")
+        print(f"{how} after {at - job.began:.2f} s, exit code {code}: see {job.keep_output()}")
     return trial
 
 

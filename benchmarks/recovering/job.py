@@ -1,4 +1,4 @@
-"""A training job whose ranks can be killed, and its output with the time of each line."""
+"""A training job whose ranks can be killed, with its output and the time of each line."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class Line:
 
     @property
     def step(self) -> int | None:
-        """The step whose progress this line shows; None where it shows none."""
+        """The step whose progress this line shows; None for other lines."""
         found = _STEP.match(self.text)
         return int(found[1]) if found else None
 
     @property
     def loss_after(self) -> int | None:
-        """The step after which the others go on without a rank; None where it says no such."""
+        """The last step before a rank was lost; None for lines that report no loss."""
         found = _LOSS.match(self.text)
         return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How mpirun is called."""
+    """How mpirun is started."""
 
     ranks: int
     hosts: EmulatedHosts | None = None
     """None: all ranks on this machine."""
     restarts: int = 0
-    """How often a supervisor starts the job again; 0: there is none."""
+    """Restarts allowed to kaitian-supervise; 0: no supervisor."""
 
     def command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a job that survives the loss of ranks."""
@@ -76,14 +76,14 @@ class Launch:
 
 
 class Job:
-    """A run of kaitian-train; leaving the context ends it."""
+    """A run of kaitian-train; leaving the context terminates it."""
 
     def __init__(self, launch: Launch, run_dir: Path, arguments: list[str]) -> None:
         self.run_dir = run_dir
         self.lines: list[Line] = []
         self._news = threading.Condition()
         self.began = time.perf_counter()
-        """When mpirun was called."""
+        """When mpirun was started."""
         self._process = subprocess.Popen(
             launch.command([*arguments, "--log-interval=0", f"--run-dir={run_dir}"]),
             stdout=subprocess.PIPE,
@@ -109,10 +109,10 @@ class Job:
                 self.wait(_ENDING_SEC)
 
     def wait_for(self, is_it: Callable[[Line], bool], limit_sec: float) -> Line:
-        """Return the first line that is it; wait until it comes.
+        """Return the first line for which `is_it` is true; wait until it arrives.
 
         Raises:
-            TimeoutError: it has not come in time, or the job has ended without it.
+            TimeoutError: it did not arrive in time, or the job has ended without it.
         """
         until, seen = time.perf_counter() + limit_sec, 0
         while True:
@@ -128,7 +128,7 @@ class Job:
                 raise TimeoutError("".join(f"{line.text}\n" for line in self.lines[-5:]))
 
     def wait(self, limit_sec: float) -> int | None:
-        """Return the job's exit code; None if it has not ended in time."""
+        """Return the job's exit code; None if it is still running at the limit."""
         try:
             code = self._process.wait(limit_sec)
         except subprocess.TimeoutExpired:
@@ -137,7 +137,7 @@ class Job:
         return code
 
     def pid_of(self, rank: int) -> int:
-        """Return a rank's process, also on another host that is emulated on this machine."""
+        """Return the process id of a rank, also of one on an emulated host."""
         parents = _processes_of(rank, str(self.run_dir).encode())
         own = [pid for pid, parent in parents.items() if parent not in parents]
         if len(own) != 1:
@@ -145,13 +145,13 @@ class Job:
         return own[0]
 
     def summary(self) -> dict[str, Any]:
-        """Return what `summary.json` says now; nothing where there is none yet."""
+        """Return the current content of `summary.json`; empty if there is none yet."""
         path = self.run_dir / "summary.json"
         content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return content
 
     def keep_output(self) -> Path:
-        """Write the output to a file that stays, each line with its second; return the file."""
+        """Write the output with timestamps to a file that is kept; return its path."""
         number, name = tempfile.mkstemp(prefix="kaitian-failed-", suffix=".txt")
         with os.fdopen(number, "w") as file:
             file.writelines(f"{line.at - self.began:7.2f} {line.text}\n" for line in self.lines)
@@ -161,7 +161,7 @@ class Job:
         assert self._process.stdout is not None
         for text in self._process.stdout:
             with self._news:
-                # Open MPI ends its own messages with a NUL.
+                # Open MPI terminates its own messages with a NUL.
                 self.lines.append(Line(time.perf_counter(), text.replace("\0", "").rstrip()))
                 self._news.notify_all()
         with self._news:
@@ -176,9 +176,9 @@ def kill(pid: int) -> float:
 
 
 def recovery_after(lines: list[Line], at: float) -> tuple[float, float] | None:
-    """Return the seconds from a kill until the others go on, and until their next step.
+    """Return the seconds from a kill until the others have recovered, and until their next step.
 
-    None where they have not come so far.
+    None if they did not.
     """
     loss = next((line for line in lines if line.loss_after is not None and line.at > at), None)
     step = next((line for line in lines if line.step and loss and line.at >= loss.at), None)
@@ -186,10 +186,10 @@ def recovery_after(lines: list[Line], at: float) -> tuple[float, float] | None:
 
 
 def is_whole(lines: list[Line], steps: int) -> bool:
-    """Return whether every step was done once, as far as the lines tell.
+    """Return whether the output shows every step exactly once.
 
-    The line of the last step before a loss may be missing: whoever had to show it may be the one
-    that was killed. The steps go on behind it all the same.
+    The line of the last step before a loss may be missing, as the killed rank may be the one that
+    had to print it. The numbers of the following steps still continue from that step.
     """
     done = shown = 0
     for line in lines:
@@ -205,7 +205,7 @@ def is_whole(lines: list[Line], steps: int) -> bool:
 
 
 def _processes_of(rank: int, word: bytes) -> dict[int, int]:
-    """Return the parents of a rank's processes that have a word in their command lines."""
+    """Return pid and parent pid of a rank's processes with `word` in their command lines."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:

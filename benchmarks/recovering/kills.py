@@ -1,4 +1,4 @@
-"""How long a killed rank holds the others up."""
+"""Measures the downtime after the kill of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recovering.figures import in_seconds, middle_and_worst
 from recovering.job import Job, Launch, Line, is_whole, kill, recovery_after
 
 _STARTING_SEC, _TRAINING_SEC = 90.0, 40.0
-_FIRST_STEPS = 2  # not counted: something is still made for the first time
+_FIRST_STEPS = 2  # not counted: warm-up
 _STEPS_BEFORE, _STEPS_TO_KILL_IN, _STEPS = 7, 4, 15
 MEDIAN_TARGET_SEC, WORST_TARGET_SEC = 0.5, 2.0
 
@@ -26,30 +26,30 @@ class Trial:
 
     rank: int
     after_step: int
-    """The last step that was shown before it."""
+    """The last step printed before the kill."""
     normal_step: float
-    """The median of the job's steps before."""
+    """The median step time before the kill."""
     to_regroup: float | None
-    """From the kill until the others say that they go on; None if they do not."""
+    """From the kill until the others report that they have recovered; None if they do not."""
     to_step: float | None
-    """From the kill until the others have done a step since."""
+    """From the kill until the next step of the others; None if there is none."""
     noticed_to_step: float | None
     """`seconds_to_recover` of the job's summary."""
     has_recovered: bool
-    """The run has finished, with exit code 0, and names the rank that was lost."""
+    """The run finished with exit code 0 and reported the lost rank."""
     is_whole: bool
-    """No step was lost, none done twice."""
+    """No step was lost or repeated."""
 
     @property
     def over(self) -> float | None:
-        """How much longer than a normal step it took."""
+        """Time to the next step beyond that of a normal step."""
         return None if self.to_step is None else self.to_step - self.normal_step
 
 
 def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dict[str, Any]:
-    """Kill a random rank at a random moment, in so many jobs one after the other."""
+    """Kill a random rank at a random moment, in each of `trials` jobs."""
     choice, done = random.Random(seed), []
-    print(" kill of rank  after step  normal step  to regroup  to the next step  over  whole")
+    print("  killed rank  after step  normal step  to recover  to the next step  over  whole")
     for _ in range(trials):
         done.append(_try(launch, arguments, choice))
         print(_row(done[-1]), flush=True)
@@ -57,14 +57,14 @@ def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dic
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print what the trials come to."""
+    """Print a summary of the trials."""
     print(
         f"{result['recovered']} of {result['trials']} recovered, {result['whole']} without a step "
         f"lost or repeated\nkill to the next step, over a normal one of "
         f"{result['normal_step_sec']:.2f} s: median {result['over_sec'][0]:.2f} s, worst "
-        f"{result['over_sec'][1]:.2f} s (asked: {MEDIAN_TARGET_SEC} s, {WORST_TARGET_SEC} s)\n"
+        f"{result['over_sec'][1]:.2f} s (target: {MEDIAN_TARGET_SEC} s, {WORST_TARGET_SEC} s)\n"
         f"kill to that step: median {result['to_step_sec'][0]:.2f} s, worst "
-        f"{result['to_step_sec'][1]:.2f} s; until the others are regrouped: median "
+        f"{result['to_step_sec'][1]:.2f} s; kill to recovery: median "
         f"{result['to_regroup_sec'][0]:.2f} s, worst {result['to_regroup_sec'][1]:.2f} s"
     )
 
@@ -104,7 +104,7 @@ def _judge(job: Job, rank: int, at: float, code: int | None) -> Trial:
         is_whole(job.lines, _STEPS),
     )
     if not (trial.has_recovered and trial.is_whole):
-        print(f"killed {at - job.began:.2f} s on, exit code {code}: see {job.keep_output()}")
+        print(f"killed after {at - job.began:.2f} s, exit code {code}: see {job.keep_output()}")
     return trial
 
 

@@ -1,4 +1,4 @@
-"""Kill after kill in one run, spares coming in; and the same training undisturbed."""
+"""Compares training with many killed ranks, replaced by spares, with undisturbed training."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def measure(launch: Launch, seed: int) -> dict[str, Any]:
     """Train with each seed undisturbed, and with the first one disturbed.
 
     Args:
-        launch: the ranks that are to train; as many spares as kills are added.
-        seed: of whom and when to kill.
+        launch: how to start the active ranks; one spare per kill is added.
+        seed: determines which ranks are killed and when.
     """
     undisturbed = []
     for number in _SEEDS:
@@ -42,7 +42,7 @@ def measure(launch: Launch, seed: int) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print whether the kills have changed the model more than another seed does."""
+    """Print whether the kills changed the model more than another seed does."""
     run = result["disturbed"]
     seconds = run["kill_to_step_sec"] or [float("inf")]
     print(
@@ -92,7 +92,7 @@ def _train(launch: Launch, seed: int, kills: list[int], choice: random.Random) -
 
 
 def _kill_at(job: Job, step: int, choice: random.Random) -> dict[str, float]:
-    """Kill one of the ranks that train, soon after a step."""
+    """Kill one of the active ranks shortly after a step."""
     job.wait_for(lambda line: (line.step or 0) >= step, _RUNNING_SEC)
     rank = choice.choice(job.summary()["ranks"])
     pid = job.pid_of(rank)

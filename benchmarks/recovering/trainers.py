@@ -1,4 +1,4 @@
-"""Trainers to measure, on ranks that mpirun has started."""
+"""Trainers for measurements, on ranks that mpirun has started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kaitian_mpi.training.trainer import Step, Trainer
 
 
 def make_config(model: str, batch: int) -> TrainConfig:
-    """Return a config that shows nothing while it trains."""
+    """Return a config without progress output."""
     return TrainConfig(
         model=model,
         dataset="synthetic",
@@ -40,7 +40,7 @@ def make_config(model: str, batch: int) -> TrainConfig:
 def make_trainer(
     config: TrainConfig, world: World, commit: Callable[[bool], None] | None = None
 ) -> tuple[Trainer, StepFollowUp]:
-    """Return a trainer with equal batch sizes and a model of its own. Collective."""
+    """Return a trainer with equal batch sizes and its own model. Collective."""
     data = load_data(config)
     torch.manual_seed(0)
     made = Ingredients(data, build_model(config.model, data.num_classes), NoFolder(), ())
@@ -54,7 +54,7 @@ def make_trainer(
 
 
 def endless(trainer: Trainer, follow_up: StepFollowUp) -> Iterator[Step]:
-    """Train a step each time that the next one is asked for, epoch after epoch."""
+    """Train one step per iteration, epoch after epoch."""
     while True:
         for step in trainer.steps():
             follow_up.step_done(step)
@@ -64,7 +64,7 @@ def endless(trainer: Trainer, follow_up: StepFollowUp) -> Iterator[Step]:
 
 
 def timed(world: World, steps: Iterator[Step], count: int) -> float:
-    """Return the seconds per step of the next so many steps, the slowest rank's. Collective."""
+    """Return the slowest rank's seconds per step over the next `count` steps. Collective."""
     wait_quietly(world.comm)
     began = time.perf_counter()
     for _ in range(count):

@@ -1,8 +1,8 @@
-"""Kills while a checkpoint is written: what is left must load.
+"""Kills processes while they write a checkpoint, and checks that a checkpoint can be loaded.
 
     python benchmarks/recovering/writing.py
 
-Prints a line of JSON last.
+The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
 
-_TENSORS, _ELEMENTS = 480, 10_000  # 19 MB, as MobileNetV2 with momentum
+_TENSORS, _ELEMENTS = 480, 10_000  # 19 MB, the size of MobileNetV2 with momentum
 
 
 def write(files: CheckpointFiles, number: int) -> float:
-    """Write a checkpoint that shows its number; return the seconds. Each step comes twice."""
+    """Write a checkpoint filled with its number; return the seconds. Each step is written twice."""
     state = {str(i): torch.full((_ELEMENTS,), float(number)) for i in range(_TENSORS)}
     began = time.perf_counter()
     files.write(state, {"step": number // 2, "number": number})
@@ -33,7 +33,7 @@ def write(files: CheckpointFiles, number: int) -> float:
 
 
 def killed_while_writing(files: CheckpointFiles, number: int, after_sec: float) -> bool:
-    """Write in a child that is killed after so long; return whether it was still at it."""
+    """Write in a child and kill it after `after_sec`; return whether it was still writing."""
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -51,7 +51,7 @@ def killed_while_writing(files: CheckpointFiles, number: int, after_sec: float) 
 
 
 def number_found(files: CheckpointFiles) -> int | None:
-    """Return the number of the newest checkpoint that loads, if it is whole."""
+    """Return the number of the newest checkpoint that loads; None unless it is complete."""
     found = files.newest_good()
     if found is None or len(found.state) != _TENSORS:
         return None
@@ -61,8 +61,8 @@ def number_found(files: CheckpointFiles) -> int | None:
 
 
 def measure(folder: Path, kills: int, seed: int) -> dict[str, float]:
-    """Kill so many writes at random moments; those that were done too early do not count."""
-    torch.set_num_threads(1)  # a child that is forked has no threads
+    """Kill writes at random moments, until `kills` were killed before they had finished."""
+    torch.set_num_threads(1)  # torch's worker threads do not survive a fork
     choice = random.Random(seed)
     files = CheckpointFiles(folder, keep=1)
     usual = statistics.median(write(files, number) for number in range(4))
