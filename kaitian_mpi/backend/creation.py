@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
-    from kaitian_mpi.collectives.router import OwnDevice
+    from kaitian_mpi.collectives.vendor import OwnDevice
 
 
 def create(options: Any, _: Any = None) -> KaitianProcessGroup:
@@ -44,14 +44,14 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     places = positions(comm, world.comm)
     comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
-    arrivals = job_store().view(f"group {unique}")
+    group_store = job_store().view(f"group {unique}")
     name = str(options.group_id)
-    return KaitianProcessGroup(options.store, arrivals, comms, own, name, options.timeout)
+    return KaitianProcessGroup(options.store, group_store, comms, own, name, options.timeout)
 
 
 def _own_device(world: World, group: list[int]) -> OwnDevice:
     """Return this rank's device; `group` are the ranks of its kind, or of its emulated label."""
-    from kaitian_mpi.collectives.router import OwnDevice
+    from kaitian_mpi.collectives.vendor import OwnDevice
 
     alike = len({torch.device(world.infos[rank].device).type for rank in group}) == 1
     has_vendor = alike and world.device_kind.vendor_backend is not None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.backend.ddp_hook import WeightedSum
-from kaitian_mpi.collectives.torch_tools import not_compiled
+from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from kaitian_mpi.collectives.torch_tools import not_compiled
+from kaitian_mpi.collectives.compiler import not_compiled
 
 
 def _nothing(is_last: bool) -> None:

@@ -45,11 +45,11 @@ class MonitoredBarrier:
         tag = MONITORED_BARRIERS[self._calls % len(MONITORED_BARRIERS)]
         limit_sec = timeout.total_seconds()
         if self._comm.rank == 0:
-            self._call_the_roll(tag, limit_sec, wait_all_ranks)
+            self._collect_reports(tag, limit_sec, wait_all_ranks)
         else:
             self._report(tag, limit_sec)
 
-    def _call_the_roll(self, tag: int, limit_sec: float, wait_all_ranks: bool) -> None:
+    def _collect_reports(self, tag: int, limit_sec: float, wait_all_ranks: bool) -> None:
         reports = {
             rank: self._comm.Irecv(np.empty(1, dtype=np.int8), rank, tag)
             for rank in range(1, self._comm.size)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.collectives.staging import SideStreams, Streams, from_host, to_host
-from kaitian_mpi.collectives.torch_tools import not_compiled
-from kaitian_mpi.collectives.worker import Queued
+from kaitian_mpi.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, listed_ranks
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.runtime.abort import end_with_traceback
@@ -28,7 +28,7 @@ from kaitian_mpi.runtime.polling import abandon, nap
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from kaitian_mpi.collectives.arrivals import RollCall
+    from kaitian_mpi.collectives.arrivals import ArrivalTracker
 
 ENDED = "this process group has been destroyed"
 """Why nothing can follow in a group."""
@@ -108,7 +108,7 @@ class Mailbox:
         self,
         comm: MPI.Comm,
         name: str,
-        roll_call: RollCall,
+        arrivals: ArrivalTracker,
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
     ) -> None:
@@ -117,14 +117,14 @@ class Mailbox:
         Args:
             comm: the ranks, for messages alone.
             name: the thread's.
-            roll_call: knows which ranks have ended the group.
+            arrivals: knows which ranks have ended the group.
             timeout: how long a message is waited for.
             on_failure: told when one has failed, so that nothing more can follow in the group.
         """
         self._comm = comm
         self._name = name
         self._streams = SideStreams()
-        self._roll_call = roll_call
+        self._arrivals = arrivals
         self._timeout_sec = timeout.total_seconds()
         self._on_failure = on_failure
         self._refusal = ""
@@ -270,7 +270,7 @@ class Mailbox:
 
     def _ranks_left(self) -> list[int]:
         try:
-            return self._roll_call.ranks_left()
+            return self._arrivals.ranks_left()
         except RankLostError:  # whoever waits in MPI hears of it there
             return []
 

@@ -20,8 +20,8 @@ _LOOKING_SEC = 2.0
 _PASSED, _FAILED = b"passed", b"failed"
 
 
-class RollCall:
-    """The arrivals at a group's collectives.
+class ArrivalTracker:
+    """Knows which ranks have arrived at a group's collectives.
 
     A rank that has waited for a second signs in the group's store; at the time-out those who have
     not signed are the ones that are missing. While all is well nothing is sent.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -13,10 +11,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from kaitian_mpi.collectives.worker import Calls, Method
-
-# Operations whose tensors may differ in shape between ranks.
-_UNEVEN = ("all_to_all", "all_to_all_single", "all_gather", "reduce_scatter")
+    from kaitian_mpi.collectives.collective import Collective
 
 
 class AgreementCheck:
@@ -27,38 +22,37 @@ class AgreementCheck:
         self._comm = comm
         self._arrive = arrive
 
-    def before(
-        self,
-        method: Method,
-        calls: Calls,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        details: Any,
-    ) -> Callable[[], None]:
-        """Return the calls of `method` with the comparison before them. Collective when it runs.
+    def compare(self, collective: Collective) -> None:
+        """Compare what the ranks are about to do. Collective.
 
-        It raises a `CollectiveError` that tells what each rank called.
+        Raises:
+            CollectiveError: it is not the same; the error tells what each rank called.
         """
-        own = _described(name, tensors, details)
+        self._arrive()
+        called = gather_values(self._comm, _described(collective))
+        if any(call != called[0] for call in called):
+            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(called))
+            raise CollectiveError(
+                f"the ranks call different collectives, or with different shapes: {listed}"
+            )
+
+    def before(self, call: Callable[[], None], collective: Collective) -> Callable[[], None]:
+        """Return `call` with the comparison before it."""
 
         def checked() -> None:
-            self._arrive()
-            called = gather_values(self._comm, own)
-            if any(call != called[0] for call in called):
-                listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(called))
-                raise CollectiveError(
-                    f"the ranks call different collectives, or with different shapes: {listed}"
-                )
-            for arguments in calls:
-                method(*arguments)
+            self.compare(collective)
+            call()
 
         return checked
 
 
-def _described(name: str, tensors: Sequence[torch.Tensor], details: Any) -> str:
+def _described(collective: Collective) -> str:
     """Return a call as a line that is to be the same on every rank."""
+    tensors, op = collective.result, collective.op
     # Each shape once: of a gather, the root has a list.
-    shapes = [] if name in _UNEVEN else sorted({str(list(tensor.shape)) for tensor in tensors})
-    types = sorted({str(tensor.dtype) for tensor in tensors})
-    said = [] if details is None else [str(details)]
-    return f"{name}({', '.join([*shapes, *types, *said])})"
+    shapes = sorted({str(list(tensor.shape)) for tensor in tensors})
+    parts = [] if collective.may_be_uneven else shapes
+    parts += sorted({str(tensor.dtype) for tensor in tensors})
+    parts += [] if op is None else [str(op.op)]
+    parts += [] if collective.root < 0 else [f"root {collective.root}"]
+    return f"{collective.name}({', '.join(parts)})"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from kaitian_mpi.collectives.arrivals import RollCall
+from kaitian_mpi.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.collectives.staging import contiguous, from_host, relay_in_chunks, to_host
 from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
 
@@ -27,16 +28,12 @@ class HostOperations:
     sender and receiver agree.
     """
 
-    def __init__(self, comm: MPI.Comm, roll_call: RollCall) -> None:
-        """Make the operations.
-
-        Args:
-            comm: the ranks.
-            roll_call: waits for every rank of `comm`.
-        """
+    def __init__(self, comm: MPI.Comm, arrivals: ArrivalTracker) -> None:
+        """Prepare for the ranks of `comm`, whose arrivals are tracked by `arrivals`."""
+        self.rank, self.size = comm.rank, comm.size
         self._comm = comm
-        self._arrive = roll_call.arrive
-        self._complete = roll_call.complete
+        self.barrier = self._arrive = arrivals.arrive
+        self._complete = arrivals.complete
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Leave the reduction in `tensor` on every rank."""
@@ -51,10 +48,12 @@ class HostOperations:
             return
         self._arrive()
         lent = contiguous(tensor)
-        chunks = host_collectives.allreduce_chunks(self._comm, lent.view(-1))
-        relay_in_chunks(
-            chunks, lambda chunk: host_collectives.allreduce_chunk(self._comm, chunk, op)
-        )
+        if lent.is_cpu:
+            host_collectives.allreduce(self._comm, lent, op)
+        else:
+            chunks = host_collectives.allreduce_chunks(self._comm, lent.view(-1))
+            exchange = partial(host_collectives.allreduce_chunk, self._comm, op=op)
+            relay_in_chunks(chunks, exchange)
         from_host(lent, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

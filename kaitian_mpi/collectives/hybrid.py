@@ -1,4 +1,4 @@
-"""Allreduce over ranks of unlike device kinds.
+"""Collectives of ranks of unlike device kinds: an allreduce that uses each kind's own library.
 
 Inside a group (the ranks of one kind) data moves by the vendor's library, or by MPI where MPI
 reaches the memory. Between groups it moves by the relay: device, host, MPI, host, device.
@@ -14,17 +14,18 @@ reaches the memory. Between groups it moves by the relay: device, host, MPI, hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from kaitian_mpi.collectives.staging import relay_in_chunks
+from kaitian_mpi.collectives.arrivals import ArrivalTracker
+from kaitian_mpi.collectives.host import HostOperations
+from kaitian_mpi.collectives.staging import from_host, relay_in_chunks, to_host
+from kaitian_mpi.collectives.vendor import VendorLibrary
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import WIDER, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
-
-ALGORITHMS = ("flat", "leader", "striped")
 
 _WIDE_ELEMENTS = 1 << 20  # of a tensor that is widened, how many at once: 4 MB of float32
 
@@ -60,31 +61,65 @@ class HostGroup:
         host_collectives.spread_shares(self._comm, tensor, shares)
 
 
-def allreduce(
-    algorithm: str,
-    comms: GroupComms,
-    group: GroupCollectives,
-    tensor: torch.Tensor,
-    op: Reduction,
-) -> None:
-    """Leave the reduction over all ranks in `tensor`, in place. Collective over `comms.world`.
+class HybridOperations(HostOperations):
+    """The collectives of ranks of several kinds: in host memory, but for the allreduce."""
 
-    Args:
-        algorithm: `leader` or `striped`, the same on every rank.
-        comms: the world split by kind.
-        group: what joins this rank's group for tensors on this device.
-        tensor: flat and contiguous, of a type that can be reduced so.
-        op: how to reduce.
-    """
+    def __init__(self, comms: GroupComms, arrivals: ArrivalTracker, vendor: VendorLibrary) -> None:
+        """Prepare.
+
+        Args:
+            comms: the ranks, split by kind.
+            arrivals: of the ranks of `comms.world`.
+            vendor: joins the ranks of this rank's kind, where MPI does not.
+        """
+        super().__init__(comms.world, arrivals)
+        self.algorithm = "flat"
+        """How to allreduce: a name in `ALGORITHMS`, the same on every rank."""
+        self.comms = comms
+        self._vendor = vendor
+        self._host_group = HostGroup(comms)
+
+    def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Leave the reduction in `tensor` on every rank."""
+        ALGORITHMS[self.algorithm](self, tensor, op)
+
+    def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Allreduce over all ranks at once, in host memory."""
+        super().allreduce(tensor, op)
+
+    def allreduce_in_lanes(self, tensor: torch.Tensor, op: Reduction, lanes: int) -> None:
+        """Allreduce in each group, and across the groups in so many equal shares."""
+        self._arrive()
+        vendor = self._vendor.group_for([tensor.dtype], op.undivided.kind)
+        # Without a vendor's library a group works in host memory, on its ranks' copies.
+        lent = to_host(tensor) if vendor is None else vendor.lend(tensor.detach())
+        _allreduce(self.comms, vendor or self._host_group, lent.view(-1), op, lanes)
+        from_host(lent, tensor)
+
+
+Algorithm = Callable[[HybridOperations, torch.Tensor, Reduction], None]
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "flat": HybridOperations.allreduce_flat,
+    "leader": lambda hybrid, tensor, op: hybrid.allreduce_in_lanes(tensor, op, 1),
+    "striped": lambda hybrid, tensor, op: hybrid.allreduce_in_lanes(tensor, op, hybrid.comms.lanes),
+}
+"""The algorithms of the allreduce by name, in the order in which they are measured."""
+
+
+def _allreduce(
+    comms: GroupComms, group: GroupCollectives, tensor: torch.Tensor, op: Reduction, lanes: int
+) -> None:
+    """Leave the reduction over all ranks in `tensor`, flat and contiguous. Collective."""
     if op.is_average and tensor.dtype in WIDER:
         # The sum of a stage would be rounded, or overflow, before it is divided.
         for piece in tensor.split(_WIDE_ELEMENTS):
             wide = piece.to(WIDER[tensor.dtype])
-            allreduce(algorithm, comms, group, wide, op)
+            _allreduce(comms, group, wide, op, lanes)
             piece.copy_(wide)
         return
     total = op.undivided
-    shares = split_evenly(tensor.numel(), 1 if algorithm == "leader" else comms.lanes)
+    shares = split_evenly(tensor.numel(), lanes)
     group.reduce_shares(tensor, shares, total)
     if comms.lane is not None and group.rank < len(shares):
         lane = comms.lane

@@ -26,11 +26,6 @@ _NAMES_BEFORE_2_13 = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-# Before 2.14 a library's class, such as ProcessGroupNCCL, shows Python no coalesced calls of these.
-_PARTS_BEFORE_2_14 = {
-    "all_gather_single_coalesced": "_allgather_base",
-    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-}
 
 GroupType = TypeVar("GroupType", bound=type)
 
@@ -42,22 +37,36 @@ def with_names_before_2_13(group: GroupType) -> GroupType:
     return group
 
 
-def call_library(library: Any, name: str, *arguments: Any) -> list[Work]:
-    """Start one of torch's operations on a vendor library's own process group.
+def all_gather_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
+    """Start gathering each rank's `inputs[i]` into `outputs[i]`.
 
     Args:
-        library: the process group, such as a `ProcessGroupNCCL`.
-        name: the operation's name as of torch 2.14.
-        arguments: what the operation takes; the options last.
+        library: a vendor's own process group, such as a `ProcessGroupNCCL`.
+        outputs: tensors.
+        inputs: tensors.
+        options: `AllgatherOptions`.
     """
-    if hasattr(library, name):
-        return [getattr(library, name)(*arguments)]
-    if name in _PARTS_BEFORE_2_14:
-        part = getattr(library, _PARTS_BEFORE_2_14[name])
-        outputs, inputs, options = arguments
-        pairs = zip(outputs, inputs, strict=True)
-        return [part(output, tensor, options) for output, tensor in pairs]
-    return [getattr(library, _NAMES_BEFORE_2_13[name])(*arguments)]
+    if hasattr(library, "all_gather_single_coalesced"):
+        return [library.all_gather_single_coalesced(outputs, inputs, options)]
+    # Before 2.14 Python does not see the coalesced call.
+    pairs = zip(outputs, inputs, strict=True)
+    return [library._allgather_base(output, tensor, options) for output, tensor in pairs]
+
+
+def reduce_scatter_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
+    """Start reducing each of `inputs`, and scattering it to `outputs`; arguments as above."""
+    if hasattr(library, "reduce_scatter_single_coalesced"):
+        return [library.reduce_scatter_single_coalesced(outputs, inputs, options)]
+    # Before 2.14 Python does not see the coalesced call.
+    pairs = zip(outputs, inputs, strict=True)
+    return [library._reduce_scatter_base(output, tensor, options) for output, tensor in pairs]
+
+
+def all_to_all_single(library: Any, *arguments: Any) -> list[Work]:
+    """Start exchanging parts: output, input, the splits of both, and `AllToAllOptions`."""
+    if hasattr(library, "all_to_all_single"):
+        return [library.all_to_all_single(*arguments)]
+    return [library.alltoall_base(*arguments)]  # before 2.13
 
 
 class BackendQueries:

@@ -10,17 +10,12 @@ import torch
 from kaitian_mpi.errors import UnsupportedError
 
 
-def check_dense(tensor: torch.Tensor, what: str) -> None:
-    """Check that a tensor is dense.
-
-    Raises:
-        UnsupportedError: it is sparse.
-    """
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(
-            f"{what}: found a tensor of layout {tensor.layout}, needed a dense one; only the "
-            "sum of all_reduce takes torch.sparse_coo"
-        )
+def not_dense(tensor: torch.Tensor, name: str) -> UnsupportedError:
+    """Return the error of an operation that is given a sparse tensor."""
+    return UnsupportedError(
+        f"{name}: found a tensor of layout {tensor.layout}, needed a dense one; only the "
+        "sum of all_reduce takes torch.sparse_coo"
+    )
 
 
 def check_pieces(
@@ -82,7 +77,7 @@ def element_counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> li
                 f"all_to_all_single: found a first dimension of {length}, needed a multiple of "
                 f"{size}, or split sizes"
             )
-        splits = [length // size] * size
+        return [tensor.numel() // size] * size
     if len(splits) != size or sum(splits) != length:
         raise UnsupportedError(
             f"all_to_all_single: found split sizes {list(splits)}, needed {size} that sum to "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,82 @@ from kaitian_mpi.collectives.staging import (
     keep_for_current_stream,
     tensors_in,
 )
-from kaitian_mpi.collectives.torch_releases import call_library
 
 if TYPE_CHECKING:
+    from kaitian_mpi.collectives.collective import LibraryCollective
     from kaitian_mpi.devices import Device
     from kaitian_mpi.mpi.datatypes import Reduction
+    from kaitian_mpi.mpi.topology import GroupComms
 
 Loans = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """What the library was given and what the caller gave, by the id of the latter."""
+
+
+@dataclass(frozen=True)
+class OwnDevice:
+    """This rank's device."""
+
+    device: torch.device
+    kind: Device
+    """What there is to know about it."""
+    has_vendor: bool
+    """Whether the vendor's library can join the ranks of this rank's group."""
+
+
+class VendorLibrary:
+    """The library of this rank's kind, which joins the ranks when it is first needed."""
+
+    def __init__(
+        self, own: OwnDevice, comms: GroupComms, store: dist.Store, timeout: timedelta
+    ) -> None:
+        """Prepare.
+
+        Args:
+            own: this rank's device.
+            comms: the ranks, split by kind.
+            store: for the library's bootstrap.
+            timeout: how long one collective may take.
+        """
+        self.is_present = own.has_vendor
+        """Whether there is such a library."""
+        self._own = own
+        self._comms = comms
+        self._store = store
+        self._timeout = timeout
+        self._group: VendorGroup | None = None
+
+    def group_for(self, dtypes: Iterable[torch.dtype], op: Any = None) -> VendorGroup | None:
+        """Return the ranks of this kind, joined by the library; None where that is not for it.
+
+        The same on all ranks of the kind; collective over them the first time.
+
+        Args:
+            dtypes: the types of what is to be reduced, or moved.
+            op: how to reduce, as torch has it; None where nothing is reduced.
+        """
+        if not self.is_present:
+            return None
+        named = None if op is None else getattr(op, "op", op).name
+        if not all(self._own.kind.vendor_takes(dtype, named) for dtype in dtypes):
+            return None
+        if self._group is None:
+            own, ranks = self._own, self._comms.group
+            store = dist.PrefixStore(f"vendor/{self._comms.own.kind}", self._store)
+            self._group = VendorGroup(
+                own.kind, own.device, store, ranks.rank, ranks.size, self._timeout
+            )
+        return self._group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Give the collectives that follow another time-out, if the library can."""
+        self._timeout = timeout
+        if self._group is not None:
+            self._group.set_timeout(timeout)
+
+    def close(self) -> None:
+        """Release what the library holds. Collective over the ranks of this kind."""
+        if self._group is not None:
+            self._group.close()
 
 
 class VendorGroup:
@@ -58,9 +127,9 @@ class VendorGroup:
         self._device = device
         self._backend = kind.join_vendor_group(store, rank, size, timeout)
 
-    def has_in_place(self, tensors: Any) -> bool:
-        """Return whether the library can use all of these tensors as and where they are."""
-        return all(self._is_in_place(tensor) for tensor in tensors_in(tensors))
+    def has_in_place(self, collective: LibraryCollective) -> bool:
+        """Return whether the library can use all of its tensors as and where they are."""
+        return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or a copy of it, as the library needs it: contiguous, on the device.
@@ -69,19 +138,18 @@ class VendorGroup:
         """
         return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
 
-    def start(self, name: str, *arguments: Any, written: Sequence[torch.Tensor]) -> VendorCall:
-        """Give one of torch's operations to the library.
-
-        Args:
-            name: as torch calls the operation's method.
-            arguments: the method's; tensors may be anywhere.
-            written: those of the tensors that it writes.
-        """
+    def start(self, collective: LibraryCollective) -> VendorCall:
+        """Give a collective to the library; its tensors may be anywhere."""
         loans: Loans = {}
-        lent = [self._lend_each(argument, loans) for argument in arguments]
-        works = self._call(name, *lent)
-        ids = {id(tensor) for tensor in written}
-        return VendorCall(works, [loan for key, loan in loans.items() if key in ids])
+
+        def lend(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in loans:
+                loans[id(tensor)] = self.lend(tensor), tensor
+            return loans[id(tensor)][0]
+
+        works = collective.on_tensors(lend).on_library(self._backend)
+        written = {id(tensor) for tensor in collective.result}
+        return VendorCall(works, [loan for key, loan in loans.items() if key in written])
 
     def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
@@ -110,23 +178,8 @@ class VendorGroup:
         """Release the library's resources. Collective over the group."""
         self._backend.shutdown()
 
-    def _lend_each(self, value: Any, loans: Loans) -> Any:
-        if isinstance(value, list | tuple):
-            return [self._lend_each(item, loans) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in loans:
-            loans[id(value)] = self.lend(value), value
-        return loans[id(value)][0]
-
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type and is_plain(tensor)
-
-    def _call(self, name: str, *arguments: Any) -> list[Work]:
-        if name == "allreduce":  # which takes one tensor at a time
-            tensors, options = arguments
-            return [self._backend.allreduce([tensor], options) for tensor in tensors]
-        return call_library(self._backend, name, *arguments)
 
 
 class VendorCall(Work):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,7 @@ from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import end_with_traceback, say_labelled
 
-Method = Callable[..., None]
-Calls = Sequence[tuple[Any, ...]]
+Call = Callable[[], None]
 
 _KEPT_WORKS = 16
 
@@ -30,7 +29,7 @@ _REFUSALS = (UnsupportedError, TypeError, ValueError, NotImplementedError)
 
 @dataclass(frozen=True)
 class _Task:
-    run: Callable[[], None]
+    run: Call
     streams: Streams
     is_callback: bool = False
 
@@ -66,10 +65,10 @@ class Worker:
     def run(
         self,
         name: str,
-        method: Method,
-        calls: Calls,
+        call: Call,
         result: list[torch.Tensor],
         in_background: bool,
+        tensors: Any = None,
     ) -> Work:
         """Carry out a collective, after all those given before it.
 
@@ -78,11 +77,11 @@ class Worker:
 
         Args:
             name: the operation, for errors.
-            method: what does it.
-            calls: the arguments of each call of `method`.
+            call: does it.
             result: the tensors it writes.
             in_background: False where the caller will wait for it anyway; it then runs in the
                 caller's own thread if nothing is queued, which saves two thread switches.
+            tensors: all that it works on, in lists and tuples of any depth; None for `result`.
 
         Raises:
             CollectiveError: it failed in the caller's thread, or the worker is broken.
@@ -90,24 +89,28 @@ class Worker:
         # Never in the worker's own thread: there it is its turn already.
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
-                self._attempt(name, method, calls, result)
+                self._attempt(name, call, result)
             finally:
                 self._turn.release()
             return Finished(result)
-        if self._is_own_thread() and self._in_callback:
-            self._attempt(name, method, calls, result)
+        if self._is_in_callback():
+            self._attempt(name, call, result)
             return Finished(result)
-        work = Queued(result, self)
-        if sum(tensor.numel() for tensor in result) <= 1:
-            self._kept.append(work)
+        return self._enqueue(name, call, result, tensors)
 
-        def carry_out() -> None:
-            self._finish(work, self._error_of(name, method, calls, result))
+    def drain(self, name: str) -> None:
+        """Wait until all that has been given is done; in a callback of a future, for nothing.
 
-        self._put(_Task(carry_out, self._streams.after_caller(result, calls)))
-        return work
+        Raises:
+            CollectiveError: the worker is broken, so that no collective can follow.
+        """
+        is_idle = self._waiting == 0 and not self._turn.locked()
+        if not is_idle and not self._is_in_callback():
+            self._enqueue(name, _nothing, [], None).wait()
+        if self.broken is not None:
+            raise _refusal(name, self.broken)
 
-    def run_beside(self, name: str, method: Method, *arguments: Any) -> None:
+    def run_beside(self, name: str, method: Callable[..., None], *arguments: Any) -> None:
         """Call `method` at once in the caller's thread, whatever is queued.
 
         Raises:
@@ -118,6 +121,10 @@ class Worker:
         except Exception as error:
             self._check_for_loss(name, error)
             raise
+
+    def fail(self, error: CollectiveError) -> None:
+        """Let no more collectives follow: something else in the group has failed."""
+        self.broken = self.broken or error
 
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         """Run `callback` after all that has been given, and before all that will be."""
@@ -154,6 +161,21 @@ class Worker:
 
     def _is_own_thread(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _is_in_callback(self) -> bool:
+        return self._in_callback and self._is_own_thread()
+
+    def _enqueue(self, name: str, call: Call, result: list[torch.Tensor], tensors: Any) -> Queued:
+        work = Queued(result, self)
+        if sum(tensor.numel() for tensor in result) <= 1:
+            self._kept.append(work)
+
+        def carry_out() -> None:
+            self._finish(work, self._error_of(name, call, result))
+
+        streams = self._streams.after_caller(result if tensors is None else tensors)
+        self._put(_Task(carry_out, streams))
+        return work
 
     def _put(self, task: _Task) -> None:
         with self._count_lock:
@@ -203,26 +225,22 @@ class Worker:
         self._failed = self._failed or work
         work.fail(error, is_recorded=self.records_losses)
 
-    def _error_of(
-        self, name: str, method: Method, calls: Calls, result: list[torch.Tensor]
-    ) -> Exception | None:
+    def _error_of(self, name: str, call: Call, result: list[torch.Tensor]) -> Exception | None:
         try:
-            self._attempt(name, method, calls, result)
+            self._attempt(name, call, result)
         except Exception as error:
             return error
         return None
 
-    def _attempt(self, name: str, method: Method, calls: Calls, result: list[torch.Tensor]) -> None:
+    def _attempt(self, name: str, call: Call, result: list[torch.Tensor]) -> None:
         if self.broken is not None:
-            raise type(self.broken)(f"{name}: this process group failed before: {self.broken}")
+            raise _refusal(name, self.broken)
         try:
-            if (context := writing(result)) is not None:
+            if (context := writing(result)) is None:
+                call()
+            else:
                 with context:
-                    for arguments in calls:
-                        method(*arguments)
-                return
-            for arguments in calls:
-                method(*arguments)
+                    call()
         except CollectiveError as error:
             self.broken = error.in_operation(name)
             raise self.broken from None
@@ -237,3 +255,11 @@ class Worker:
             ulfm.revoke_all()
             self.broken = RankLostError(f"{name}: a rank is lost ({error})")
             raise self.broken from None
+
+
+def _refusal(name: str, broken: CollectiveError) -> CollectiveError:
+    return type(broken)(f"{name}: this process group failed before: {broken}")
+
+
+def _nothing() -> None:
+    pass

@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +7,7 @@ import torch.distributed as dist
 
 from kaitian_mpi.benchmark import allreduce
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 
 pytestmark = pytest.mark.ranks(2)  # a single kind has nothing to choose
@@ -29,3 +31,8 @@ def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, group, monkey
     assert set(measured) == set(ALGORITHMS)
     assert len(set(gather_values(world.comm, group.algorithm))) == 1
     assert len(rounds) == len(ALGORITHMS) * (1 if is_slow else 6)
+
+
+def test_the_flag_offers_every_algorithm():
+    (field,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "allreduce")
+    assert field.metadata["choices"] == ("auto", *ALGORITHMS)

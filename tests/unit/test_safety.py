@@ -32,7 +32,8 @@ MPI_PICKLING = {
 }
 # What has such a method and is no communicator, beside modules and `self`.
 NO_COMMUNICATORS = {
-    "self._host",  # HostOperations
+    *("host", "super()"),  # HostOperations
+    "library",  # a vendor's process group
     "self._mailbox",  # Mailbox
     "self._backend",  # a vendor's process group
     "state",  # WeightedSum, in DDP's hook

@@ -3,7 +3,7 @@
 import pytest
 from torch._C._distributed_c10d import AllgatherOptions
 
-from kaitian_mpi.collectives.torch_releases import call_library
+from kaitian_mpi.collectives import torch_releases
 
 OPTIONS = AllgatherOptions()
 
@@ -26,36 +26,36 @@ class Library:
 
 # Names as in ProcessGroupNCCL of torch 2.14, and of 2.8 to 2.13.
 @pytest.mark.parametrize(
-    ("has", "asked", "arguments", "called"),
+    ("has", "start", "arguments", "called"),
     [
         (
             ["all_gather_single_coalesced", "_allgather_base"],
-            "all_gather_single_coalesced",
+            torch_releases.all_gather_single,
             (["a", "b"], ["x", "y"]),
             [("all_gather_single_coalesced", ["a", "b"], ["x", "y"], OPTIONS)],
         ),
         (
             ["_allgather_base"],
-            "all_gather_single_coalesced",
+            torch_releases.all_gather_single,
             (["a", "b"], ["x", "y"]),
             [("_allgather_base", "a", "x", OPTIONS), ("_allgather_base", "b", "y", OPTIONS)],
         ),
         (
             ["_reduce_scatter_base"],
-            "reduce_scatter_single_coalesced",
+            torch_releases.reduce_scatter_single,
             (["a"], ["x"]),
             [("_reduce_scatter_base", "a", "x", OPTIONS)],
         ),
         (
             ["alltoall_base"],
-            "all_to_all_single",
+            torch_releases.all_to_all_single,
             ("a", "x", [1], [1]),
             [("alltoall_base", "a", "x", [1], [1], OPTIONS)],
         ),
     ],
 )
-def test_an_operation_is_found_under_the_librarys_name_for_it(has, asked, arguments, called):
+def test_an_operation_is_found_under_the_librarys_name_for_it(has, start, arguments, called):
     library = Library(*has)
-    works = call_library(library, asked, *arguments, OPTIONS)
+    works = start(library, *arguments, OPTIONS)
     assert library.called == called
     assert works == [*range(1, len(called) + 1)]

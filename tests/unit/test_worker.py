@@ -1,6 +1,7 @@
 """The thread of a process group, its order and its errors; without MPI."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class Queue:
             method()
             self.order.append(name)
 
-        return self.worker.run(name, carry_out, [()], [torch.ones(1)], in_background)
+        return self.worker.run(name, carry_out, [torch.ones(1)], in_background)
 
     def let_go(self):
         self.gate.set()
@@ -153,7 +154,8 @@ def test_recorded_losses_do_not_fail_a_future(queue):
 def test_the_thread_can_write_inference_tensors(queue):
     with torch.inference_mode():
         tensor = torch.ones(3)
-    work = queue.worker.run("add", tensor.add_, [(1,)], [tensor], in_background=True)
+    add = partial(tensor.add_, 1)
+    work = queue.worker.run("add", add, [tensor], in_background=True)
     queue.gate.set()
     work.wait()
     assert tensor.tolist() == [2.0] * 3

@@ -1,0 +1,298 @@
+"""The collectives that torch has: how each is done in host memory, and by a vendor's library."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kaitian_mpi.collectives import torch_releases
+from kaitian_mpi.collectives.collective import Call, Collective, LibraryCollective, Tensors, in_turn
+from kaitian_mpi.collectives.validation import check_pieces, check_whole, element_counts
+from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi.datatypes import Reduction, reduction
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+    from kaitian_mpi.collectives.host import HostOperations
+
+
+class Reducing(LibraryCollective):
+    """A collective with an `op`."""
+
+    __slots__ = ()
+
+    def _reductions(self) -> list[Reduction]:
+        """Return how MPI reduces each of the outputs."""
+        return [reduction(tensor.dtype, self.op) for tensor in self.outputs]
+
+
+class AllReduce(Reducing):
+    """Reduce each tensor over all ranks, in place."""
+
+    __slots__ = ()
+    name, operator = "all_reduce", "allreduce_"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one tensor after the other."""
+        return in_turn(host.allreduce, zip(self.outputs, self._reductions(), strict=True))
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Give it one tensor at a time, for it takes no more."""
+        return [library.allreduce([tensor], self.options) for tensor in self.outputs]
+
+
+class SparseSum(Collective):
+    """Sum each tensor, of `torch.sparse_coo`, over all ranks, in place. No library has it."""
+
+    __slots__ = ()
+    name, operator = AllReduce.name, AllReduce.operator
+
+    def check(self, rank: int, size: int) -> None:
+        """Take any shape."""
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Sum one tensor after the other."""
+        return in_turn(host.sum_sparse, [(tensor,) for tensor in self.outputs])
+
+
+class Reduce(Reducing):
+    """Reduce each tensor to rank `root`, in place."""
+
+    __slots__ = ()
+    name, operator = "reduce", "reduce_"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one tensor after the other."""
+        roots = [self.root] * len(self.outputs)
+        return in_turn(host.reduce, zip(self.outputs, roots, self._reductions(), strict=True))
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return [library.reduce(self.outputs, self.options)]
+
+
+class Broadcast(LibraryCollective):
+    """Copy each tensor from rank `root` to every rank, in place."""
+
+    __slots__ = ()
+    name, operator = "broadcast", "broadcast_"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Copy one tensor after the other."""
+        return in_turn(host.broadcast, [(tensor, self.root) for tensor in self.outputs])
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return [library.broadcast(self.outputs, self.options)]
+
+
+class AllGather(LibraryCollective):
+    """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
+
+    __slots__ = ()
+    name, operator = "all_gather", "allgather_"
+    may_be_uneven = True
+
+    @property
+    def result(self) -> Tensors:
+        """All pieces."""
+        return [piece for pieces in self.outputs for piece in pieces]
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank, and the own one fits."""
+        for pieces, tensor in zip(self.outputs, self.inputs, strict=True):
+            check_pieces(pieces, tensor, size, self.name)
+            if pieces[rank].numel() != tensor.numel():
+                raise UnsupportedError(
+                    f"{self.name}: found {pieces[rank].numel()} elements for this rank's own "
+                    f"piece, needed {tensor.numel()} as in its input"
+                )
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Gather one tensor after the other."""
+        return in_turn(host.all_gather, zip(self.outputs, self.inputs, strict=True))
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return [library.allgather(self.outputs, self.inputs, self.options)]
+
+
+class AllGatherSingle(LibraryCollective):
+    """Gather each rank's `inputs[i]` into `outputs[i]`, along its first dimension."""
+
+    __slots__ = ()
+    name, operator = "all_gather", "allgather_into_tensor_coalesced_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that each output has room for all ranks."""
+        for output, tensor in zip(self.outputs, self.inputs, strict=True):
+            check_whole(output, tensor, size, "all_gather_single")
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Gather one tensor after the other."""
+        return in_turn(host.all_gather_single, zip(self.outputs, self.inputs, strict=True))
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return torch_releases.all_gather_single(library, self.outputs, self.inputs, self.options)
+
+
+class Gather(LibraryCollective):
+    """Gather the ranks' `inputs[0]` into `outputs`, by rank, on rank `root`; elsewhere empty."""
+
+    __slots__ = ()
+    name, operator = "gather", "gather_"
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        if self.outputs:
+            check_pieces(self.outputs, self.inputs[0], size, self.name, equal=True)
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Gather the tensor."""
+        return partial(host.gather, self.outputs, self.inputs[0], self.root)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        outputs = [self.outputs] if self.outputs else []
+        return [library.gather(outputs, self.inputs, self.options)]
+
+
+class Scatter(LibraryCollective):
+    """Give each rank, in `outputs[0]`, its piece of rank `root`'s `inputs`; elsewhere empty."""
+
+    __slots__ = ()
+    name, operator = "scatter", "scatter_"
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        if self.inputs:
+            check_pieces(self.inputs, self.outputs[0], size, self.name, equal=True)
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Scatter the pieces."""
+        return partial(host.scatter, self.outputs[0], self.inputs, self.root)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        inputs = [self.inputs] if self.inputs else []
+        return [library.scatter(self.outputs, inputs, self.options)]
+
+
+class ReduceScatter(Reducing):
+    """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
+
+    __slots__ = ()
+    name, operator = "reduce_scatter", "reduce_scatter_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        for output, pieces in zip(self.outputs, self.inputs, strict=True):
+            check_pieces(pieces, output, size, self.name)
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one list of pieces after the other."""
+        each = zip(self.outputs, self.inputs, self._reductions(), strict=True)
+        return in_turn(host.reduce_scatter, each)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return [library.reduce_scatter(self.outputs, self.inputs, self.options)]
+
+
+class ReduceScatterSingle(Reducing):
+    """Reduce each of `inputs` and leave each rank its part of the first dimension in `outputs`."""
+
+    __slots__ = ()
+    name, operator = "reduce_scatter", "reduce_scatter_tensor_coalesced_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that each input has a part for each rank."""
+        for output, tensor in zip(self.outputs, self.inputs, strict=True):
+            check_whole(tensor, output, size, "reduce_scatter_single")
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one tensor after the other."""
+        each = zip(self.outputs, self.inputs, self._reductions(), strict=True)
+        return in_turn(host.reduce_scatter_single, each)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        outputs, inputs = self.outputs, self.inputs
+        return torch_releases.reduce_scatter_single(library, outputs, inputs, self.options)
+
+
+class AllToAll(LibraryCollective):
+    """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
+
+    __slots__ = ()
+    name, operator = "all_to_all", "alltoall_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        for pieces in (self.outputs, self.inputs):
+            check_pieces(pieces, self.inputs[0], size, self.name)
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Exchange the pieces."""
+        return partial(host.all_to_all, self.outputs, self.inputs)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return [library.alltoall(self.outputs, self.inputs, self.options)]
+
+
+class AllToAllSingle(LibraryCollective):
+    """Send a part of the first dimension of `inputs[0]` to each rank, into its `outputs[0]`."""
+
+    __slots__ = ()
+    name, operator = AllToAll.name, "alltoall_base_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that the splits make up the first dimensions."""
+        self._counts(size)
+        super().check(rank, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Exchange the parts."""
+        received, sent = self._counts(host.size)
+        return partial(host.all_to_all_single, self.outputs[0], received, self.inputs[0], sent)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it."""
+        return torch_releases.all_to_all_single(
+            library,
+            *(self.outputs[0], self.inputs[0], *self.splits, self.options),
+        )
+
+    def _counts(self, size: int) -> tuple[list[int], list[int]]:
+        received = element_counts(self.outputs[0], self.splits[0], size)
+        return received, element_counts(self.inputs[0], self.splits[1], size)
+
+
+class Barrier(Collective):
+    """Wait for every rank."""
+
+    __slots__ = ()
+    __slots__ = ()
+    name = operator = "barrier"
+
+    def check(self, rank: int, size: int) -> None:
+        """Take anything."""
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Wait."""
+        return host.barrier

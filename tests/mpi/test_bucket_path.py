@@ -1,0 +1,99 @@
+"""The way of a gradient bucket from DDP's hook to MPI: through few files, and never back up."""
+
+import functools
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from unit.test_layers import FLOORS, modules, package_imports, room
+
+import kaitian_mpi
+from kaitian_mpi.backend.ddp_hook import WeightedSum
+from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.mpi import datatypes
+
+ROOT = Path(kaitian_mpi.__file__).parent
+MAX_FILES = 7
+# Where a thread is done with a bucket: it is in the queue, or becomes a buffer of MPI's.
+HANDED_OVER = (Worker._put.__code__, datatypes.typed.__code__)
+
+
+class Trace:
+    """A profile function that notes the package's calls, in each thread until it hands over."""
+
+    def __init__(self):
+        self.is_on = False
+        self.calls = set()
+        """Pairs of modules: the caller's, and that of what it calls."""
+        self.passed = []
+        """The modules of the functions that have the bucket and pass it on, in order."""
+        self.done = []
+        """The threads that have handed it over."""
+
+    def __call__(self, frame, event, _):
+        thread = threading.get_ident()
+        if not self.is_on or event != "call" or thread in self.done or not module_of(frame):
+            return
+        callers = []
+        outer = frame.f_back
+        while outer is not None:
+            callers += [module_of(outer)] if module_of(outer) else []
+            outer = outer.f_back
+        if callers:
+            self.calls.add((callers[0], module_of(frame)))
+        if frame.f_code in HANDED_OVER:
+            self.done.append(thread)
+            self.passed = list(dict.fromkeys([*self.passed, *reversed(callers)]))
+
+
+def module_of(frame):
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(ROOT):
+        return ""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@functools.cache
+def imported_by(module):
+    """Return all modules that one imports, and that those import, and so on."""
+    direct = package_imports(modules()[module]) & modules().keys() - {module}
+    return direct.union(*map(imported_by, direct))
+
+
+@pytest.fixture
+def trace():
+    seen = Trace()
+    threading.setprofile(seen)  # for the thread of a group that is made from now on
+    sys.setprofile(seen)
+    yield seen
+    seen.is_on = False
+    sys.setprofile(None)
+    threading.setprofile(None)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("length", [100, 100_000], ids=["short", "long"])
+def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, length):
+    evens = list(range(0, world.size, 2))  # all of one device kind
+    group = dist.new_group(evens)
+    if world.rank in evens:
+        model = DistributedDataParallel(torch.nn.Linear(length, 1), process_group=group)
+        WeightedSum(group).attach(model)
+        loss = model(torch.ones(1, length)).sum()
+        trace.is_on = True
+        loss.backward()
+        trace.is_on = False
+        assert len(trace.done) == 2, "the caller's thread and the worker's"
+        assert len(trace.passed) <= MAX_FILES, trace.passed
+        assert trace.passed[0] == "backend.ddp_hook"
+        assert room(trace.passed[-1]) == "mpi"
+        for caller, called in trace.calls:
+            way = f"{caller} calls {called}"
+            assert FLOORS.index(room(called)) >= FLOORS.index(room(caller)), way
+            assert caller == called or caller not in imported_by(called), way
+        dist.destroy_process_group(group)
+    dist.barrier()
