@@ -16,29 +16,29 @@ from typing import Any
 
 from kaitian_mpi.errors import UserError
 
-_MOST = 10**9
-_SMALLEST = 5e-324  # above 0
-# Lowest and highest value, and what to say: what is beyond would overflow somewhere later on.
+_MAX_COUNT = 10**9
+_ABOVE_ZERO = 5e-324  # the smallest float above 0
+# Minimum, maximum and the text for the error: values outside would overflow somewhere later.
 _RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(
         ("global_batch_size", "batch_size", "epochs", "keep_checkpoints", "snapshot_every"),
-        (1, _MOST, "a whole number of at least 1, and at most 1e9"),
+        (1, _MAX_COUNT, "a whole number from 1 to 1e9"),
     ),
     **dict.fromkeys(
         (
             *("max_steps", "micro_batch_size", "max_bad_steps", "check_every"),
             *("checkpoint_every", "spares"),
         ),
-        (0, _MOST, "a whole number of at least 0, and at most 1e9"),
+        (0, _MAX_COUNT, "a whole number from 0 to 1e9"),
     ),
     "workers": (0, 1024, "a whole number from 0 to 1024"),
-    "seed": (0, 2**48 - 1, "a whole number of at least 0, below 2^48"),
-    "lr": (_SMALLEST, 1e6, "a number above 0, and at most 1e6"),
-    "weight_decay": (0, 1e6, "a number of at least 0, and at most 1e6"),
-    "benchmark_seconds": (_SMALLEST, 1e9, "seconds, above 0, and at most 1e9"),
-    "log_interval": (0, 1e9, "seconds, at least 0, and at most 1e9"),
-    "checkpoint_minutes": (0, 1e9, "minutes, at least 0, and at most 1e9"),
-    "step_timeout": (0, 1e9, "seconds, at least 0, and at most 1e9"),
+    "seed": (0, 2**48 - 1, "a whole number from 0 to 2^48 - 1"),
+    "lr": (_ABOVE_ZERO, 1e6, "a number above 0 and at most 1e6"),
+    "weight_decay": (0, 1e6, "a number from 0 to 1e6"),
+    "benchmark_seconds": (_ABOVE_ZERO, 1e9, "seconds, above 0 and at most 1e9"),
+    "log_interval": (0, 1e9, "seconds, from 0 to 1e9"),
+    "checkpoint_minutes": (0, 1e9, "minutes, from 0 to 1e9"),
+    "step_timeout": (0, 1e9, "seconds, from 0 to 1e9"),
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -56,26 +56,26 @@ class TrainConfig:
     """The settings of one `kaitian-train` run.
 
     Raises:
-        UserError: a value is out of its range, or two values contradict each other.
+        UserError: a value is out of range, or two values contradict each other.
     """
 
     model: str = _flag(
         "mobilenetv2",
-        "mobilenetv2, resnet18, cnn, or module:factory, a callable that takes num_classes and "
+        "mobilenetv2, resnet18, cnn, or module:factory: a callable that takes num_classes and "
         "returns a torch.nn.Module",
     )
     dataset: str = _flag(
         "digits",
-        "digits, cifar10, mnist, synthetic, or module:factory, a callable that returns "
+        "digits, cifar10, mnist, synthetic, or module:factory: a callable that returns "
         "(train, validation) or one map-style dataset of (input, class) pairs",
     )
     data_dir: str = _flag("", "folder with the dataset's official files", metavar="DIR")
     val_split: float = _flag(
-        0.2, "fraction of the training set held out where the dataset has no test set"
+        0.2, "fraction of the training set held out if the dataset has no test set"
     )
     augment: str = _flag(
         "auto",
-        "random crop and mirror, seeded per sample; auto: what suits the dataset",
+        "random crop and horizontal flip, seeded per sample; auto: the dataset's default",
         ("auto", "none", "crop", "crop-flip"),
     )
     workers: int = _flag(0, "data-loading processes per rank; 0: load in the rank itself")
@@ -83,7 +83,7 @@ class TrainConfig:
     global_batch_size: int = _flag(256, "samples per step over all ranks")
     batch_policy: str = _flag(
         "global",
-        "global: split --global-batch-size between the ranks; paper: each rank takes "
+        "global: divide --global-batch-size among the ranks; paper: each rank takes "
         "round(--batch-size x score), so the global batch grows with the devices",
         ("global", "paper"),
     )
@@ -97,22 +97,21 @@ class TrainConfig:
     benchmark_seconds: float = _flag(10.0, "time limit of the benchmark, in seconds")
     benchmark_cache: str = _flag(
         "",
-        "folder in which to look for benchmark results and to keep them, by host, device, model "
-        "and versions",
+        "folder in which benchmark results are cached, by host, device, model and versions",
         metavar="DIR",
     )
     micro_batch_size: int = _flag(
         0,
-        "most samples that a rank computes at once, accumulating gradients; 0: what fits its "
-        "memory",
+        "the most samples that a rank computes at once; larger batches accumulate gradients; "
+        "0: as many as fit in memory",
     )
     keep_all: bool = _flag(
-        False, "train on every rank, even where the job would be faster without it"
+        False, "train on every rank, even if excluding slow ranks would make the job faster"
     )
 
     allreduce: str = _flag(
         "auto",
-        "algorithm for gradients that cross device kinds; auto: the fastest at startup",
+        "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",
         ("auto", "flat", "leader", "striped"),
     )
     devices: str = _flag(
@@ -132,31 +131,31 @@ class TrainConfig:
     )
 
     epochs: int = _flag(10, "passes over the training set")
-    max_steps: int = _flag(0, "stop after this many steps; 0: no limit but --epochs")
+    max_steps: int = _flag(0, "stop after this many steps; 0: no limit besides --epochs")
     lr: float = _flag(0.05, "peak learning rate")
     momentum: float = _flag(0.9, "momentum of SGD")
     nesterov: bool = _flag(True, "use Nesterov momentum")
     weight_decay: float = _flag(
-        5e-4, "weight decay of matrices and filters; biases and norms have none"
+        5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
     )
     label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
     schedule: str = _flag("cosine", "learning rate after the warmup", ("cosine", "constant"))
     warmup: float = _flag(
-        0.25, "fraction of all steps in which the learning rate rises from near 0"
+        0.25, "fraction of all steps over which the learning rate warms up from near 0"
     )
     precision: str = _flag(
         "fp32",
-        "arithmetic of forward and backward; weights and gradient sums stay fp32; auto: fp32 or "
+        "precision of forward and backward; weights and gradient sums stay fp32; auto: fp32 or "
         "bf16, whichever is faster on the rank",
         ("fp32", "bf16", "fp16", "auto"),
     )
     memory_format: str = _flag(
         "auto",
-        "memory layout of images; auto: whichever is faster on the rank",
+        "memory format of images; auto: whichever is faster on the rank",
         ("auto", "contiguous", "channels_last"),
     )
     max_bad_steps: int = _flag(
-        20, "end the run after this many steps in a row without a finite gradient; 0: never"
+        20, "end the run after this many consecutive steps with NaN or Inf gradients; 0: never"
     )
     check_every: int = _flag(
         200, "steps between comparisons of the ranks' weights; 0: only after a rank is lost"
@@ -164,16 +163,18 @@ class TrainConfig:
 
     resume: str = _flag(
         "",
-        "auto: resume from the newest valid checkpoint in --run-dir, or start from scratch where "
+        "auto: resume from the newest valid checkpoint in --run-dir, or start from scratch if "
         "there is none; or a checkpoint's .pt file",
         metavar="auto|FILE",
     )
-    checkpoint_every: int = _flag(0, "steps between checkpoints; 0: by --checkpoint-minutes")
+    checkpoint_every: int = _flag(0, "steps between checkpoints; 0: use --checkpoint-minutes")
     checkpoint_minutes: float = _flag(
         10.0, "minutes between checkpoints; 0: only by --checkpoint-every and after each epoch"
     )
-    keep_checkpoints: int = _flag(3, "how many checkpoints to keep, besides the best")
-    spares: int = _flag(0, "how many of the last ranks stand by to replace a lost rank")
+    keep_checkpoints: int = _flag(3, "number of checkpoints to keep, besides the best")
+    spares: int = _flag(
+        0, "number of spare ranks: the last ones stand by, each ready to replace a lost rank"
+    )
     step_timeout: float = _flag(
         0.0,
         "seconds after which a rank that hangs is killed; 0: 20 times the median step, at least 60",
@@ -191,7 +192,7 @@ class TrainConfig:
     )
     log_interval: float = _flag(2.0, "seconds between progress lines")
     log_level: str = _flag(
-        "info", "lowest level of the log messages; debug shows those of every rank", LOG_LEVELS
+        "info", "lowest level of log messages to show; debug shows those of every rank", LOG_LEVELS
     )
 
     def __post_init__(self) -> None:
@@ -199,45 +200,45 @@ class TrainConfig:
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
             if choices and value not in choices:
-                raise _bad(field.name, value, f"one of {', '.join(choices)}")
+                raise _out_of_range(field.name, value, f"one of {', '.join(choices)}")
         self._check_ranges()
         self._check_names()
-        for name in _PATHS:  # a shell leaves the tilde of --flag=~/folder alone
+        for name in _PATHS:  # a shell does not expand the tilde of --flag=~/folder
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
 
     def _check_ranges(self) -> None:
         for name, (least, most, needed) in _RANGES.items():
             if not least <= getattr(self, name) <= most:  # false for NaN
-                raise _bad(name, getattr(self, name), needed)
+                raise _out_of_range(name, getattr(self, name), needed)
         for name in ("momentum", "label_smoothing", "warmup"):
             if not 0 <= getattr(self, name) < 1:
-                raise _bad(name, getattr(self, name), "a number from 0 to below 1")
+                raise _out_of_range(name, getattr(self, name), "a number from 0 to below 1")
         if not 0 < self.val_split < 1:
-            raise _bad("val_split", self.val_split, "a fraction between 0 and 1")
+            raise _out_of_range("val_split", self.val_split, "a fraction between 0 and 1")
 
     def _check_names(self) -> None:
         if self.snapshots and not self.snapshots.isalnum():
-            raise _bad("snapshots", self.snapshots, "a name of letters and digits")
+            raise _out_of_range("snapshots", self.snapshots, "a name of letters and digits")
         if self.resume == "auto" and not self.run_dir:
-            raise UserError("--resume auto needs --run-dir, the folder of the run to go on with")
+            raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
         if self.nesterov and self.momentum == 0:
-            raise UserError("--nesterov needs --momentum above 0; give --no-nesterov or a momentum")
+            raise UserError("--nesterov needs --momentum above 0; set it, or give --no-nesterov")
 
     @property
     def run_name(self) -> str:
-        """The model's name as a folder name."""
+        """The model's name in a form usable as a folder name."""
         return Path(self.model.replace(":", "-")).name
 
     def choose_folder(self) -> Path:
-        """Return the folder that is given, or else a new name: with the time, to the second."""
+        """Return `run_dir` if it is given, else a new name with the time to the second."""
         name = f"{self.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         return Path(self.run_dir) if self.run_dir else Path("runs") / name
 
 
 def flag_name(field_name: str) -> str:
-    """Return the command-line flag of a field: `max_steps` is `--max-steps`."""
+    """Return a field's command-line flag: `--max-steps` for `max_steps`."""
     return "--" + field_name.replace("_", "-")
 
 
-def _bad(name: str, found: object, needed: str) -> UserError:
+def _out_of_range(name: str, found: object, needed: str) -> UserError:
     return UserError(f"{flag_name(name)}: found {found!r}, needed {needed}")

@@ -1,4 +1,4 @@
-"""Users' own models and data sets, named on the command line as `module:factory`."""
+"""Import a user's own model or dataset, given on the command line as `module:factory`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kaitian_mpi.errors import UserError
 
 
 def load_factory(flag: str, spec: str) -> Callable[..., Any]:
-    """Import the callable that a flag names.
+    """Import the callable given by a flag.
 
-    The current directory is put first on `sys.path`, as `python script.py` does with the script's,
-    and stays there: data loading processes import the module again.
+    Puts the current directory first on `sys.path`, as `python script.py` does with the script's.
+    It stays there because data loading workers import the module again.
 
     Args:
-        flag: the command-line flag, for the error's text.
+        flag: the command-line flag, for error messages.
         spec: `package.module:name`.
 
     Raises:
@@ -32,7 +32,8 @@ def load_factory(flag: str, spec: str) -> Callable[..., Any]:
         raise UserError(f"{flag} {spec}: module {module_name} has no attribute {name!r}")
     if not callable(factory):
         raise UserError(
-            f"{flag} {spec}: found a {type(factory).__name__}, needed a function or a class"
+            f"{flag} {spec}: found an object of type {type(factory).__name__}, needed a function "
+            "or a class"
         )
     return factory
 
@@ -47,7 +48,7 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise UserError(
-                f"{flag} {spec}: found no module {missing!r}, neither installed nor in {folder}"
+                f"{flag} {spec}: no module named {missing!r}, neither installed nor in {folder}"
             ) from error
         raise UserError(
             f"{flag} {spec}: importing {module_name} raised {in_one_line(error)}"
@@ -55,5 +56,5 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return an exception's type and text without line ends, to be part of a `UserError`."""
+    """Return an exception's type and message as one line, for use in a `UserError`."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,1 +1,1 @@
-"""Which samples each rank takes at each step, and how they are loaded."""
+"""Sampling and loading: which samples each rank takes at each step."""

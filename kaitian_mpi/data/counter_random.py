@@ -1,4 +1,4 @@
-"""Random numbers that are a function of their place: no state, no order."""
+"""Counter-based random numbers: a function of seed, epoch and sample index, without state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 
 def random_words(seed: int, epoch: int, indices: Sequence[int]) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample index, the same whatever else is asked for.
+    """Return 64 random bits for each sample index, independent of the other indices.
 
     This is splitmix64 (Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number
     generators") at the counters `indices`, keyed by (seed, epoch).
 
     Args:
-        seed: any whole number; its low 64 bits count.
+        seed: any integer; only its low 64 bits are used.
         epoch: at least 0.
-        indices: n numbers of at least 0.
+        indices: n integers, each at least 0.
 
     Returns:
         uint64 [n].
@@ -28,7 +28,7 @@ def random_words(seed: int, epoch: int, indices: Sequence[int]) -> NDArray[np.ui
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    # On arrays uint64 arithmetic wraps in silence, on numpy scalars it would warn.
+    # uint64 arithmetic wraps without a warning on arrays; on numpy scalars it would warn.
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

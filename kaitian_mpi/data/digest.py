@@ -1,4 +1,4 @@
-"""Digests of some samples, by which hosts see whether they hold the same data."""
+"""Digests of a few samples, to check that all hosts have the same data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MAX_SEC = 2.0
 
 
 def digest_samples(data: Dataset) -> list[tuple[str, str]]:
-    """Return a text and a digest of each of some samples, spread over the data set.
+    """Return a description and a digest of each of a few samples, spread over the dataset.
 
-    The text is what must be equal wherever the data is the same: class, shape and type. The digest
-    is of the input's bits, for which random augmentation draws the same numbers everywhere, as far
-    as it draws them from torch, numpy or Python. Takes at most about 2 s; where that is not enough
-    for all of them, there are fewer samples, the first of the same ones.
+    The description holds class, shape and dtype, which must be equal wherever the data is the
+    same. The digest is of the input's bits; random augmentation is seeded for it, as far as it
+    draws from torch, numpy or Python. Takes at most about 2 s: if reading is slow, the list is a
+    shorter prefix of the same samples.
 
     Args:
         data: indexed by lists of sample indices.
     """
     length = len(data)  # type: ignore[arg-type]
     count = min(length, _MAX_SAMPLES)
-    # Both ends first: where listings differ in length or order, these are likely to.
+    # Both ends first: if hosts list files in a different order or number, these likely differ.
     spread = [number * (length - 1) // max(count - 1, 1) for number in range(count)]
     began = time.monotonic()
     digests: list[tuple[str, str]] = []
@@ -42,10 +42,10 @@ def digest_samples(data: Dataset) -> list[tuple[str, str]]:
 
 
 def _digest(data: Dataset, index: int) -> tuple[str, str]:
-    with _same_random_numbers():
+    with _fixed_random_numbers():
         try:
             inputs, labels = _sample(data, index)
-        except Exception as error:  # the user's code may raise anything; training shows it
+        except Exception as error:  # user code may raise anything; training will raise it too
             return f"sample {index} raises {type(error).__name__}", ""
     bits = inputs.contiguous().cpu().flatten().view(torch.uint8).numpy()
     shape = "x".join(map(str, inputs.shape[1:]))
@@ -54,14 +54,14 @@ def _digest(data: Dataset, index: int) -> tuple[str, str]:
 
 
 def _sample(data: Any, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # A user's data set may count what is fetched in batches for training.
+    # A user's dataset may count what is fetched in batches for training.
     single = getattr(data, "one", None)
     return single(index) if single is not None else data[[index]]
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Let torch, numpy and Python draw the same numbers in each such block, and then go on."""
+def _fixed_random_numbers() -> Iterator[None]:
+    """Seed torch, numpy and Python inside the block, and restore their state afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""From sample indices to batches."""
+"""Data loaders for training and evaluation."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def make_loader(
     pin_memory: bool,
     seed: int = 0,
 ) -> DataLoader[Any]:
-    """Return a loader that fetches each of the sampler's lists as one batch.
+    """Return a loader that fetches each list of indices from the sampler as one batch.
 
-    Make a new one each epoch: workers get a copy of the data set, and with it the epoch of its
-    augmentation, when iteration starts.
+    Make a new loader each epoch: when iteration starts, each worker gets a copy of the dataset,
+    including the epoch of its augmentation.
 
     Args:
         dataset: indexed by a list of sample indices.
         sampler: yields such lists.
-        workers: data loading processes; 0 loads in this one.
+        workers: data loading processes; 0 loads in this process.
         pin_memory: whether to copy batches into page-locked memory, for faster copies to a GPU.
-        seed: of the workers' random numbers. The loader draws nothing from torch's own generator,
-            lest dropout depended on how often a run was interrupted.
+        seed: seed of the workers' random numbers. The loader draws nothing from torch's global
+            generator; otherwise dropout would depend on how often a run was interrupted.
     """
     return DataLoader(
         ByParcel(dataset) if workers else dataset,
@@ -48,44 +48,44 @@ def make_loader(
         generator=torch.Generator().manual_seed(seed),
         multiprocessing_context=_fork_server() if workers else None,
         prefetch_factor=_BATCHES_PER_WORKER if workers else None,
-        worker_init_fn=_end_with_rank,
+        worker_init_fn=_exit_with_rank,
     )
 
 
 def _fork_server() -> BaseContext:
     # A process forked after MPI has started can crash: pytorch/pytorch#13787.
     context = multiprocessing.get_context("forkserver")
-    # Or each process would import torch again, which takes seconds.
+    # Otherwise each worker would import torch again, which takes seconds.
     context.set_forkserver_preload(["__main__", "torch"])
     return context
 
 
-def _end_with_rank(_: int) -> None:
-    """End this loading process when its rank is killed.
+def _exit_with_rank(_: int) -> None:
+    """Make this worker exit when its rank is killed.
 
-    torch looks at the process's parent, which is the fork server and not the rank; and the fork
-    server lives as long as this process does.
+    torch watches the worker's parent, which is the fork server and not the rank; and the fork
+    server lives as long as the worker does.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
     assert rank.pid is not None
     try:
-        life = os.pidfd_open(rank.pid)
+        pidfd = os.pidfd_open(rank.pid)
     except ProcessLookupError:
         os._exit(1)
 
     def watch() -> None:
-        select.select([life], [], [])
+        select.select([pidfd], [], [])
         os._exit(1)
 
-    threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+    threading.Thread(target=watch, name="exit-with-rank", daemon=True).start()
 
 
 def steps_ahead(workers: int) -> int:
-    """Return how many steps' batches such a loader asks for before they are needed.
+    """Return how many steps ahead of training a loader with these workers fetches batches.
 
-    A plan that is set between two steps shows in the batches after these: on every rank from the
-    same step on, as all ranks load in the same way.
+    A plan that is set between two steps takes effect after the batches fetched ahead: on every
+    rank from the same step on, as all ranks load in the same way.
     """
     return workers * _BATCHES_PER_WORKER
 
@@ -95,13 +95,13 @@ def evaluation_indices(
 ) -> list[list[int]]:
     """Return this rank's batches of an evaluation over `length` samples.
 
-    Over all ranks each sample comes exactly once, in order; a rank may have none.
+    Over all ranks each sample is used exactly once, in order; a rank may get none.
 
     Args:
-        length: samples of the data set.
+        length: number of samples in the dataset.
         rank: this rank.
-        shares: in what proportion the ranks share the work.
-        batch: samples per batch, at most.
+        shares: relative amounts of work, per rank.
+        batch: maximum samples per batch.
     """
     counts = apportion(length, shares)
     start = sum(counts[:rank])

@@ -1,6 +1,6 @@
-"""Tensors for loading processes, in memory that no file system limits.
+"""Sends tensors to and from data loading workers in anonymous shared memory.
 
-torch itself sends tensors through files in /dev/shm, which holds 64 MB in many containers.
+torch itself sends them through files in /dev/shm, which is limited to 64 MB in many containers.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from torch.utils.data import Dataset
 
 
 class Parcel:
-    """A value that arrives in another process as itself; its tensors lie in anonymous memory.
+    """Wraps a value for sending to another process, with its tensors in anonymous memory.
 
-    To be sent by multiprocessing: to a process that is being started, or into a queue. What the
-    receiver writes to the tensors stays its own. Tensors that are shared already stay shared.
+    The receiver gets the value itself, without the wrapper. It is sent by multiprocessing: to a
+    process that is being started, or through a queue. The receiver's writes to the tensors are
+    private. Tensors that are already shared stay shared.
     """
 
     def __init__(self, value: Any) -> None:
         self._value, self._region = value, _Region()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the tensors once, however many processes they are for."""
+        """Pickle the value; its tensors are copied once, whatever the number of receivers."""
         stream = io.BytesIO()
         _Pickler(stream, self._region).dump(self._value)
         return reduction.ForkingPickler.loads, (stream.getvalue(),)
 
 
 class _Region:
-    """Anonymous memory that grows by what is put in; it arrives as a private mapping of it."""
+    """Growing anonymous memory that holds tensors; the receiver gets a private mapping of it."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("kaitian-data", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         self._end = 0
         self._starts: dict[int, int] = {}
-        self._kept: list[torch.UntypedStorage] = []  # so that no other takes its address
+        self._kept: list[torch.UntypedStorage] = []  # so that no other storage reuses its address
 
     def put(self, storage: torch.UntypedStorage) -> int:
-        """Return where a storage begins in here, in bytes; it is copied unless it has been."""
+        """Return a storage's offset in this region, in bytes; copies it the first time."""
         address, size = storage.data_ptr(), storage.nbytes()
         if address not in self._starts:
             start = self._starts[address] = self._end
             self._kept.append(storage)
-            self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # a mapping begins at a page
+            self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # a mapping starts at a page
             os.ftruncate(self._file, self._end)
             memory = mmap.mmap(self._file, size, offset=start)
             torch.frombuffer(memory, dtype=torch.uint8).untyped_storage().copy_(storage)
@@ -60,14 +61,14 @@ class _Region:
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Puts the contents of plain tensors on the host into a region."""
+    """Puts the contents of plain CPU tensors into a region."""
 
     def __init__(self, stream: io.BytesIO, region: _Region) -> None:
         super().__init__(stream)
         self._region = region
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a tensor is made in the other process; others as multiprocessing has it."""
+        """Return how to rebuild a plain CPU tensor; leave all else to multiprocessing."""
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided
         if not is_plain or not value.is_cpu or value.requires_grad:
             return NotImplemented
@@ -82,9 +83,9 @@ class _Pickler(reduction.ForkingPickler):
 
 
 def _map(file: Any) -> torch.UntypedStorage:
-    number = file.detach()
-    memory = mmap.mmap(number, 0, access=mmap.ACCESS_COPY)
-    os.close(number)
+    descriptor = file.detach()
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    os.close(descriptor)
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
@@ -96,7 +97,7 @@ def _tensor(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return a tensor in a region, from the byte at which its storage starts there."""
+    """Return a tensor in a region, given the byte offset of its storage there."""
     if region is None:
         return torch.empty_strided(shape, stride, dtype=dtype)
     first = start // dtype.itemsize + offset
@@ -104,15 +105,15 @@ def _tensor(
 
 
 class ByParcel(Dataset[Any]):
-    """A data set that goes to loading processes in a parcel, and whose batches come back in one."""
+    """Wraps a dataset so that it is sent to workers, and its batches back, as a `Parcel`."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self._parcel = dataset, Parcel(dataset)
 
     def __getitem__(self, indices: list[int]) -> Any:
-        """Return a batch, for another process."""
+        """Return a batch, to be sent to another process."""
         return Parcel(self._dataset[indices])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the data set."""
+        """Pickle the dataset as a parcel."""
         return ByParcel, (self._parcel,)

@@ -1,4 +1,4 @@
-"""Which samples this rank takes at each global step."""
+"""The sampler that gives each rank its samples of every global step."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from kaitian_mpi.errors import UserError
 
 
 def samples_of_step(remaining: int, global_batch_size: int, min_batch: int = 1) -> int:
-    """Return how many samples the next step takes, of all ranks.
+    """Return how many samples all ranks together take in the next step.
 
     Args:
         remaining: samples left in the epoch.
-        global_batch_size: samples of a full step.
-        min_batch: the fewest samples that a rank can train on. A rest that is smaller joins the
-            step before it.
+        global_batch_size: samples in a full step.
+        min_batch: the fewest samples that a rank can train on. A smaller remainder is added to
+            the step before it.
     """
     return remaining if remaining < global_batch_size + min_batch else global_batch_size
 
 
 def count_steps_of_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
-    """Return how many steps these samples take."""
+    """Return the number of steps that this many samples take."""
     steps, rest = divmod(samples, global_batch_size)
     return steps + (rest >= min_batch) if steps else min(samples, 1)
 
 
 def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 1) -> list[int]:
-    """Return how many samples each rank takes in the next step; every rank gets the same answer.
+    """Return how many samples each rank takes in the next step, the same on every rank.
 
     Args:
         remaining: samples left in the epoch.
         batch_sizes: the plan, per rank.
-        min_batch: the smallest share besides none.
+        min_batch: the smallest share other than 0.
 
     Returns:
-        The plan itself, or in an epoch's last, partial step its proportions of what is left. No
-        share exceeds the rank's planned batch, or, where no smaller share than `min_batch` is
-        possible, only by less than that.
+        The plan itself; in an epoch's last, partial step, the remaining samples in the plan's
+        proportions. No share exceeds the rank's planned batch size, except by less than
+        `min_batch` where shares below that are not possible.
     """
     samples = samples_of_step(remaining, sum(batch_sizes), min_batch)
     if samples == sum(batch_sizes):
@@ -51,37 +51,38 @@ def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 
 
 
 class LoadAdaptiveSampler(Sampler[list[int]]):
-    """A `DistributedSampler` whose ranks take batches of different, changeable sizes.
+    """A distributed sampler with a different batch size per rank, changeable between steps.
 
-    It yields this rank's sample indices of one global step after the other, as whole lists: use it
-    as `DataLoader(dataset, sampler=sampler, batch_size=None)`. Each step takes the next
-    `global_batch_size` samples of one permutation an epoch, cut in rank order, so that an epoch
-    takes each sample exactly once over all ranks: no padding, no duplicate, none dropped. In an
+    It yields this rank's sample indices of each global step as one list: use it as
+    `DataLoader(dataset, sampler=sampler, batch_size=None)`. There is one permutation per epoch;
+    each step takes its next `global_batch_size` samples, divided in rank order. So an epoch uses
+    each sample exactly once over all ranks: no padding, no duplicates, none dropped. In an
     epoch's last, partial step a rank's list may be empty.
 
-    The position is a count of samples. So the plan can change between any two steps, and a state
-    can be loaded by any number of ranks. An iterator started in the middle of an epoch goes on
-    from there; one started after another ran to the end begins the epoch again.
+    The position is a number of samples. So the plan can change between any two steps, and a state
+    can be loaded by any number of ranks. An iterator started in the middle of an epoch continues
+    from there; one started after another reached the end starts the epoch again.
 
-    No method is collective: ranks agree because they are told the same plans at the same steps.
+    No method is collective: ranks agree because they set the same plans at the same steps.
 
     Args:
         dataset: only its length is used.
         batch_sizes: samples per step, per rank.
         rank: this rank.
-        shuffle: whether to permute, by (seed, epoch); otherwise the data set's own order.
-        seed: any whole number, the same on all ranks.
+        shuffle: whether to permute the samples by (seed, epoch); otherwise in dataset order.
+        seed: any integer, the same on all ranks.
         min_batch: the fewest samples that the model can train on: 2 where batch norm has a single
-            value per sample and channel. A rank takes none or at least so many. A rest of an epoch
-            that is smaller joins the step before it, which then has more than the global batch.
+            value per sample and channel. A rank takes none or at least this many. A smaller
+            remainder of an epoch is added to the step before it, which then exceeds the global
+            batch size.
 
     Attributes:
-        num_replicas: how many ranks.
+        num_replicas: the number of ranks.
         rank: this rank.
         epoch: the epoch of the permutation.
-        position: samples of the epoch handed out so far, over all ranks. A `DataLoader` with
-            workers asks for steps ahead of training; to save what was trained, or to apply a plan
-            at once, set this to the samples trained and start a new iterator.
+        position: samples of the epoch yielded so far, over all ranks. A `DataLoader` with
+            workers fetches ahead of training; to save the samples trained, or to apply a plan at
+            once, set this to the number of samples trained and start a new iterator.
 
     Raises:
         ValueError: an argument is out of range.
@@ -114,20 +115,20 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Samples per step of each rank, from the next step on."""
+        """Samples per step, per rank, from the next step on."""
         return list(self._batch_sizes)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step of all ranks."""
+        """Samples per step over all ranks."""
         return sum(self._batch_sizes)
 
     def set_plan(self, batch_sizes: Sequence[int]) -> None:
         """Change the batch sizes from the next step on; allowed in the middle of an epoch.
 
         Raises:
-            ValueError: not one size per rank, a negative one, one below `min_batch` other than 0,
-                or none above 0.
+            ValueError: there is not one size per rank, one is negative, one is below `min_batch`
+                but not 0, or all are 0.
         """
         if len(batch_sizes) != self.num_replicas:
             raise ValueError(
@@ -136,8 +137,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             )
         if min(batch_sizes) < 0 or max(batch_sizes) == 0:
             raise ValueError(
-                f"batch_sizes: found {list(batch_sizes)}, needed numbers of at least 0, "
-                "not all of them 0"
+                f"batch_sizes: found {list(batch_sizes)}, needed numbers of at least 0, not all 0"
             )
         if any(0 < size < self.min_batch for size in batch_sizes):
             raise ValueError(
@@ -147,19 +147,19 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         self._batch_sizes = list(batch_sizes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of another epoch; in the current one the position stays."""
+        """Go to the start of another epoch; does nothing if it is the current one."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.position = 0
             self._ran_to_end = False
 
     def __len__(self) -> int:
-        """Return the steps left in this epoch under the current plan."""
+        """Return the number of steps left in this epoch with the current plan."""
         left = len(self.dataset) - self.position
         return count_steps_of_epoch(left, self.global_batch_size, self.min_batch)
 
     def samples_of_step(self, position: int) -> int:
-        """Return how many samples the step from a position on takes, of all ranks."""
+        """Return how many samples all ranks together take in the step at `position`."""
         left = len(self.dataset) - position
         return samples_of_step(left, self.global_batch_size, self.min_batch)
 
@@ -178,26 +178,27 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         self._ran_to_end = True
 
     def indices(self, position: int, count: int) -> list[int]:
-        """Return the indices of the epoch's next `count` samples from a position, of all ranks."""
+        """Return the `count` sample indices of the epoch from `position` on, of all ranks."""
         return self._permutation()[position : position + count].tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this is, in samples: the same on all ranks, for any number of them."""
+        """Return the position in samples: the same on all ranks, valid for any number of ranks."""
         return {"epoch": self.epoch, "position": self.position, **self._order_of_samples()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another sampler was, whatever its number of ranks.
+        """Restore a saved position, whatever the number of ranks it was saved with.
 
-        A state from an epoch's end has no step left: iterating yields nothing until `set_epoch`.
+        A state saved at an epoch's end has no step left: iterating yields nothing until
+        `set_epoch`.
 
         Raises:
-            UserError: the state was saved with another seed, shuffling or data set length.
+            UserError: the state was saved with another seed, shuffling or dataset length.
         """
         for name, value in self._order_of_samples().items():
             if state[name] != value:
                 raise UserError(
-                    f"cannot resume: the checkpoint's sampler has {name.replace('_', ' ')} "
-                    f"{state[name]}, this run has {value}; use the same data set and seed"
+                    f"cannot resume: the checkpoint was saved with {name.replace('_', ' ')} "
+                    f"{state[name]}, this run has {value}; use the same dataset and seed"
                 )
         self.epoch = state["epoch"]
         self.position = state["position"]
@@ -209,7 +210,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
     def _permutation(self) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(len(self.dataset))
-        # Mixed, not added, so that seed 0 at epoch 1 differs from seed 1 at epoch 0. On a CPU
-        # torch takes the low 32 bits only.
+        # Mixed, not added, so that seed 0 at epoch 1 differs from seed 1 at epoch 0. torch's CPU
+        # generator uses only the low 32 bits.
         word = int(random_words(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))

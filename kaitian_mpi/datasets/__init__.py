@@ -1,1 +1,1 @@
-"""The built-in data sets, and those that a user's factory makes."""
+"""The built-in datasets, and those from a user's factory."""

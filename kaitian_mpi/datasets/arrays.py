@@ -1,4 +1,4 @@
-"""Images that fit in memory."""
+"""An image dataset held in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Labelled images, indexed by a list of sample indices."""
 
     images: torch.Tensor
-    """uint8 [N, C, H, W]; equal channels may be one, expanded."""
+    """uint8 [N, C, H, W]; equal channels may be one channel, expanded."""
     labels: torch.Tensor
     """int64 [N]."""
     mean: tuple[float, ...]
-    """Per channel, with pixels from 0 to 1."""
+    """Per channel, for pixels scaled to 0 to 1."""
     std: tuple[float, ...]
-    """Per channel, with pixels from 0 to 1."""
+    """Per channel, for pixels scaled to 0 to 1."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -35,11 +35,11 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.normalise(self.images[chosen]), self.labels[chosen]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Bring uint8 [n, C, H, W] to float32 of mean 0 and standard deviation 1."""
+        """Convert uint8 [n, C, H, W] to float32 with mean 0 and standard deviation 1."""
         mean = torch.tensor(self.mean).view(-1, 1, 1) * 255
         std = torch.tensor(self.std).view(-1, 1, 1) * 255
         return images.float().sub_(mean).div_(std)
 
     def subset(self, chosen: slice | torch.Tensor) -> ImageArrays:
-        """Return some of the samples; a slice shares memory with this."""
+        """Return a subset of the samples; a slice shares memory with this dataset."""
         return ImageArrays(self.images[chosen], self.labels[chosen], self.mean, self.std)

@@ -1,4 +1,4 @@
-"""Random crops and mirroring that do not depend on who computes them."""
+"""Random crops and flips that do not depend on which rank computes them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ KINDS = ("crop", "crop-flip")
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Images shifted, and with "crop-flip" mirrored, at random.
+    """Applies a random crop, and with "crop-flip" a random horizontal flip, to images.
 
-    What happens to a sample depends on (seed, epoch, sample index) alone, not on the rank, the
-    batch or the order, so that a run's images are the same however they are shared out.
+    A sample's augmentation depends only on (seed, epoch, sample index), not on the rank, the batch
+    or the order, so that a run's images are the same however they are divided among the ranks.
 
     Args:
         arrays: the images.
         kind: one of `KINDS`.
-        seed: any whole number.
+        seed: any integer.
     """
 
     def __init__(self, arrays: ImageArrays, kind: str, seed: int) -> None:
@@ -36,7 +36,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose shifts to apply; call it before a loader's iterator starts."""
+        """Set the epoch that seeds the augmentation; call it before a loader's iterator starts."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -51,42 +51,42 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         chosen = torch.tensor(indices, dtype=torch.int64)
         images = self.arrays.images[chosen]
-        down, right, mirrored = draw_shifts(self.seed, self.epoch, indices, images.shape[2] // 8)
-        images = crop(images, down, right)
+        top, left, flipped = draw_shifts(self.seed, self.epoch, indices, images.shape[2] // 8)
+        images = crop(images, top, left)
         if self.kind == "crop-flip":
-            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
         return self.arrays.normalise(images), self.arrays.labels[chosen]
 
 
 def draw_shifts(
     seed: int, epoch: int, indices: Sequence[int], pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw what happens to each of n samples.
+    """Draw the random crop and flip of each of n samples.
 
     Returns:
-        Row and column of the crop's corner in the padded image, int64 [n] from 0 to 2 * `pad`, and
-        whether to mirror, bool [n].
+        The top row and left column of the crop in the padded image, int64 [n] from 0 to 2 * `pad`,
+        and whether to flip, bool [n].
     """
     words = random_words(seed, epoch, indices)
     # Each number is scaled from 31 bits of its own: the bias is below 2 * pad / 2**31.
-    places, low_31 = np.uint64(2 * pad + 1), np.uint64(0x7FFF_FFFF)
-    down = ((words & low_31) * places) >> np.uint64(31)
-    right = (((words >> np.uint64(31)) & low_31) * places) >> np.uint64(31)
-    mirrored = (words >> np.uint64(63)).astype(bool)
+    choices, low_31 = np.uint64(2 * pad + 1), np.uint64(0x7FFF_FFFF)
+    top = ((words & low_31) * choices) >> np.uint64(31)
+    left = (((words >> np.uint64(31)) & low_31) * choices) >> np.uint64(31)
+    flipped = (words >> np.uint64(63)).astype(bool)
     return (
-        torch.from_numpy(down.astype(np.int64)),
-        torch.from_numpy(right.astype(np.int64)),
-        torch.from_numpy(mirrored),
+        torch.from_numpy(top.astype(np.int64)),
+        torch.from_numpy(left.astype(np.int64)),
+        torch.from_numpy(flipped),
     )
 
 
-def crop(images: torch.Tensor, down: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Cut each image out of itself padded with zeros, an eighth of its height on every side.
+def crop(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Pad each image with zeros, an eighth of its height on every side, and crop it.
 
     Args:
         images: [n, C, H, W].
-        down: first row to keep of each padded image, int64 [n].
-        right: first column to keep, int64 [n].
+        top: first row to keep of each padded image, int64 [n].
+        left: first column to keep, int64 [n].
 
     Returns:
         [n, C, H, W].
@@ -94,4 +94,4 @@ def crop(images: torch.Tensor, down: torch.Tensor, right: torch.Tensor) -> torch
     count, _, height, width = images.shape
     padded = functional.pad(images, (height // 8,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
-    return windows[torch.arange(count), :, down, right]
+    return windows[torch.arange(count), :, top, left]

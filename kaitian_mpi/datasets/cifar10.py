@@ -20,7 +20,7 @@ _SHAPE = (3, 32, 32)
 _PIXELS = 3072
 _RECORD = 1 + _PIXELS
 _OFFICIAL_RECORDS = 10_000
-# Of the 50,000 training images.
+# Over the 50,000 training images.
 _MEAN = (0.4914, 0.4822, 0.4465)
 _STD = (0.2470, 0.2435, 0.2616)
 
@@ -28,12 +28,12 @@ _STD = (0.2470, 0.2435, 0.2616)
 def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """Read the training and validation images, 3x32x32, from the official files.
 
-    Either version will do, in `data_dir` or in the folder that its archive unpacks to: the binary
-    one, or the Python one. The test set validates; without its file, the last `val_split` of the
-    training set does (0.2 is exactly `data_batch_5`).
+    Reads the binary or the Python version, from `data_dir` or from the folder that the archive
+    unpacks to. The test set is used for validation; if its file is missing, the last `val_split`
+    of the training set is (0.2 is exactly `data_batch_5`).
 
     Raises:
-        UserError: a file is missing, damaged or something else.
+        UserError: a file is missing, damaged or not a CIFAR-10 file.
     """
     folder, suffix = _locate(ORIGIN.folder(data_dir))
     read = _read_binary if suffix else _read_pickle
@@ -48,16 +48,16 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
 
 
 def _locate(folder: Path) -> tuple[Path, str]:
-    """Return the folder of the batches and their suffix; any batch will do to find it."""
-    places = [
+    """Return the folder of the batch files and their suffix; any one batch identifies it."""
+    candidates = [
         (folder, ".bin"),
         (folder / "cifar-10-batches-bin", ".bin"),
         (folder, ""),
         (folder / "cifar-10-batches-py", ""),
     ]
-    for place, suffix in places:
-        if any(os.path.exists(place / f"data_batch_{n}{suffix}") for n in range(1, 6)):
-            return place, suffix
+    for candidate, suffix in candidates:
+        if any(os.path.exists(candidate / f"data_batch_{n}{suffix}") for n in range(1, 6)):
+            return candidate, suffix
     raise ORIGIN.bad_file(
         folder,
         "no data_batch_1.bin and no data_batch_1",
@@ -78,7 +78,7 @@ def _join(read: Callable[[Path], _Batch], paths: list[Path]) -> ImageArrays:
 
 
 def _read_binary(path: Path) -> _Batch:
-    """Read records of one label byte and the red, green and blue planes."""
+    """Read records of one label byte followed by the red, green and blue planes."""
     content = ORIGIN.read(path)
     if not content or len(content) % _RECORD:
         raise ORIGIN.bad_file(

@@ -1,8 +1,8 @@
-"""Reads CIFAR-10's Python version without running what a pickle asks to run.
+"""Reads CIFAR-10's Python version without executing anything in the pickle.
 
 A pickle is a program. Even the few numpy functions that an array's pickle calls can be abused: a
-forged `numpy.dtype` state makes numpy take raw bytes for object pointers. So none of them is
-called. Each admitted name is replaced by an object that only records its arguments, and the array
+forged `numpy.dtype` state makes numpy treat raw bytes as object pointers. So none of them is
+called. Each allowed name is replaced by an object that only records its arguments, and the array
 is built here from the recorded bytes, after checks.
 """
 
@@ -26,7 +26,7 @@ _RECORDED = {
 
 @dataclass
 class _Recorded:
-    """A name that a pickle imports, or the result of calling it, as data."""
+    """A record of a name that the pickle imports, or of a call to it."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -40,9 +40,9 @@ class _Recorded:
 
 
 class _Latin1:
-    """Stands for `_codecs.encode`, which Python 3 writes for bytes in pickle protocol 2."""
+    """Replaces `_codecs.encode`, which Python 3 uses for bytes in pickle protocol 2."""
 
-    # Without attributes a pickle cannot alter it.
+    # Without attributes, a pickle cannot modify it.
     __slots__ = ()
 
     def __call__(self, text: str, encoding: str) -> bytes:
@@ -55,13 +55,13 @@ class _InertUnpickler(pickle.Unpickler):
             return _Recorded(name)
         if (module, name) == ("_codecs", "encode"):
             return _Latin1()
-        # A hostile name may be long, and have line ends.
-        asked = ascii(f"{module}.{name}"[:80])
-        raise pickle.UnpicklingError(f"it asks for {asked}, which no CIFAR-10 file needs")
+        # A malicious name may be long or contain line breaks.
+        requested = ascii(f"{module}.{name}"[:80])
+        raise pickle.UnpicklingError(f"it imports {requested}, which no CIFAR-10 file needs")
 
 
 def parse_batch(content: bytes, row_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the arrays of one file of CIFAR-10's Python version.
+    """Return the images and labels of one file of CIFAR-10's Python version.
 
     Args:
         content: a pickled dict with `data`, a uint8 numpy array [n, row_length], and `labels`, a
@@ -72,12 +72,12 @@ def parse_batch(content: bytes, row_length: int) -> tuple[torch.Tensor, torch.Te
         uint8 [n, row_length] and int64 [n].
 
     Raises:
-        ValueError: the content is anything else; none of it has been executed.
+        ValueError: the content is anything else. None of it has been executed.
     """
     try:
         batch = _InertUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"no readable pickle ({str(error)[:120]})") from error
+        raise ValueError(f"an invalid pickle ({str(error)[:120]})") from error
     if not isinstance(batch, dict):
         raise ValueError(f"a pickled {type(batch).__name__}")
     pixels = _rows(batch.get(b"data", batch.get("data")), row_length)
@@ -94,7 +94,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _rows(array: Any, row_length: int) -> torch.Tensor:
-    """Build uint8 [n, row_length] from a recorded numpy array."""
+    """Build a uint8 tensor [n, row_length] from a recorded numpy array."""
     try:
         _, (count, length), dtype, by_column, raw = array.state
         is_bytes = dtype.args[0] in ("u1", b"u1") and isinstance(raw, bytes)

@@ -14,15 +14,15 @@ from kaitian_mpi.datasets.holdout import hold_out_shuffled
 from kaitian_mpi.errors import UserError
 
 _BRIGHTEST = 16
-# Of all images, enlarged.
+# Over all images, after resizing.
 _MEAN = (0.3052,) * 3
 _STD = (0.3236,) * 3
 
 
 def load(val_split: float) -> tuple[ImageArrays, ImageArrays]:
-    """Return training and validation images, 3x32x32: 8x8 enlarged, with three equal channels.
+    """Return training and validation images, 3x32x32: resized from 8x8, three equal channels.
 
-    The validation set is chosen by one fixed permutation, the same for every seed.
+    The validation set comes from one fixed permutation, the same for every seed.
 
     Raises:
         UserError: scikit-learn is not installed.
@@ -36,12 +36,12 @@ def load(val_split: float) -> tuple[ImageArrays, ImageArrays]:
 
 
 def _read() -> np.ndarray:
-    """Return a row for each digit: 64 pixels from 0 to 16, and which digit it is.
+    """Return one row per image: 64 pixels from 0 to 16, then the label.
 
-    Of scikit-learn only the file is read: its import takes each rank a second.
+    Reads the file without importing scikit-learn, which would take each rank a second.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise UserError('the digits data set needs scikit-learn; pip install "kaitian-mpi[demo]"')
+        raise UserError('the digits dataset needs scikit-learn: pip install "kaitian-mpi[demo]"')
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(file, delimiter=",", dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Users' own data sets, named as `--dataset module:factory`."""
+"""Datasets from a user's factory, given as `--dataset module:factory`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kaitian_mpi.factory import in_one_line, load_factory
 
 
 class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A data set of (input, class) pairs, indexed by a list of sample indices.
+    """Wraps a map-style dataset of (input, class) pairs; indexed by a list of sample indices.
 
     Args:
-        dataset: map-style, at least one sample; inputs are tensors of one shape.
+        dataset: map-style, at least one sample; all inputs are tensors of the same shape.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -34,7 +34,7 @@ class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """Return the batch of these n samples; n may be 0.
 
         Returns:
-            [n, *shape of an input], of the input's type, and int64 [n].
+            [n, *shape of an input], of the input's dtype, and int64 [n].
         """
         if not indices:
             return self._none
@@ -43,30 +43,30 @@ class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return _collate([self.dataset[index] for index in indices])
 
     def one(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of one sample, fetched by itself."""
+        """Return a batch of one sample, fetched without `__getitems__`."""
         return _collate([self.dataset[index]])
 
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    # Not torch's own collate, which in a loading process takes memory in /dev/shm.
+    # Not torch's default_collate, which in a worker allocates memory in /dev/shm.
     inputs = torch.stack([inputs for inputs, _ in pairs])
     return inputs, torch.tensor([operator.index(label) for _, label in pairs])
 
 
 def load_factory_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated, Collated, int]:
-    """Call a user's factory.
+    """Load the training and validation data from a user's factory.
 
-    It is called without arguments, or with `data_dir=` if it takes that. It returns
-    `(train, validation)`, or one map-style data set; of that one `val_split` is held out, by one
-    fixed permutation. Every data set gives (input tensor, int class) pairs.
+    The factory is called without arguments, or with `data_dir=` if it takes that and one is given.
+    It returns `(train, validation)` or one map-style dataset, of which `val_split` is held out by a
+    fixed permutation. Each dataset yields (input tensor, int class) pairs.
 
     Returns:
-        Training data, validation data, and the number of classes: a data set's `num_classes`, or
-        the length of its `classes`, else 1 + the largest label. Labels are looked up in
-        `targets` or `labels`; without those every sample is read once.
+        Training data, validation data, and the number of classes: a dataset's `num_classes`, or
+        the length of its `classes`, or 1 + the largest label. Labels are read from `targets` or
+        `labels`; without those, every sample is read once.
 
     Raises:
-        UserError: the factory is not there, raises, or returns something else.
+        UserError: the factory cannot be imported, raises, or returns something else.
     """
     result = _call(spec, data_dir)
     parts = result if isinstance(result, tuple) else (result,)
@@ -88,13 +88,13 @@ def _call(spec: str, data_dir: str) -> Any:
     except (TypeError, ValueError):  # some callables written in C have no signature
         parameter = None
     if parameter is not None and parameter.default is parameter.empty and not data_dir:
-        raise UserError(f"--dataset {spec}: it takes a data_dir; give --data-dir")
+        raise UserError(f"--dataset {spec}: the factory requires data_dir; give --data-dir")
     try:
         return factory(data_dir=data_dir) if parameter is not None and data_dir else factory()
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"--dataset {spec}: it raised {in_one_line(error)}") from error
+        raise UserError(f"--dataset {spec}: the factory raised {in_one_line(error)}") from error
 
 
 def _check(spec: str, dataset: Any) -> None:
@@ -102,12 +102,12 @@ def _check(spec: str, dataset: Any) -> None:
     if not mapped or isinstance(dataset, (IterableDataset, dict, str, torch.Tensor)):
         raise _wrong(spec, f"a {type(dataset).__name__}")
     if len(dataset) == 0:
-        raise UserError(f"--dataset {spec}: found a data set of 0 samples, needed at least 1")
+        raise UserError(f"--dataset {spec}: found a dataset of 0 samples, needed at least 1")
     try:
         sample = dataset[0]
     except Exception as error:
         raise UserError(
-            f"--dataset {spec}: its first sample raised {in_one_line(error)}"
+            f"--dataset {spec}: reading its first sample raised {in_one_line(error)}"
         ) from error
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         raise _wrong(spec, f"a {type(sample).__name__} as its first sample")
@@ -128,7 +128,7 @@ def _is_class(label: Any) -> bool:
 
 def _wrong(spec: str, found: str) -> UserError:
     return UserError(
-        f"--dataset {spec}: found {found}, needed (train, validation) or one map-style data set "
+        f"--dataset {spec}: found {found}, needed (train, validation) or one map-style dataset "
         "of (input tensor, int class) pairs"
     )
 
@@ -146,5 +146,5 @@ def _count_classes(spec: str, dataset: Any) -> int:
     except Exception as error:
         raise UserError(
             f"--dataset {spec}: counting its classes raised {in_one_line(error)}; give "
-            "the data set an attribute num_classes"
+            "the dataset an attribute num_classes"
         ) from error

@@ -1,4 +1,4 @@
-"""Validation samples from a training set that comes without a test set."""
+"""Holds out validation samples of a training set that has no test set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def held_out_count(length: int, fraction: float) -> int:
-    """Return how many of `length` samples to hold out: the nearest whole number, none left empty.
+    """Return how many of `length` samples to hold out: rounded, leaving neither part empty.
 
     Raises:
         UserError: there are fewer than two samples.
@@ -27,7 +27,7 @@ def held_out_count(length: int, fraction: float) -> int:
 
 
 def shuffled_split(length: int, fraction: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split sample indices by one fixed permutation, the same for every run.
+    """Split sample indices by a fixed permutation, the same for every run.
 
     Returns:
         Training and validation indices, int64.
@@ -41,14 +41,14 @@ def shuffled_split(length: int, fraction: float) -> tuple[torch.Tensor, torch.Te
 
 
 def hold_out_shuffled(arrays: ImageArrays, fraction: float) -> tuple[ImageArrays, ImageArrays]:
-    """Split images in training and validation by one fixed permutation."""
+    """Split images into training and validation sets by a fixed permutation."""
     train, validation = shuffled_split(len(arrays), fraction)
     return arrays.subset(train), arrays.subset(validation)
 
 
 def hold_out_last(arrays: ImageArrays, fraction: float) -> tuple[ImageArrays, ImageArrays]:
-    """Split images in training and validation: the last ones validate."""
+    """Split images into training and validation sets, the last ones for validation."""
     held_out = held_out_count(len(arrays), fraction)
-    _log.info("no test set: the last %d of %d samples validate", held_out, len(arrays))
+    _log.info("no test set: validating on the last %d of %d samples", held_out, len(arrays))
     train = len(arrays) - held_out
     return arrays.subset(slice(train)), arrays.subset(slice(train, None))

@@ -23,7 +23,7 @@ ORIGIN = Origin("mnist", "http://yann.lecun.com/exdb/mnist/", num_classes=10)
 
 _SIDE = 28
 _OFFICIAL_COUNTS = {"train": 60_000, "t10k": 10_000}
-# Of the 60,000 training images, padded.
+# Over the 60,000 training images, after padding.
 _MEAN = (0.1000,) * 3
 _STD = (0.2752,) * 3
 
@@ -32,11 +32,11 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """Read the training and validation images, 3x32x32, from the official idx files.
 
     The files may be compressed (.gz) or not. The 28x28 images are padded with zeros to 32x32 and
-    have three equal channels. The test set validates; without its files, the last `val_split` of
-    the training set does.
+    get three equal channels. The test set is used for validation; if its files are missing, the
+    last `val_split` of the training set is.
 
     Raises:
-        UserError: a file is missing, damaged or something else.
+        UserError: a file is missing, damaged or not an MNIST file.
     """
     folder = ORIGIN.folder(data_dir)
     train = _read_part(folder, "train")
@@ -59,7 +59,7 @@ def _read_part(folder: Path, part: str) -> ImageArrays:
     images = _read_idx(images_path, (_SIDE, _SIDE))
     labels = _read_idx(labels_path, ()).long()
     if len(images) != len(labels):
-        raise ORIGIN.bad_file(labels_path, f"{len(labels)} labels", f"{len(images)}, one an image")
+        raise ORIGIN.bad_file(labels_path, f"{len(labels)} labels", f"{len(images)}, one per image")
     ORIGIN.check_labels(labels_path, labels)
     ORIGIN.report_count(part, len(images), _OFFICIAL_COUNTS[part])
     padded = functional.pad(images, (2, 2, 2, 2)).unsqueeze(1)
@@ -69,7 +69,7 @@ def _read_part(folder: Path, part: str) -> ImageArrays:
 def _read_idx(path: Path, item_shape: tuple[int, ...]) -> torch.Tensor:
     """Read an idx file of unsigned bytes, [n, *item_shape].
 
-    It starts with big-endian words of four bytes: a magic number (0x08, unsigned byte, and the
+    The header is big-endian four-byte words: a magic number (0x08 for unsigned bytes, and the
     number of dimensions), then the dimensions.
     """
     content = ORIGIN.read(path)
@@ -90,7 +90,7 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> torch.Tensor:
     expected = header_bytes + count * math.prod(item_shape)
     if count == 0 or len(content) != expected:
         raise ORIGIN.bad_file(
-            path, f"{len(content):,} bytes for {count:,} items", f"{expected:,} bytes, some items"
+            path, f"{len(content):,} bytes for {count:,} items", f"{expected:,} bytes, 1 or more"
         )
     values = np.frombuffer(content, np.uint8, offset=header_bytes).copy()
     return torch.from_numpy(values).view(count, *item_shape)

@@ -1,4 +1,4 @@
-"""What the readers of downloaded data sets have in common."""
+"""Reading and checking the official files of a downloaded dataset."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """A data set that its users download."""
+    """A dataset that users download, and the errors about its files."""
 
     name: str
-    """As `--dataset` has it."""
+    """The value of `--dataset`."""
     url: str
-    """Where its official files are."""
+    """Where to download the official files."""
     num_classes: int
 
     def folder(self, data_dir: str) -> Path:
-        """Return the folder that `--data-dir` names.
+        """Return the folder given by `--data-dir`.
 
         Raises:
-            UserError: there is none.
+            UserError: it is not given or does not exist.
         """
         if not data_dir:
             raise UserError(
-                f"--data-dir: found none, needed the folder of the official files for --dataset "
-                f"{self.name}; get them from {self.url}"
+                f"--dataset {self.name} needs --data-dir, the folder with its official files; "
+                f"get them from {self.url}"
             )
         folder = Path(data_dir).expanduser()
-        if not os.path.isdir(folder):  # which never raises, as Path.is_dir does
+        if not os.path.isdir(folder):  # unlike Path.is_dir, never raises
             raise UserError(
-                f"--data-dir: found no folder {folder}, needed the one of the official files for "
-                f"--dataset {self.name}; get them from {self.url}"
+                f"--data-dir: no such folder: {folder}; give the folder with the official files "
+                f"for --dataset {self.name}, or get them from {self.url}"
             )
         return folder
 
@@ -53,19 +53,19 @@ class Origin:
             return path.read_bytes()
         except OSError as error:
             raise UserError(
-                f"{path}: cannot be read ({error.strerror}); {self.name} needs it: get it from "
+                f"{path}: cannot be read ({error.strerror}), and {self.name} needs it; get it from "
                 f"{self.url}"
             ) from error
 
     def bad_file(self, path: Path, found: str, needed: str) -> UserError:
-        """Return the error to raise about a file that is not what it should be."""
+        """Return the error to raise for a file with the wrong contents."""
         return UserError(f"{path}: found {found}, needed {needed}; get it from {self.url}")
 
     def check_labels(self, path: Path, labels: torch.Tensor) -> None:
         """Check int64 [n] class labels.
 
         Raises:
-            UserError: one of them is no class of the data set.
+            UserError: one of them is not a class of the dataset.
         """
         wrong = ((labels < 0) | (labels >= self.num_classes)).nonzero()
         if len(wrong):
@@ -77,7 +77,7 @@ class Origin:
             )
 
     def report_count(self, part: str, found: int, official: int) -> None:
-        """Warn when a part of the data set is smaller or larger than the official one."""
+        """Warn if a part of the dataset is smaller or larger than the official one."""
         if found != official:
             _log.warning(
                 "%s: found %d %s images, the official files have %d",

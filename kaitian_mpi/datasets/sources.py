@@ -1,4 +1,4 @@
-"""The data sets that can be named on the command line."""
+"""The datasets for `--dataset`: built in, or from a user's factory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from kaitian_mpi.errors import UserError
 
 @dataclass(frozen=True)
 class DataSource:
-    """What a run trains on. Its data sets are indexed by a list of sample indices.
+    """The training and validation data of a run.
 
-    Such a list gives a batch: inputs [n, ...] and labels int64 [n]; n may be 0.
+    Both datasets are indexed by a list of n sample indices, which returns a batch: inputs
+    [n, ...] and labels int64 [n]; n may be 0.
     """
 
     name: str
-    """As `--dataset` has it."""
+    """The value of `--dataset`."""
     train: Dataset
     """Training data, augmented."""
     validation: Dataset
     """Validation data, never augmented."""
     num_classes: int
-    """Labels go from 0 to one below this."""
+    """Labels are below this."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Reseed the augmentation; call it before the epoch's loader starts."""
+        """Reseed the augmentation; call it before the epoch's loader is iterated."""
         if isinstance(self.train, Augmented):
             self.train.set_epoch(epoch)
 
@@ -41,7 +42,7 @@ class DataSource:
 class _BuiltIn:
     load: Callable[[TrainConfig], tuple[ImageArrays, ImageArrays]]
     augment: str
-    """What `--augment auto` means. All built-in data sets have ten classes."""
+    """What `--augment auto` means. All built-in datasets have ten classes."""
 
 
 _BUILT_IN = {
@@ -55,11 +56,11 @@ _BUILT_IN = {
 
 
 def load_data(config: TrainConfig) -> DataSource:
-    """Load the data set that `config.dataset` names. Every rank holds all of it.
+    """Load the dataset given by `config.dataset`. Every rank holds all of it.
 
     Raises:
-        UserError: there is no such data set, its files are missing or wrong, or a user's factory
-            does not give what is needed.
+        UserError: there is no such dataset, its files are missing or wrong, or the user's factory
+            fails.
     """
     if ":" in config.dataset:
         return _load_factory_source(config)
@@ -78,8 +79,8 @@ def load_data(config: TrainConfig) -> DataSource:
 def _load_factory_source(config: TrainConfig) -> DataSource:
     if config.augment not in ("auto", "none"):
         raise UserError(
-            f"--augment {config.augment}: found --dataset {config.dataset}, needed a built-in data "
-            "set; augment in the factory, and give --augment none"
+            f"--augment {config.augment} works with built-in datasets only, not with --dataset "
+            f"{config.dataset}; augment in the factory and give --augment none"
         )
     train, validation, classes = load_factory_data(
         config.dataset, config.data_dir, config.val_split

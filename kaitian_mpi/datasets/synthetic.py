@@ -1,4 +1,4 @@
-"""Made-up images that a model can learn, for tests and timing without any file."""
+"""Synthetic images that a model can learn, for tests and benchmarks without any file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STD = (0.24,) * 3
 def load(val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """Return training and validation images, 3x32x32: a blurred pattern per class, plus noise.
 
-    They are the same for every seed, and so is the validation set.
+    The images and the split are the same for every seed.
     """
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(_CLASSES, 3, 4, 4, generator=generator)

@@ -1,4 +1,4 @@
-"""The models that can be named on the command line."""
+"""The models for `--model`: built in, or from a user's factory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def build_model(name: str, num_classes: int) -> nn.Module:
-    """Build a model by its name or by `module:factory`.
+    """Build the model of the given name, or the one that `module:factory` returns.
 
     A factory is called with `num_classes=` and returns a `torch.nn.Module`, as the constructors of
     torchvision's models do.
@@ -56,6 +56,6 @@ def _check_takes_classes(name: str, factory: Callable[..., Any]) -> None:
         signature.bind(num_classes=0)
     except TypeError as error:
         raise UserError(
-            f"--model {name}: found a callable with the parameters {signature}, needed one that is "
-            f"called with num_classes=... alone ({error}); give it that parameter"
+            f"--model {name}: cannot be called with num_classes=... alone ({error}): its "
+            f"parameters are {signature}; add num_classes and give the others defaults"
         ) from error

@@ -1,4 +1,4 @@
-"""A small convolutional network, for quick trials."""
+"""A small convolutional network for quick experiments."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: in
 
 
 class InvertedResidual(nn.Module):
-    """Expand, filter by depth, project; with a shortcut where shapes allow (section 3.3)."""
+    """Expansion, depthwise convolution, projection; a shortcut where shapes allow (section 3.3)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 with a 3x3 stem and no first pooling, as is usual for 32x32 images.
+    """ResNet-18 with a 3x3 stem and no max pooling, as is usual for 32x32 images.
 
     It has 11,173,962 parameters for 3 input channels and 10 classes.
     """

@@ -18,14 +18,14 @@ TRAIN = ("kaitian-train", "--model", "cnn")
     ("flags", "message"),
     [
         ("--no-such-flag", "unrecognized arguments: --no-such-flag; see kaitian-train --help"),
-        ("--epochs 0", "--epochs: found 0, needed a whole number of at least 1"),
+        ("--epochs 0", "--epochs: found 0, needed a whole number from 1 to"),
         ("--emulate-kinds gpu", "--emulate-kinds gpu: found 1 kind, needed 4, one per rank"),
         ("--emulate-slowdown 9:2", "--emulate-slowdown: found '9:2', needed rank:factor"),
         ("--global-batch-size 2", "--global-batch-size: found 2 for 4 ranks, needed at least one"),
         ("--dataset cifar10 --data-dir nowhere", "--data-dir: found no folder nowhere, needed"),
         (
             "--log-interval inf",
-            "--log-interval: found inf, needed seconds, at least 0, and at most",
+            "--log-interval: found inf, needed seconds, from 0 to",
         ),
     ],
 )
@@ -45,7 +45,7 @@ def test_a_mistake_seen_before_torch_is_loaded(mpirun, options, flags, message):
         ("--model planted:not_a_model", "needed a torch.nn.Module"),
         ("--devices cuda:7,cuda:7", "asks for cuda:7, but"),
         ("--model planted:differing", "the model differs between ranks:"),
-        ("--model planted:raise_error", "found a callable with the parameters ()"),
+        ("--model planted:raise_error", "its parameters are (); add num_classes"),
         ("--run-dir /dev/null/run", "--run-dir /dev/null/run: Not a directory; name a folder"),
     ],
 )

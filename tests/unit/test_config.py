@@ -86,7 +86,7 @@ def test_arguments_set_their_fields():
     [
         (["--no-such"], r"unrecognized arguments: --no-such; see kaitian-train --help"),
         (["--epochs", "x"], r"--epochs: invalid int value: 'x'"),
-        (["--epochs", "0"], r"--epochs: found 0, needed a whole number of at least 1"),
+        (["--epochs", "0"], r"--epochs: found 0, needed a whole number from 1 to 1e9"),
         (["--global-batch-size", "0"], r"--global-batch-size: found 0"),
         (["--lr", "0"], r"--lr: found 0.0, needed a number above 0"),
         (["--lr", "nan"], r"--lr: found nan"),

@@ -75,8 +75,8 @@ def fails(data_dir: str | Path) -> str:
 
 
 def test_no_folder_and_missing_files(tmp_path: Path) -> None:
-    assert "--data-dir: found none" in fails("")
-    assert "found no folder" in fails(tmp_path / "nowhere")
+    assert "--dataset mnist needs --data-dir" in fails("")
+    assert "--data-dir: no such folder" in fails(tmp_path / "nowhere")
     assert f"{TRAIN_IMAGES}.gz: cannot be read (No such file" in fails(tmp_path)
     write_part(tmp_path, "train", 4)
     (tmp_path / TRAIN_LABELS).unlink()
@@ -104,7 +104,7 @@ def test_an_incomplete_test_set(tmp_path: Path) -> None:
         (TRAIN_IMAGES, idx(images_of("x", 4))[:-1], "found 3,151 bytes for 4 items, needed 3,152"),
         (TRAIN_IMAGES, idx(images_of("x", 4)) + b"x", "found 3,153 bytes for 4 items"),
         (TRAIN_IMAGES, idx(images_of("x", 0)), "found 16 bytes for 0 items"),
-        (TRAIN_LABELS, idx(np.arange(5)), "found 5 labels, needed 4, one an image"),
+        (TRAIN_LABELS, idx(np.arange(5)), "found 5 labels, needed 4, one per image"),
         (TRAIN_LABELS, idx(np.array([1, 2, 3, 11])), "found label 11 at sample 3, needed labels"),
     ],
 )

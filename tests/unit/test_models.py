@@ -56,7 +56,7 @@ def test_a_factory_that_cannot_be_called_is_a_one_line_error(tmp_path, monkeypat
     (tmp_path / f"{name}.py").write_text(f"build = {factory}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match="needed one that is called with num_classes=") as caught:
+    with pytest.raises(UserError, match="cannot be called with num_classes=") as caught:
         build_model(f"{name}:build", 5)
     assert fault in str(caught.value)
     assert "\n" not in str(caught.value)
