@@ -1,1 +1,1 @@
-"""A process's life under the launcher: start and end of MPI, faults, signals, watchdog."""
+"""Runtime of a rank under the launcher: MPI start-up and shutdown, aborts, signals, watchdog."""

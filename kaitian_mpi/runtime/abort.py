@@ -1,4 +1,7 @@
-"""No rank dies quietly, and none is left waiting for one that has died."""
+"""Abort handling: when a rank fails, report the reason and end the whole job.
+
+Otherwise the other ranks would wait forever for the one that failed.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +21,35 @@ from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 
 _PR_SET_PDEATHSIG = 1
-_FORWARDING_SEC = 0.1
-_RANK_0_SEC = 2.0
-_COMMANDS = "OMPI_NUM_APP_CTX"  # how many different ones mpirun was given
+_FORWARD_OUTPUT_SEC = 0.1
+_WAIT_FOR_RANK_0_SEC = 2.0
+_APP_CONTEXTS = "OMPI_NUM_APP_CTX"  # number of commands (app contexts) given to mpirun
 
-_guarded = 0  # the process whose uncaught exceptions end the job
+_hooked_pid = 0  # the process whose uncaught exceptions end the job
 
 
 @contextmanager
 def abort_guard(program: str) -> Iterator[None]:
-    """End the whole job, with a reason, when this rank cannot go on.
+    """Abort the whole job, with a message, when the block raises on this rank.
 
-    A `UserError` prints one line and ends with its exit code, 2 as a rule; any other exception
-    prints its traceback, each line labelled `[rank@host]`, and ends with code 1; `sys.exit(n)`
-    inside the block ends with code n, and even `sys.exit(0)` ends the job, because the other ranks
-    would wait for this one. A process that is forked inside the block is no rank, and ends alone.
+    A `UserError` prints one line and exits with its exit code, usually 2; any other exception
+    prints its traceback, each line prefixed `[rank@host]`, and exits with code 1; `sys.exit(n)`
+    inside the block exits with code n, and even `sys.exit(0)` ends the job, because the other
+    ranks would wait for this one. A process forked inside the block is not a rank and exits alone.
     """
     die_with_launcher()
-    rank = os.getpid()
+    rank_pid = os.getpid()
     try:
         yield
     except BaseException as error:
-        if os.getpid() == rank:
-            _end_after(program, error)
+        if os.getpid() == rank_pid:
+            _abort_on(program, error)
         raise
 
 
-def _end_after(program: str, error: BaseException) -> None:
+def _abort_on(program: str, error: BaseException) -> None:
     if isinstance(error, UserError):
-        _end_after_user_error(program, error)
+        _exit_on_user_error(program, error)
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         reason = "" if isinstance(error.code, int | None) else f": {error.code}"
@@ -58,34 +61,35 @@ def _end_after(program: str, error: BaseException) -> None:
 
 @contextmanager
 def told_once() -> Iterator[None]:
-    """Let rank 0 alone tell a `UserError` that every rank finds in its command line.
+    """Print a `UserError` that every rank raises about its command line on rank 0 only.
 
-    Needed before MPI has started, where the launcher does not end the other ranks when rank 0 ends.
+    Needed before MPI has started under ULFM, where the launcher does not end the other ranks when
+    rank 0 exits.
     """
     try:
         yield
     except UserError as error:
-        if os.environ.get(_COMMANDS) == "1" and ulfm.is_on():
+        if os.environ.get(_APP_CONTEXTS) == "1" and ulfm.is_on():
             raise AgreedError(str(error)) from error
         raise
 
 
 def guard_script() -> None:
-    """Do the same for a script of the user's own: an uncaught exception ends the whole job.
+    """Install an exception hook that aborts the job, for user scripts without `abort_guard`.
 
-    A plain `sys.exit` of one rank cannot be told from a good end here; `abort_guard` can.
+    Unlike `abort_guard`, it cannot tell a `sys.exit` of one rank from a normal exit.
     """
-    global _guarded
+    global _hooked_pid
     if sys.excepthook is sys.__excepthook__ and read_launch(os.environ).world_size > 1:
-        sys.excepthook = _end_after_exception
-        _guarded = os.getpid()
+        sys.excepthook = _abort_on_uncaught
+        _hooked_pid = os.getpid()
         die_with_launcher()
 
 
-def _end_after_exception(
+def _abort_on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if os.getpid() != _guarded:  # a forked process is no rank, and ends alone
+    if os.getpid() != _hooked_pid:  # a forked process is not a rank and exits alone
         sys.__excepthook__(kind, error, trace)
         return
     say_labelled("".join(traceback.format_exception(kind, error, trace)))
@@ -93,24 +97,24 @@ def _end_after_exception(
 
 
 def label() -> str:
-    """Return this rank's label, `[rank@host]`."""
+    """Return this rank's message prefix, `[rank@host]`."""
     return f"[{read_launch(os.environ).world_rank}@{socket.gethostname()}]"
 
 
 def say(text: str) -> None:
-    """Write whole lines to stderr at once, so that ranks do not cut into each other's lines."""
+    """Write whole lines to stderr in one call, so that lines of different ranks do not mix."""
     sys.stdout.flush()
     os.write(2, (text.rstrip("\n") + "\n").encode())
 
 
 def say_labelled(text: str) -> None:
-    """Write lines to stderr at once, each labelled with this rank."""
+    """Write lines to stderr in one call, each prefixed `[rank@host]`."""
     prefix = label()
     say("\n".join(f"{prefix} {line}" for line in text.splitlines()))
 
 
 def end_with_traceback(what: str = "") -> None:
-    """Say on which exception this rank ends, with its traceback, and end the job; no return."""
+    """Print the current exception's traceback, prefixed with `what`, and abort; does not return."""
     say_labelled(what + traceback.format_exc())
     end_job(1)
 
@@ -120,25 +124,25 @@ def end_job(code: int) -> None:
     if _mpi_is_running():
         from mpi4py import MPI
 
-        # So that the launcher passes on the reason before what it has to say itself.
-        time.sleep(_FORWARDING_SEC)
+        # Give the launcher time to forward our message before it prints its own.
+        time.sleep(_FORWARD_OUTPUT_SEC)
         if shutdown.listens():
             shutdown.end_all(code)
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 
 
-def _end_after_user_error(program: str, error: UserError) -> None:
+def _exit_on_user_error(program: str, error: UserError) -> None:
     rank = read_launch(os.environ).world_rank
     started = _mpi_is_running()
     if not started and rank != 0:
-        # Rank 0 finds the same, as a rule: it shall have the word before an exit ends the job.
-        time.sleep(_RANK_0_SEC)
+        # Rank 0 usually finds the same error: let it print before our exit ends the job.
+        time.sleep(_WAIT_FOR_RANK_0_SEC)
     if rank == 0 or not isinstance(error, AgreedError):
         say(f"{program}: error: {error}")
     if started and not isinstance(error, AgreedError):
         end_job(error.exit_code)
-    # Here, as it imports numpy, and the watchdog, which imports us, starts before what is slow.
+    # Imported here because it imports numpy; the watchdog imports this module and must start first.
     from kaitian_mpi.runtime.lifecycle import leave_after_loss
 
     leave_after_loss(error.exit_code)
@@ -154,9 +158,9 @@ def _mpi_is_running() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel for a SIGKILL when the launcher's process is gone (Linux).
+    """Have the kernel send SIGKILL to this process when the launcher exits (Linux).
 
-    After a SIGKILL to mpirun, ranks that compute or sleep would live on.
+    After a SIGKILL to mpirun, ranks that compute or sleep would keep running.
     """
     if read_launch(os.environ).world_size == 1:
         return

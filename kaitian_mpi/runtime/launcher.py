@@ -1,4 +1,4 @@
-"""What the launcher says about this process before MPI starts."""
+"""Reads rank and size from the launcher's environment, and sets MPI's, before MPI starts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-# (world rank, world size, local rank, local size), in the order they are asked. Slurm is last:
-# inside an allocation mpirun's ranks also see the SLURM_* variables of their daemon.
+# (world rank, world size, local rank, local size), in the order they are tried.
+# Not Slurm's: inside an allocation mpirun's ranks see the SLURM_* variables of their daemon.
 _LAUNCHERS = (
     (
         "OMPI_COMM_WORLD_RANK",
@@ -19,15 +19,15 @@ _LAUNCHERS = (
 )
 
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
-"""What `mpirun --with-ft ulfm` sets."""
+"""The variable that `mpirun --with-ft ulfm` sets."""
 
 SUPERVISED = "OMPI_KAITIAN_JOB"
-"""What `kaitian-supervise` sets, so that Open MPI hands it to the ranks of all hosts."""
+"""Set by `kaitian-supervise`; Open MPI forwards OMPI_* variables to the ranks on all hosts."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the job, as the launcher's environment tells it."""
+    """This process's ranks and sizes, from the launcher's environment variables."""
 
     world_rank: int = 0
     world_size: int = 1
@@ -36,7 +36,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Read this process's place from the launcher's variables; a lone rank without them."""
+    """Read ranks and sizes from the launcher's variables; without them, a job of one rank."""
     for names in _LAUNCHERS:
         if all(environ.get(name, "").isdigit() for name in names):
             return Launch(*(int(environ[name]) for name in names))
@@ -44,22 +44,22 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may run on."""
+    """Return the number of cores this process may run on (its CPU affinity)."""
     return max(1, len(os.sched_getaffinity(0)))
 
 
 def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores: int) -> None:
-    """Set what MPI and OpenMP read when they start; what the user has set stays.
+    """Set the variables that MPI and OpenMP read at start-up, unless the user has set them.
 
-    Open MPI has each rank listen on every network, even if all ranks are on one host and share
-    memory; there it is told not to.
+    Open MPI makes each rank listen on every network, even if all ranks are on one host and use
+    shared memory; in that case TCP is disabled.
 
-    Every rank has a thread that computes and one that communicates, so MPI must give its core away
-    while it waits unless there are two cores a rank. (A 9.4 MB allreduce of 4 ranks on 2 cores over
-    TCP took 2,200 ms spinning and 48 ms yielding.)
+    Every rank has a compute thread and a communication thread, so MPI must yield its core while it
+    waits unless there are two cores per rank. (A 9.4 MB allreduce of 4 ranks on 2 cores over TCP
+    took 2,200 ms spinning and 48 ms yielding.)
 
-    Where a rank's death is to be survived across hosts, two components of Open MPI crash in it
-    (open-mpi/ompi#13915), and a connection first asked for afterwards waits for ever.
+    With fault tolerance across hosts, two components of Open MPI crash when a rank dies
+    (open-mpi/ompi#13915), and a connection first opened after the failure hangs forever.
     """
     if 2 * launch.local_size > cores:
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

@@ -1,8 +1,8 @@
-"""Holding the launcher up while a rank saves its state: it would end the rank, and then the job.
+"""Pauses the launcher while a rank saves its state; otherwise the launcher would kill the rank.
 
-Open MPI's mpirun gives its ranks 0.25 s between SIGTERM and SIGKILL, and no option for more. After
-it, a batch system takes the job for over and ends what is left of it. So mpirun, or its daemon on
-this host, is stopped by SIGSTOP and continued as soon as the state is saved.
+Open MPI's mpirun gives its ranks 0.25 s between SIGTERM and SIGKILL, with no option to extend it.
+When mpirun exits, a batch system considers the job finished and kills its remaining processes. So
+mpirun, or its daemon on this host, is stopped by SIGSTOP and resumed once the state is saved.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def pause_launcher(*, even_if_shown: bool = False) -> int:
-    """Stop this rank's launcher until the descriptor that is returned is closed.
+    """Stop this rank's launcher until the returned file descriptor is closed.
 
-    A small process continues it then, when this one has ended, and after 5 minutes at the latest.
+    A helper process resumes it then, or when this process ends, or after 5 minutes at the latest.
 
     Args:
-        even_if_shown: whether to stop it also where an interactive shell waits for it, which takes
-            it for suspended by Ctrl-Z.
+        even_if_shown: whether to stop it even if an interactive shell waits for it and would show
+            it as suspended by Ctrl-Z.
 
     Returns:
-        A descriptor; -1 where the launcher is not stopped: there is none, it is an unknown one, or
-        a shell would show it.
+        A file descriptor; -1 if the launcher was not stopped: there is none, it is unknown, or a
+        shell would show it as suspended.
     """
     launcher = os.getppid()
     if "OMPI_COMM_WORLD_RANK" not in os.environ or not _may_stop(launcher, even_if_shown):
@@ -47,13 +47,13 @@ def pause_launcher(*, even_if_shown: bool = False) -> int:
         os.close(writer)
         return -1
     if child == 0:
-        _continue_later(launcher, reader)
+        _resume_later(launcher, reader)
     os.close(reader)
     return writer
 
 
-def _continue_later(launcher: int, reader: int) -> None:
-    """Continue the launcher at the pipe's end; for the forked child, which ends here."""
+def _resume_later(launcher: int, reader: int) -> None:
+    """Resume the launcher when the pipe is closed, then exit. Runs in the forked child."""
     try:
         leave_job(keep=reader)
         select.select([reader], [], [], _LIMIT_SEC)
@@ -64,20 +64,20 @@ def _continue_later(launcher: int, reader: int) -> None:
 
 
 def leave_job(keep: int = -1) -> None:
-    """Make this forked child a process of its own, which holds nothing of the rank's.
+    """Detach this forked child from the job: a new session, and none of the rank's descriptors.
 
-    mpirun's signals go to the rank's process group; and by the end of the rank's connections the
-    other ranks and the watchdog learn of its end.
+    mpirun sends its signals to the rank's process group; and the other ranks and the watchdog
+    notice the rank's end by its connections being closed.
 
     Args:
-        keep: a descriptor that stays open, beside the first three.
+        keep: a descriptor to keep open besides stdin, stdout and stderr.
     """
     os.setsid()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, 0)
+    os.dup2(devnull, 1)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor != keep:
             with suppress(OSError):
@@ -87,10 +87,10 @@ def leave_job(keep: int = -1) -> None:
 
 
 def _may_stop(launcher: int, even_if_shown: bool) -> bool:
-    """Return whether a launcher is known, and no shell would show that it is stopped.
+    """Return whether the launcher is a known one, and no shell would show it as suspended.
 
-    A shell with job control gives each command a process group of its own; so does the supervisor,
-    which only waits for its end.
+    A shell with job control gives each command its own process group. So does the supervisor, but
+    it only waits for the launcher to exit.
     """
     with suppress(OSError, ValueError):
         name, parent, group, terminal = _describe(launcher)
@@ -102,8 +102,8 @@ def _may_stop(launcher: int, even_if_shown: bool) -> bool:
     return False
 
 
-def _describe(process: int) -> tuple[str, int, int, int]:
+def _describe(pid: int) -> tuple[str, int, int, int]:
     """Return a process's name, parent, process group and terminal; 0 for no terminal."""
-    head, _, tail = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")
+    head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     _, parent, group, _, terminal, *_ = tail.split()
     return head.partition("(")[2], int(parent), int(group), int(terminal)

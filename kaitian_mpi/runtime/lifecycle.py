@@ -1,4 +1,4 @@
-"""Starting and ending MPI."""
+"""Initializes and finalizes MPI."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _closers: list[Callable[[], None]] = []
-# What is to be closed is the parent's: its threads, and its connections with other ranks.
+# A forked child must not close the parent's threads and its connections to other ranks.
 os.register_at_fork(after_in_child=_closers.clear)
 
 
 def start_mpi() -> MPI.Intracomm:
-    """Start MPI where it is not running yet and return `COMM_WORLD`.
+    """Initialize MPI if it is not running yet and return `COMM_WORLD`.
 
-    Settings that must come before MPI are made here. Collective over all ranks, the first time.
+    Sets the environment that MPI reads at start-up. The first call is collective over all ranks.
 
     Raises:
-        UserError: mpi4py cannot load an MPI library, somebody started MPI without
-            `MPI_THREAD_MULTIPLE`, or a launcher started copies that do not see each other.
+        UserError: mpi4py cannot load an MPI library, MPI was initialized elsewhere without
+            `MPI_THREAD_MULTIPLE`, or the launcher's ranks do not see each other.
     """
     launch = read_launch(os.environ)
     shorten_naps()
     prepare_environment(os.environ, launch, usable_cores())
     try:
-        _leave_finalizing_to_us()
+        _take_over_finalize()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"found no usable MPI library ({error}); install one with "
-            'pip install "kaitian-mpi[mpi]", or load the one of this machine'
+            f"no usable MPI library ({error}); install one with "
+            'pip install "kaitian-mpi[mpi]", or load the module of this system\'s MPI'
         ) from error
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError(
-            "MPI was started without MPI_THREAD_MULTIPLE; import kaitian_mpi before mpi4py, or "
-            "leave mpi4py.rc.threads and mpi4py.rc.thread_level alone"
+            "MPI was initialized without MPI_THREAD_MULTIPLE; import kaitian_mpi before mpi4py, or "
+            "leave mpi4py.rc.threads and mpi4py.rc.thread_level at their defaults"
         )
     if launch.world_size > MPI.COMM_WORLD.size:
         raise UserError(
-            f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}; "
-            "mpirun and mpi4py belong to different MPIs: use the mpirun of this environment"
+            f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}: "
+            "mpirun and mpi4py use different MPI libraries; use the mpirun of this environment"
         )
     if ulfm.is_on() and not shutdown.listens():
         close_at_exit(shutdown.listen(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 
 
-def _leave_finalizing_to_us() -> None:
-    """Have MPI finalized when this process ends, but not by processes forked from it.
+def _take_over_finalize() -> None:
+    """Finalize MPI when this process exits, but not in processes forked from it.
 
-    mpi4py would finalize it in them as well, and that hangs.
+    mpi4py would finalize it in those as well, and hang.
     """
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None:
         mpi4py.rc.finalize = False
-        # Registered before all that uses MPI, and so called after it.
+        # Registered before everything that uses MPI, and so called after it.
         atexit.register(_finalize, os.getpid())
 
 
-def _finalize(process: int) -> None:
-    if os.getpid() != process or "mpi4py.MPI" not in sys.modules:
+def _finalize(pid: int) -> None:
+    if os.getpid() != pid or "mpi4py.MPI" not in sys.modules:
         return
     from mpi4py import MPI
 
@@ -79,10 +79,10 @@ def _finalize(process: int) -> None:
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
-    """Call `close` before MPI is finalized; the last registered is called first.
+    """Register `close` to be called before MPI is finalized, last registered first.
 
-    A thread still inside MPI when the interpreter ends aborts the process, so whoever starts one
-    registers here how to stop it.
+    A thread still inside MPI when the interpreter exits aborts the process, so code that starts
+    one registers here how to stop it.
     """
     atexit.unregister(_close_all)
     atexit.register(_close_all)
@@ -90,7 +90,7 @@ def close_at_exit(close: Callable[[], None]) -> None:
 
 
 def closed_early(close: Callable[[], None]) -> None:
-    """Take back what `close_at_exit` was told: it has been closed."""
+    """Undo `close_at_exit`: `close` has already been called."""
     if close in _closers:
         _closers.remove(close)
 
@@ -101,9 +101,9 @@ def _close_all() -> None:
 
 
 def leave_after_loss(code: int = 0) -> None:
-    """End this process with this exit code if its job has lost a rank; otherwise do nothing.
+    """Exit with this code, without finalizing MPI, if the job has lost a rank; else do nothing.
 
-    MPI's own end waits, across hosts, for ranks that are dead.
+    Across hosts, MPI_Finalize would wait for the dead ranks.
     """
     if ulfm.has_shrunk():
         _close_all()

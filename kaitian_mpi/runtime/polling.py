@@ -1,4 +1,4 @@
-"""Waiting for other ranks, asleep rather than spinning on a core that they may need."""
+"""Waits for other ranks by sleeping, instead of spinning on a core that they may need."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kaitian_mpi.runtime import tags
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_AWAKE_SEC = 300e-6  # ranks that share cores take turns meanwhile
-_SHORTEST_NAP_SEC = 20e-6
-_LONGEST_NAP_SEC = 1e-3
+_YIELD_SEC = 300e-6  # yield before the first sleep: ranks that share cores take turns
+_MIN_NAP_SEC = 20e-6
+_MAX_NAP_SEC = 1e-3
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1_000
@@ -25,30 +25,30 @@ _abandoned: list[tuple[object, ...]] = []
 
 
 def shorten_naps() -> None:
-    """Let this thread and those it will start wake up in time: the kernel adds 50 us to a sleep."""
+    """Shorten the timer slack of this thread and those it starts: by default it adds 50 us."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
-def nap(waited_sec: float, longest_sec: float = _LONGEST_NAP_SEC) -> None:
-    """Sleep for 2% of the time waited so far, from 20 microseconds to `longest_sec`."""
-    time.sleep(min(max(waited_sec / 50, _SHORTEST_NAP_SEC), longest_sec))
+def nap(waited_sec: float, longest_sec: float = _MAX_NAP_SEC) -> None:
+    """Sleep for 2% of the time waited so far, at least 20 microseconds, at most `longest_sec`."""
+    time.sleep(min(max(waited_sec / 50, _MIN_NAP_SEC), longest_sec))
 
 
 def wait_until(
     condition: Callable[[], bool],
     limit_sec: float = math.inf,
-    longest_nap_sec: float = _LONGEST_NAP_SEC,
+    longest_nap_sec: float = _MAX_NAP_SEC,
 ) -> bool:
-    """Wait for a condition, asleep rather than spinning; return whether it was met in time.
+    """Wait for a condition without spinning; return whether it became true within the limit.
 
-    The naps grow with the time waited, so that waking up late adds 2% to it at most.
+    The naps grow with the time waited, so that waking up late adds at most 2% to it.
     """
     if condition():
         return True
     began = time.perf_counter()
     while not condition():
         waited = time.perf_counter() - began
-        if waited < _AWAKE_SEC:
+        if waited < _YIELD_SEC:
             os.sched_yield()
         elif waited > limit_sec:
             return False
@@ -58,18 +58,18 @@ def wait_until(
 
 
 class Arrival:
-    """This rank has come to a point; tells when every rank has. Making one is collective."""
+    """A nonblocking barrier: shows when every rank has arrived. Creating one is collective."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._request = comm.Ibarrier()
 
     def complete(self) -> bool:
-        """Return whether every rank has come; once it has, do not ask again."""
+        """Return whether every rank has arrived; not to be called again after True."""
         return bool(self._request.Test())
 
 
 class WakeUp:
-    """Waits for a wake-up from any rank of `comm`; at a loss it raises, and MPI prints nothing."""
+    """Receives a wake-up message from any rank of `comm`; raises when a rank is lost."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         from mpi4py import MPI
@@ -77,12 +77,12 @@ class WakeUp:
         self._request = comm.Irecv([bytearray(), MPI.BYTE], MPI.ANY_SOURCE, tags.WAKE_UP)
 
     def has_arrived(self) -> bool:
-        """Return whether a rank has sent one; once one has, do not ask again."""
+        """Return whether the message has arrived; not to be called again after True."""
         return bool(self._request.Test())
 
 
 def wake_up(comm: MPI.Comm, ranks: Iterable[int]) -> None:
-    """Wake up ranks of `comm`, which wait for a `WakeUp`."""
+    """Send a wake-up message to ranks of `comm` that wait with a `WakeUp`."""
     from mpi4py import MPI
 
     for rank in ranks:
@@ -90,22 +90,22 @@ def wake_up(comm: MPI.Comm, ranks: Iterable[int]) -> None:
 
 
 def wait_for(request: MPI.Request, limit_sec: float = math.inf) -> bool:
-    """Wait for an MPI request as `wait_until`; return whether it completed in time.
+    """Wait for an MPI request as `wait_until` does; return whether it completed within the limit.
 
-    MPI's blocking calls burn a core while they wait for a slower rank; one that shares its cores
-    with other ranks, or with its own computing thread, must not.
+    MPI's blocking calls spin while they wait for a slower rank; a rank that shares its cores with
+    other ranks, or with its own compute thread, must not.
     """
     return wait_until(request.Test, limit_sec)
 
 
 def abandon(*kept: object) -> None:
-    """Keep a request that will not be waited for, and its buffers, while this process lives.
+    """Keep a request that will not complete, and its buffers, alive until this process exits.
 
-    MPI may still write to them.
+    MPI may still write to the buffers.
     """
     _abandoned.append(kept)
 
 
 def wait_quietly(comm: MPI.Comm) -> None:
-    """Wait as `wait_for` until every rank of `comm` has come here. Collective."""
+    """Wait, as `wait_for` does, until every rank of `comm` has called this. Collective."""
     wait_for(comm.Ibarrier())

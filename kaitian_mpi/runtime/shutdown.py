@@ -1,7 +1,7 @@
-"""Ending the whole job where the launcher was told that it lives on when a rank dies.
+"""Ends the whole job under ULFM, where the launcher keeps it running when a rank dies.
 
-There `MPI_Abort` ends the rank that calls it, and the others hear nothing of it: to Open MPI only
-a rank that dies by a signal is lost. So a rank that ends the job tells the others itself.
+There `MPI_Abort` ends only the rank that calls it, without notifying the others: Open MPI treats
+only a rank killed by a signal as failed. So a rank that ends the job notifies the others itself.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from kaitian_mpi.runtime.polling import wait_until
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LOOKING_SEC = 0.2
-_ENDING_SEC = 2.0
+_POLL_SEC = 0.2
+_DELIVERY_SEC = 2.0
 
 _comm: MPI.Intracomm | None = None
 
 
 def listens() -> bool:
-    """Return whether the ranks listen to each other."""
+    """Return whether this rank listens for a shutdown message."""
     return _comm is not None
 
 
 def listen(world: MPI.Intracomm) -> Callable[[], None]:
-    """End this process as soon as another rank says that the job ends. Collective over all ranks.
+    """Exit this process as soon as another rank ends the job. Collective over all ranks.
 
     Returns:
-        What ends the listening; to be called before MPI is finalized.
+        A function that stops listening; to be called before MPI is finalized.
     """
     global _comm
     _comm = world.Dup()
     stop = threading.Event()
     listener = threading.Thread(
-        target=_listen, args=(_comm, stop), name="kaitian-ending", daemon=True
+        target=_listen, args=(_comm, stop), name="kaitian-shutdown", daemon=True
     )
     listener.start()
 
@@ -52,38 +52,38 @@ def listen(world: MPI.Intracomm) -> Callable[[], None]:
 
 
 def end_all(code: int) -> None:
-    """End every rank with this exit code; does not return.
+    """Make every rank exit with this code; does not return.
 
-    Whoever does not hear of it within 2 s, since it is stopped or in the middle of something that
-    keeps Python's lock, is ended by the launcher.
+    A rank that does not receive the message within 2 s, because it is stopped or a call holds the
+    GIL, is killed by the launcher.
     """
     from mpi4py import MPI
 
     assert _comm is not None
     code = code & 255 or 1
     others = [rank for rank in range(_comm.size) if rank != _comm.rank]
-    # Synchronous: it is over when the other has heard.
-    unheard = [_comm.Issend([bytes([code]), MPI.BYTE], rank, tags.SHUTDOWN) for rank in others]
+    # Synchronous sends complete only when the message has been received.
+    pending = [_comm.Issend([bytes([code]), MPI.BYTE], rank, tags.SHUTDOWN) for rank in others]
 
-    def all_heard() -> bool:
-        nonlocal unheard
-        unheard = [request for request in unheard if not _is_over(request)]
-        return not unheard
+    def all_received() -> bool:
+        nonlocal pending
+        pending = [request for request in pending if not _is_done(request)]
+        return not pending
 
-    wait_until(all_heard, _ENDING_SEC, _LOOKING_SEC / 10)
-    # The launcher may take the first exit for the end of the job, and kill who has not heard yet.
-    time.sleep(2 * _LOOKING_SEC)
-    if unheard:
+    wait_until(all_received, _DELIVERY_SEC, _POLL_SEC / 10)
+    # The launcher may treat the first exit as the end of the job and kill ranks still exiting.
+    time.sleep(2 * _POLL_SEC)
+    if pending:
         os.kill(os.getppid(), signal.SIGTERM)
     os._exit(code)
 
 
-def _is_over(request: MPI.Request) -> bool:
+def _is_done(request: MPI.Request) -> bool:
     from mpi4py import MPI
 
     try:
         return request.Test()
-    except MPI.Exception:  # it was for a rank that is dead
+    except MPI.Exception:  # its receiver is dead
         return True
 
 
@@ -91,10 +91,10 @@ def _listen(comm: MPI.Intracomm, stop: threading.Event) -> None:
     from mpi4py import MPI
 
     code = bytearray(1)
-    while not stop.wait(_LOOKING_SEC):
+    while not stop.wait(_POLL_SEC):
         try:
             if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
                 comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, tags.SHUTDOWN)
                 os._exit(code[0])
-        except MPI.Exception:  # a rank is lost: the others may still have something to say
+        except MPI.Exception:  # a rank is lost: the others may still end the job
             comm.Ack_failed()

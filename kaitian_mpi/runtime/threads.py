@@ -1,27 +1,27 @@
-"""How many threads this rank computes with."""
+"""Sets the number of threads torch computes with, unless the script has chosen one."""
 
 from __future__ import annotations
 
-_own: int | None = None
+_default: int | None = None
 
 
 def note_threads() -> None:
-    """Take torch's number of threads, as it is now, for one that the script has not chosen."""
+    """Record torch's current number of threads as the default, not chosen by the script."""
     import torch
 
-    global _own
-    _own = torch.get_num_threads()
+    global _default
+    _default = torch.get_num_threads()
 
 
 def use_threads(threads: int) -> int:
-    """Compute with so many threads, unless the script has set another number than torch's own.
+    """Set torch's number of threads, unless the script has changed it from the default.
 
     Returns:
-        How many threads torch computes with.
+        The number of threads torch computes with.
     """
     import torch
 
-    if _own is None or torch.get_num_threads() == _own:
+    if _default is None or torch.get_num_threads() == _default:
         torch.set_num_threads(threads)
         note_threads()
     return torch.get_num_threads()

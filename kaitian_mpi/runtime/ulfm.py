@@ -1,8 +1,8 @@
-"""Living on when a rank dies: MPI's user-level failure mitigation (ULFM), where it is switched on.
+"""MPI's user-level failure mitigation (ULFM): the job survives the death of a rank, if enabled.
 
 Source: Bland et al., "Post-failure recovery of MPI communication capability" (2013). MPI reports a
-dead rank to those who talk to it; who hears of it revokes its communicators, so that nobody goes on
-waiting in one for somebody who has left; then all that live agree and shrink.
+dead rank to those that communicate with it; a rank that gets the report revokes its communicators,
+so that no rank keeps waiting in one for a rank that has left; then the survivors agree and shrink.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
     Comm = TypeVar("Comm", bound=MPI.Comm)
 
-_LOOKING_SEC = 0.01
+_POLL_SEC = 0.01
 
 _tracked: list[MPI.Comm] = []
 _shrunk = False
 
 
 def is_on() -> bool:
-    """Return whether the job was started so that it can live on without a rank."""
+    """Return whether the job was started with `mpirun --with-ft ulfm`."""
     return os.environ.get(FAULT_TOLERANCE) == "1"
 
 
 def track(comm: Comm) -> Comm:
-    """Let a communicator be revoked when a rank is lost; return it."""
+    """Register a communicator to be revoked when a rank is lost; return it."""
     if is_on():
         _tracked.append(comm)
     return comm
 
 
 def revoke_all() -> None:
-    """Tell everybody who waits in a communicator of this rank that it is of no use any more.
+    """Revoke all tracked communicators, so that ranks waiting in them get an error.
 
-    Not collective: the first who notices a loss calls it, and all others are told by MPI. May be
-    called from any thread.
+    Not collective: the first rank that notices a loss calls it, and MPI notifies the others. May
+    be called from any thread.
     """
     from mpi4py import MPI
 
@@ -53,18 +53,15 @@ def revoke_all() -> None:
 
 
 def is_revoked(comm: MPI.Comm) -> bool:
-    """Return whether a communicator is of no use any more, so that nobody will come to meet in it.
-
-    Not collective.
-    """
+    """Return whether a communicator has been revoked and can no longer be used. Not collective."""
     return is_on() and comm.Is_revoked()
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error may say that a rank is lost, or that somebody else has noticed it.
+    """Return whether an error may mean that a rank is lost, or that another rank noticed a loss.
 
-    Any error of MPI may: when a rank dies in the middle of something, Open MPI's nonblocking
-    collectives now and then report one that is not in its own list.
+    Any MPI error may: when a rank dies during a nonblocking collective, Open MPI sometimes reports
+    an error that is not in MPI's list.
     """
     from mpi4py import MPI
 
@@ -72,36 +69,36 @@ def is_loss(error: BaseException) -> bool:
 
 
 def may_have_lost_ranks(comm: MPI.Intracomm, seconds: float) -> bool:
-    """Return whether a loss becomes known within some seconds. Not collective.
+    """Return whether a loss is detected within this many seconds. Not collective.
 
-    For an error that may be the consequence of one: what a collective delivers may be mutilated
-    before MPI reports the death of who sent it.
+    For an error that a loss may have caused: a collective may deliver corrupt data before MPI
+    reports the death of its sender.
     """
 
-    def is_known() -> bool:
+    def is_detected() -> bool:
         make_progress()
         return comm.Is_revoked() or comm.Get_failed().size > 0
 
-    return is_on() and wait_until(is_known, seconds, _LOOKING_SEC)
+    return is_on() and wait_until(is_detected, seconds, _POLL_SEC)
 
 
 def make_progress() -> None:
-    """Let MPI take in what the other ranks have sent, such as a revocation."""
+    """Let MPI make progress, i.e. process incoming messages such as a revocation."""
     from mpi4py import MPI
 
     MPI.COMM_SELF.Iprobe()
 
 
-def agree(comm: MPI.Intracomm, well: bool) -> bool:
-    """Return whether all went well on every rank and none is lost. Collective.
+def agree(comm: MPI.Intracomm, ok: bool) -> bool:
+    """Return whether every rank passed True and none is lost. Collective.
 
-    The answer is the same on every rank that lives, whoever dies meanwhile; it comes even if the
-    communicator has been revoked.
+    The answer is the same on every surviving rank, even if ranks die meanwhile or the communicator
+    has been revoked.
     """
     from mpi4py import MPI
 
     try:
-        return bool(comm.Agree(int(well)))
+        return bool(comm.Agree(int(ok)))
     except MPI.Exception as error:
         if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
             return False
@@ -109,14 +106,14 @@ def agree(comm: MPI.Intracomm, well: bool) -> bool:
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks of `comm` that live, in the same order. Collective."""
+    """Return a communicator of the surviving ranks of `comm`, in the same order. Collective."""
     global _shrunk
     _shrunk = True
     return cast("MPI.Intracomm", comm.Shrink())
 
 
 def has_shrunk() -> bool:
-    """Return whether this process has lived through the loss of a rank."""
+    """Return whether this process has survived the loss of a rank."""
     return _shrunk
 
 

@@ -1,7 +1,7 @@
-"""A watchdog for each rank: MPI does not notice one that is stopped, or computes for ever.
+"""A watchdog for each rank: MPI does not notice a rank that is stopped or computes forever.
 
-A small process of its own, `watchdog_process.py`, hears of the rank's phases and heartbeats through
-a pipe, and turns a hang into the rank's death, which MPI and the launcher do notice.
+A small separate process, `watchdog_process.py`, receives the rank's phases and heartbeats through a
+pipe and kills the rank when it hangs, which MPI and the launcher do notice.
 """
 
 from __future__ import annotations
@@ -24,43 +24,42 @@ from kaitian_mpi.runtime.launcher import read_launch
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_BEAT_SEC = 1.0
-_BEATS_PER_LIMIT = 8
-# Room for 2,000 phases a second until the next reading, which comes after 1 s at the latest.
+_MAX_HEARTBEAT_SEC = 1.0
+_HEARTBEATS_PER_LIMIT = 8
+# Room for 2,000 phases a second until the next read, at most 1 s later.
 _PIPE_BYTES = 1 << 18
-_LONGEST_PHASE = 200  # characters: a short line is written whole or not at all
-_CLOSING_SEC = 0.5
+_MAX_PHASE_LENGTH = 200  # characters: a short line is written whole or not at all
+_CLOSE_SEC = 0.5
 
-_STEPS = 50
+_MEDIAN_STEPS = 50
 _STEPS_PER_LIMIT = 20
-_LEAST_LIMIT_SEC = 60.0
-_LEAST_CHANGE = 0.2
+_MIN_LIMIT_SEC = 60.0
+_MIN_CHANGE = 0.2
 _FIRST_LIMIT_SEC = 600.0
 _SETUP_LIMIT_SEC = 1800.0
 
 
 class Watchdog:
-    """Ends this process by SIGKILL when it hangs, and says on stderr in which phase.
+    """Kills this process with SIGKILL when it hangs, and reports the phase on stderr.
 
-    It is ended when it gives no sign of life for `limit_sec` (stopped, or a call holds the
-    interpreter's lock), when one phase of computing lasts longer than that, when it waits for other
-    ranks for twice as long and 5 s more, and when its launcher is gone. No call is collective, none
-    waits but `close`.
+    It is killed when it sends no heartbeat for `limit_sec` (stopped, or a call holds the GIL), when
+    a compute phase lasts longer than that, when it waits for other ranks for more than twice as
+    long plus 5 s, and when its launcher has exited. No method is collective; only `close` blocks.
 
     Args:
-        name: how messages begin, such as `[2@host]`.
-        limit_sec: seconds that a phase may last.
-        follow_launcher: whether to end this process when its parent has ended. Not for a job that
-            was started from a shell, which may be left behind.
+        name: prefix of messages, such as `[2@host]`.
+        limit_sec: the longest time a phase may last, in seconds.
+        follow_launcher: whether to kill this process when its parent exits. Not for a job that was
+            started from a shell, which may outlive it.
 
     Raises:
-        OSError: no process could be started.
+        OSError: the watchdog process could not be started.
     """
 
     def __init__(self, name: str, limit_sec: float, *, follow_launcher: bool = True) -> None:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        with suppress(OSError):  # a user may hold only so much: 64 KB do as well
+        with suppress(OSError):  # limited per user; the default of 64 KB works as well
             fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._serial = itertools.count()
         self._woken = threading.Event()
@@ -74,46 +73,48 @@ class Watchdog:
             raise
         finally:
             os.close(reader)
-        self._beats = threading.Thread(target=self._beat, name="kaitian-watchdog", daemon=True)
-        self._beats.start()
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, name="kaitian-watchdog", daemon=True
+        )
+        self._heartbeats.start()
 
     def enter(
         self, phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
     ) -> None:
-        """Begin a phase; the one before ends. Costs microseconds, never waits, never raises.
+        """Start a phase and end the previous one. Takes microseconds, never blocks, never raises.
 
-        For one thread of the rank.
+        To be called from one thread only.
 
         Args:
-            phase: what the rank does now, in words that follow "61 s in".
+            phase: what the rank is doing, worded to follow "61 s in".
             step: the step it belongs to.
-            waits: whether the rank waits for others, and so is not itself to blame.
-            limited: whether the phase may last no longer than the limit; if not (start-up, reading
-                a data set), only signs of life are asked for.
+            waits: whether the rank waits for other ranks and so is not itself at fault.
+            limited: whether the time limit applies to the phase; if not (start-up, reading a
+                dataset), only heartbeats are required.
         """
         now = time.monotonic()
         number = "" if step is None else step
-        self._phase = f"{now:.3f} {waits:d} {limited:d} {number} {phase[:_LONGEST_PHASE]}"
+        self._phase = f"{now:.3f} {waits:d} {limited:d} {number} {phase[:_MAX_PHASE_LENGTH]}"
         self._report(now)
 
     def set_limit(self, limit_sec: float) -> None:
-        """Change the limit, for the present phase as well. From the thread that calls `enter`."""
+        """Change the limit, for the current phase too. From the thread that calls `enter`."""
         self._set_limit(limit_sec)
         self._report(time.monotonic())
-        self._woken.set()  # the next beat may have to come sooner
+        self._woken.set()  # the next heartbeat may be due sooner
 
     def close(self) -> None:
-        """End the watch; waits for the process and the thread, for a second at most."""
+        """Stop watching; waits for the watchdog process and the thread for at most a second."""
         if self._closed:
             return
         self._closed = True
         self._woken.set()
-        self._beats.join(_CLOSING_SEC)
-        # First forgotten, then closed: the next file opened gets the same number.
+        self._heartbeats.join(_CLOSE_SEC)
+        # Cleared before closing: the next file opened gets the same descriptor.
         writer, self._writer = self._writer, -1
         os.close(writer)
         try:
-            self._process.wait(_CLOSING_SEC)
+            self._process.wait(_CLOSE_SEC)
         except subprocess.TimeoutExpired:  # it is stopped, or a forked worker holds the pipe
             self._process.kill()
             self._process.wait()
@@ -121,21 +122,21 @@ class Watchdog:
     def _set_limit(self, limit_sec: float) -> None:
         assert limit_sec > 0
         self._limit = limit_sec
-        self._interval_sec = min(_LONGEST_BEAT_SEC, limit_sec / _BEATS_PER_LIMIT)
+        self._interval_sec = min(_MAX_HEARTBEAT_SEC, limit_sec / _HEARTBEATS_PER_LIMIT)
 
     def _report(self, now: float) -> None:
         self._state = f"{next(self._serial)} {self._limit} {self._phase}"
         self._write(now, self._state)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed:
-            # The phase goes with each beat, for it may have found the pipe full.
+            # Each heartbeat repeats the phase, in case the pipe was full when it started.
             self._write(time.monotonic(), self._state)
             self._woken.wait(self._interval_sec)
             self._woken.clear()
 
     def _write(self, now: float, state: str) -> None:
-        # Nothing to do if the pipe is full or its reader gone: the training goes on.
+        # Ignore a full pipe or a dead reader: training continues.
         try:
             os.write(self._writer, f"{now:.3f} {state}\n".encode(errors="replace"))
         except OSError:
@@ -153,7 +154,7 @@ def _start_process(name: str, reader: int, launcher: int) -> subprocess.Popen[by
 
 
 def first_limit(given_sec: float) -> float:
-    """Return the limit for a step as long as no step's time is known; the first may compile."""
+    """Return the limit in seconds for the first step, which may compile and has no predecessor."""
     return given_sec or _FIRST_LIMIT_SEC
 
 
@@ -161,38 +162,38 @@ def setup_limit(given_sec: float) -> float:
     """Return the limit for a phase before training: loading data, building the model, a benchmark.
 
     Args:
-        given_sec: the limit for a step; 0 where none is given.
+        given_sec: the limit for a step; 0 if none is given.
 
     Returns:
-        Seconds: 20 times as many, or half an hour.
+        Seconds: 20 times `given_sec`, or half an hour if that is 0.
     """
     return _STEPS_PER_LIMIT * given_sec or _SETUP_LIMIT_SEC
 
 
 class StepLimit:
-    """The limit of time for the phases of a step: as given, or from the steps so far.
+    """The time limit for the phases of a step: given, or derived from the last steps.
 
     Args:
         given_sec: seconds; 0 for 20 times the median of the last 50 steps, at least 60 s.
-        first_sec: the limit as long as no step is known.
+        first_sec: the limit until a step has been measured.
 
     Attributes:
-        limit_sec: the limit as it is now, in seconds.
+        limit_sec: the current limit, in seconds.
     """
 
-    def __init__(self, given_sec: float, first_sec: float = _LEAST_LIMIT_SEC) -> None:
+    def __init__(self, given_sec: float, first_sec: float = _MIN_LIMIT_SEC) -> None:
         assert given_sec >= 0
         self._given = given_sec > 0
-        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._steps: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self.limit_sec = given_sec if self._given else first_sec
 
     def observe(self, step_sec: float) -> float | None:
-        """Count a step in; return the new limit in seconds if it changes by more than 20%."""
+        """Add a step's time; return the new limit in seconds if it changes by more than 20%."""
         if self._given:
             return None
         self._steps.append(step_sec)
-        limit = max(_LEAST_LIMIT_SEC, _STEPS_PER_LIMIT * statistics.median(self._steps))
-        if abs(limit - self.limit_sec) <= _LEAST_CHANGE * self.limit_sec:
+        limit = max(_MIN_LIMIT_SEC, _STEPS_PER_LIMIT * statistics.median(self._steps))
+        if abs(limit - self.limit_sec) <= _MIN_CHANGE * self.limit_sec:
             return None
         self.limit_sec = limit
         return limit
@@ -202,13 +203,13 @@ _current: Watchdog | None = None
 
 
 def start_watching(limit_sec: float) -> Watchdog | None:
-    """Watch this rank from now on; return None where no process can be started for it.
+    """Start this rank's watchdog; return None if its process cannot be started.
 
     Args:
-        limit_sec: seconds that a phase may last.
+        limit_sec: the longest time a phase may last, in seconds.
     """
     global _current
-    alone = read_launch(os.environ).world_size == 1  # may be left behind by the shell it came from
+    alone = read_launch(os.environ).world_size == 1  # may outlive the shell that started it
     with suppress(OSError):
         _current = Watchdog(label(), limit_sec, follow_launcher=not alone)
     return _current
@@ -217,13 +218,13 @@ def start_watching(limit_sec: float) -> Watchdog | None:
 def enter_phase(
     phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
 ) -> None:
-    """Tell this rank's watchdog what the rank does now, as `Watchdog.enter`, if it is watched."""
+    """Log this rank's phase, and report it to its watchdog if it has one; see `Watchdog.enter`."""
     _log.debug("%s", phase if step is None else f"step {step}: {phase}")
     if _current is not None:
         _current.enter(phase, step=step, waits=waits, limited=limited)
 
 
 def set_phase_limit(limit_sec: float) -> None:
-    """Change how long a phase may last, if this rank is watched."""
+    """Change the time limit of phases, if this rank has a watchdog."""
     if _current is not None:
         _current.set_limit(limit_sec)

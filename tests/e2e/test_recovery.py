@@ -321,17 +321,17 @@ def test_what_was_done_is_saved_when_the_job_is_told_to_end(tmp_path, number, su
 def test_a_rank_that_hangs_and_one_that_is_stopped_are_ended_by_their_watchdogs(tmp_path):
     command = "kaitian-train --model planted:hanging --epochs 20 --step-timeout 3".split()
     with Job(3, *command, *EVEN, cwd=tmp_path) as job:
-        hung = job.wait_for(r"\[(\d)@\S+\] ended by its watchdog: (.*)")
+        hung = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
         shown = job.wait_for(r"step (\d+)/")
         job.signal(signal.SIGSTOP, 2)
-        stopped = job.wait_for(r"\[(\d)@\S+\] ended by its watchdog: (.*)")
+        stopped = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
         ended = job.finish()
     assert ended.code == 0, ended.text
     assert hung[1] == "1"
     assert re.search(r"in forward of step 5, the limit is 3.0 s \(--step-timeout\)", hung[2])
     assert int(shown[1]) == 5
     assert stopped[1] == "2"
-    assert re.search(r"no sign of life for .* s \(.*stopped.*\), last in .* step \d+", stopped[2])
+    assert re.search(r"no heartbeat for .* s \(.*stopped.*\), last in .* step \d+", stopped[2])
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["ranks"] == [0]
@@ -346,7 +346,7 @@ def test_a_rank_that_hangs_before_the_training_is_ended_by_its_watchdog(tmp_path
     ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
     assert ended.code != 0
     assert re.search(
-        r"^\[1@\S+\] ended by its watchdog: .* s in loading the data set \(--dataset\), "
+        r"^\[1@\S+\] killed by its watchdog: .* s in loading the data set \(--dataset\), "
         r"the limit is 8.0 s",
         ended.err,
         re.MULTILINE,
@@ -363,7 +363,7 @@ def test_a_hang_in_any_part_of_the_setup_is_ended(tmp_path):
         (2, r"building the model \(--model\)"),
         (0, "the benchmark"),
     ):
-        line = rf"^\[{rank}@\S+\] ended by its watchdog: .* s in {phase}, the limit is 4.0 s"
+        line = rf"^\[{rank}@\S+\] killed by its watchdog: .* s in {phase}, the limit is 4.0 s"
         assert re.search(line, ended.err, re.MULTILINE), ended.text
     assert not (tmp_path / "run" / "summary.json").exists()
 

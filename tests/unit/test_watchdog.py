@@ -45,10 +45,10 @@ def report(
     [
         (59.0, report(), 0, "S", None),
         (60.0, report(), 0, "S", None),
-        (61.0, report(), 0, "T", "no sign of life for 61 s (stopped), last in forward of step 12"),
-        (61.0, report(limited=0), 0, "t", "no sign of life for 61 s (held by a debugger)"),
-        (61.0, report(waits=1), 0, "D", "no sign of life for 61 s (blocked in the kernel)"),
-        (61.0, report(), 0, "R", "(alive, but one call does not let go of the interpreter)"),
+        (61.0, report(), 0, "T", "no heartbeat for 61 s (stopped), last in forward of step 12"),
+        (61.0, report(limited=0), 0, "t", "no heartbeat for 61 s (stopped by a debugger)"),
+        (61.0, report(waits=1), 0, "D", "no heartbeat for 61 s (blocked in the kernel)"),
+        (61.0, report(), 0, "R", "(running, but a call holds the GIL)"),
         (61.0, report(beat=60), 0, "T", "61 s in forward of step 12, the limit is 60 s (--step-t"),
         (60.0, report(beat=60), 0, "T", None),
         (0.6, report(beat=0.5, limit=0.5), 0, "R", "0.6 s in forward of step 12, the limit is 0.5"),
@@ -62,7 +62,7 @@ def report(
             report(beat=126, waits=1, phase="sum of gradients"),
             0,
             "S",
-            "126 s waiting for other ranks in sum of gradients of step 12: a link or a host is gon",
+            "126 s waiting for other ranks in sum of gradients of step 12: a host or link is do",
         ),
         (9999.0, report(), 9999, "S", None),
         (9999.0, report(beat=9999), 9939, "S", None),
@@ -227,7 +227,7 @@ def test_a_stopped_rank_is_killed(rank):
     assert code == -signal.SIGKILL
     assert time.monotonic() - began > 0.3
     assert re.fullmatch(
-        r"\[2@host\] ended by its watchdog: no sign of life for \d+(\.\d)? s \(stopped\), last in "
+        r"\[2@host\] killed by its watchdog: no heartbeat for \d+(\.\d)? s \(stopped\), last in "
         r"(forward|backward|update) of step 12\n",
         err,
     )
@@ -239,14 +239,14 @@ def test_a_hanging_rank_is_killed(rank):
         "watchdog.enter('backward')\ntime.sleep(60)": "in backward, the limit is 0.5 s (--step-",
         # re does not let go of the interpreter's lock, and never ends here.
         "import re; watchdog.enter('forward', step=3)\nre.match('(a*)*b', 'a' * 60)": (
-            "(alive, but one call does not let go of the interpreter), last in forward of step 3"
+            "(running, but a call holds the GIL), last in forward of step 3"
         ),
     }
     hanging = [rank(body) for body in hangs]
     for one, message in zip(hanging, hangs.values(), strict=True):
         code, _, err = one.wait()
         assert code == -signal.SIGKILL
-        assert err.startswith("[2@host] ended by its watchdog: ")
+        assert err.startswith("[2@host] killed by its watchdog: ")
         assert message in err
         assert err.count("\n") == 1
 
@@ -424,7 +424,7 @@ print("left", flush=True)
     out, err = launcher.communicate(timeout=LONGEST_SEC)
     wait_until(lambda: is_gone(pid) and is_gone(watchdog))
     if follows:
-        told = "[2@host] ended by its watchdog: its launcher is gone, last in reading\n"
+        told = "[2@host] killed by its watchdog: its launcher has exited, last in reading\n"
         assert (out, err) == ("", told)
     else:
         assert (out, err) == ("left\n", "")
