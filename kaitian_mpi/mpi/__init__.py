@@ -1,1 +1,1 @@
-"""MPI moves data: world and topology, collectives on host memory, messages, the store."""
+"""MPI communication: world and topology, collectives on host memory, messages, the store."""

@@ -1,4 +1,4 @@
-"""MPI's names for torch's types and reduce operations, and tensors as MPI buffers."""
+"""Maps torch's dtypes and reduce operations to MPI's, and tensors to MPI buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpi4py import MPI
 from kaitian_mpi.errors import UnsupportedError
 
 LARGEST_COUNT = 1 << 30
-"""Elements of one MPI call at most, for its counts are C ints."""
+"""The most elements in one MPI call, because its counts are C ints."""
 
 WIDER: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,
@@ -23,7 +23,7 @@ WIDER: dict[torch.dtype, torch.dtype] = {
     torch.int8: torch.int32,
     torch.uint8: torch.int32,
 }
-"""The type in which values of a narrow type are added up, to be rounded or to wrap once."""
+"""The dtype in which values of a narrow dtype are accumulated, to round or wrap only once."""
 
 Buffer = tuple[MPI.buffer, MPI.Datatype]
 
@@ -40,7 +40,7 @@ _TYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
-# What is moved without being reduced needs a type of the right size only.
+# Data that is moved without being reduced needs only a type of the right size.
 _MOVED: dict[int, MPI.Datatype] = {
     1: MPI.UINT8_T,
     2: MPI.INT16_T,
@@ -52,37 +52,37 @@ _MOVED: dict[int, MPI.Datatype] = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """How tensors of one type are reduced."""
+    """A reduce operation for tensors of one dtype."""
 
     kind: Any
-    """The kind of torch's reduce operation."""
+    """torch's reduce operation."""
     mpi_op: MPI.Op
-    """MPI's; for an average that of a sum, which is divided afterwards."""
+    """MPI's operation; for an average that of the sum, which is divided afterwards."""
     combine: Callable[..., torch.Tensor]
-    """torch's function of two tensors, with `out`."""
+    """torch's function of two tensors, which takes `out`."""
     is_average: bool = False
 
     def is_by_mpi(self, dtype: torch.dtype) -> bool:
-        """Return whether MPI reduces this type rightly: see `direct` where it does not.
+        """Return whether MPI reduces this dtype correctly; if not, `pairwise` does.
 
-        It has no 16-bit floats, and Open MPI's sums of 8 and 16-bit integers saturate in what its
-        vector instructions add, and wrap in the rest (open-mpi/ompi#8045).
+        MPI has no 16-bit floats, and Open MPI's sums of 8 and 16-bit integers saturate where vector
+        instructions add them, but wrap in the remainder (open-mpi/ompi#8045).
         """
         if dtype not in WIDER:
             return True
         return dtype in _TYPES and self.mpi_op != MPI.SUM
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a host tensor in a type that MPI reduces rightly, or the tensor."""
+        """Return a host tensor in a dtype that MPI reduces correctly: itself or a copy."""
         return tensor if self.is_by_mpi(tensor.dtype) else tensor.to(WIDER[tensor.dtype])
 
     @property
     def undivided(self) -> Reduction:
-        """The same, but the sum for an average."""
+        """The same reduction, but the sum for an average."""
         return _OPERATIONS[dist.ReduceOp.SUM] if self.is_average else self
 
     def divide_average(self, total: torch.Tensor, size: int) -> None:
-        """Divide an average's sum by the number of ranks, in place; integers towards zero."""
+        """For an average, divide the sum by the number of ranks, in place; integers truncate."""
         if not self.is_average:
             return
         inexact = total.is_floating_point() or total.is_complex()
@@ -119,12 +119,12 @@ SUM = _OPERATIONS[dist.ReduceOp.SUM]
 
 @functools.cache
 def reduction(dtype: torch.dtype, op: Any) -> Reduction:
-    """Return how tensors of this type are reduced by one of torch's operations.
+    """Return the reduction for tensors of this dtype by one of torch's reduce operations.
 
     Raises:
-        UnsupportedError: they cannot be; said before anything is sent.
+        UnsupportedError: the operation does not support this dtype; raised before communicating.
     """
-    kind = getattr(op, "op", op)  # a ReduceOp object holds its kind, a plain kind is itself
+    kind = getattr(op, "op", op)  # a ReduceOp object wraps the enum member
     table = _LOGICAL if dtype is torch.bool else _OPERATIONS
     inexact = dtype.is_floating_point or dtype.is_complex
     impossible = (kind in _BITWISE and inexact) or (kind in _ORDERED and dtype.is_complex)
@@ -136,13 +136,13 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
 
 
 def typed(tensor: torch.Tensor) -> Buffer:
-    """Return a contiguous host tensor as a buffer of its own type, to be reduced."""
+    """Return a contiguous host tensor as an MPI buffer of its own dtype, to be reduced."""
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return memory, _TYPES[tensor.dtype]
 
 
 def moved(tensor: torch.Tensor) -> Buffer:
-    """Return a contiguous host tensor of any type and size as a buffer, to be moved unchanged."""
+    """Return a contiguous host tensor of any dtype and size as an MPI buffer, to be moved as is."""
     if tensor.numel() > LARGEST_COUNT:
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return memory, _one_of(tensor.nbytes)
@@ -150,14 +150,14 @@ def moved(tensor: torch.Tensor) -> Buffer:
 
 
 def as_units(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
-    """Return a contiguous host tensor as a buffer of units of 1, 2, 4, 8 or 16 bytes."""
+    """Return a contiguous host tensor as an MPI buffer of units of 1, 2, 4, 8 or 16 bytes."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MOVED[unit_bytes]
 
 
 def placed(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
-    """Return bytes `start` to `end` of a contiguous host tensor as a type with their address.
+    """Return an MPI datatype for bytes `start` to `end` of a contiguous host tensor.
 
-    To be freed.
+    The datatype contains the address (for `MPI_BOTTOM`); the caller frees it.
     """
     memory = MPI.buffer.fromaddress(tensor.data_ptr() + start, end - start)
     return _one_of(end - start).Create_hindexed([1], [MPI.Get_address(memory)]).Commit()
@@ -165,8 +165,8 @@ def placed(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
 
 @functools.cache
 def _one_of(size_bytes: int) -> MPI.Datatype:
-    """Return a type as long as that, for sizes that are more than a C int can count."""
-    blocks, rest = divmod(size_bytes, LARGEST_COUNT)
+    """Return an MPI datatype of this many bytes, for sizes that do not fit a C int."""
+    blocks, remainder = divmod(size_bytes, LARGEST_COUNT)
     block = MPI.BYTE.Create_contiguous(LARGEST_COUNT)
-    places = [0, blocks * LARGEST_COUNT]
-    return MPI.Datatype.Create_struct([blocks, rest], places, [block, MPI.BYTE]).Commit()
+    offsets = [0, blocks * LARGEST_COUNT]
+    return MPI.Datatype.Create_struct([blocks, remainder], offsets, [block, MPI.BYTE]).Commit()

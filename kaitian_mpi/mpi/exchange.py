@@ -1,4 +1,4 @@
-"""Small values between ranks, as JSON: nothing that arrives is ever unpickled."""
+"""Exchanges small values between ranks as JSON, so that nothing received is unpickled."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_MOST_BYTES = 1 << 30  # in one call of MPI, which counts in 31 bits
+_MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
 
 
 def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
-    """Return every rank's value (anything JSON can hold), by rank. Collective."""
+    """Gather a value (anything JSON can hold) from every rank, in rank order. Collective."""
     from mpi4py import MPI
 
     own = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-    # When a rank dies, MPI may leave a part unfilled and tell of it only in the next call.
+    # When a rank dies, MPI may leave its part unfilled and report it only in the next call.
     lengths = np.full(comm.size, -1, dtype=np.int64)
     comm.Allgather(np.array([own.size], dtype=np.int64), lengths)
     if lengths.min() < 0:
-        raise CollectiveError("a rank's values have not come")
+        raise CollectiveError("the values of a rank did not arrive")
     gathered = np.zeros(int(lengths.sum()), dtype=np.uint8)
     comm.Allgatherv((own, MPI.BYTE), (gathered, lengths.tolist(), MPI.BYTE))
     return [json.loads(part) for part in _parts(gathered, lengths.tolist())]
 
 
 def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
-    """Return the content that rank `root` gives, on every rank. Collective."""
+    """Return rank `root`'s content on every rank. Collective."""
     from mpi4py import MPI
 
     length = np.array([len(content or b"")], dtype=np.int64)
@@ -43,13 +43,13 @@ def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
     buffer = np.empty(int(length[0]), dtype=np.uint8)
     if content is not None:
         buffer[:] = np.frombuffer(content, dtype=np.uint8)
-    for begin in range(0, buffer.size, _MOST_BYTES):
-        comm.Bcast((buffer[begin : begin + _MOST_BYTES], MPI.BYTE), root)
+    for begin in range(0, buffer.size, _MAX_BYTES):
+        comm.Bcast((buffer[begin : begin + _MAX_BYTES], MPI.BYTE), root)
     return buffer.tobytes()
 
 
 def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
-    """Return every rank's content on rank `root`, by rank; elsewhere nothing. Collective."""
+    """Gather every rank's content on rank `root`, in rank order; [] elsewhere. Collective."""
     from mpi4py import MPI
 
     lengths = gather_values(comm, len(content))
@@ -63,7 +63,7 @@ def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
 
 
 def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:
-    """Cut what has been gathered into the ranks' parts."""
+    """Split gathered bytes into the ranks' parts."""
     ends = itertools.accumulate(lengths)
     return [
         gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)
@@ -72,26 +72,26 @@ def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:
 
 @contextmanager
 def faults_agreed(comm: MPI.Comm) -> Iterator[None]:
-    """Turn any rank's `UserError` inside the block into the same `AgreedError` on every rank.
+    """Raise any rank's `UserError` from the block as the same `AgreedError` on every rank.
 
-    Its exit code is the highest of those of the ranks' errors.
+    Its exit code is the highest of the ranks' errors.
 
-    Collective: every rank must enter and leave. Inside the block nothing may be collective, since
-    a rank with a fault leaves it early.
+    Collective: every rank must enter and leave. Nothing inside the block may be collective, since
+    a rank with an error leaves it early.
     """
     fault, code = "", 0
     try:
         yield
     except UserError as error:
         fault, code = str(error), error.exit_code
-    told = gather_values(comm, (fault, code))
-    faults = [text for text, _ in told]
+    gathered = gather_values(comm, (fault, code))
+    faults = [text for text, _ in gathered]
     if any(faults):
-        raise AgreedError(describe_faults(faults), max(code for _, code in told))
+        raise AgreedError(describe_faults(faults), max(code for _, code in gathered))
 
 
 def describe_faults(faults: list[str]) -> str:
-    """Join the faults of all ranks (empty where there is none) into one line."""
+    """Join the error messages of all ranks ("" for none), in rank order, into one line."""
     if len(set(faults)) == 1:
         return faults[0]
     return "; ".join(f"{_ranks(faults, text)}: {text}" for text in dict.fromkeys(faults) if text)

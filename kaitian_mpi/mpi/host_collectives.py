@@ -1,7 +1,7 @@
-"""Collectives on tensors in host memory, by MPI, in place.
+"""In-place collectives on tensors in host memory, using MPI.
 
 Every function is collective over `comm`. Tensors are contiguous and on the CPU. Nothing is copied
-that MPI does not copy itself, but for scratch buffers of a few megabytes.
+besides MPI's own copies, except through scratch buffers of a few megabytes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kaitian_mpi.mpi.datatypes import (
     typed,
 )
 
-# Reductions longer than this are faster in pieces that stay in the cache; see docs/benchmarks.md.
+# Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
 _LONG_BYTES = 8 << 20
 _PIECE_BYTES = 2 << 20
-# Above this our own reduce-scatter is faster than MPI's.
+# Above this size our own reduce-scatter is faster than MPI's.
 _DIRECT_BYTES = 512 << 10
 
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None:
-    """Leave the reduction over all ranks in `tensor` on every rank."""
+    """Reduce `tensor` over all ranks, with the result on every rank."""
     for chunk in allreduce_chunks(comm, tensor.view(-1)):
         allreduce_chunk(comm, chunk, op)
 
 
 def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut a flat tensor, on any device, into the chunks that are reduced one after the other.
+    """Split a flat tensor, on any device, into the chunks that are reduced one after the other.
 
-    The cut follows from the tensor's length and type and the number of ranks alone, because other
-    ranks may have theirs on another device.
+    The split depends only on the tensor's length and dtype and the number of ranks, because other
+    ranks may have their tensors on other devices.
     """
     if tensor.dtype in WIDER:
         return tensor.split(pairwise.round_elements(comm, tensor))
@@ -48,7 +48,7 @@ def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor
 
 
 def allreduce_chunk(comm: MPI.Comm, chunk: torch.Tensor, op: Reduction) -> None:
-    """Leave the reduction over all ranks in one of `allreduce_chunks`, which is on the host."""
+    """Reduce one of the chunks of `allreduce_chunks`, on the host, over all ranks."""
     if comm.size == 1:
         return
     if not op.is_by_mpi(chunk.dtype):
@@ -65,16 +65,16 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
 
 
 def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
-    """Leave the reduction over all ranks in `tensor` on rank `root`; elsewhere it stays."""
+    """Reduce `tensor` over all ranks, with the result on rank `root`; unchanged elsewhere."""
     reduce_shares(comm, tensor, [0] * root + [tensor.numel()], op)
 
 
 def reduce_shares(
     comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: Reduction = SUM
 ) -> None:
-    """Reduce piece r of `tensor` to rank r of `comm`, in place; the rest of it stays.
+    """Reduce piece r of `tensor` to rank r of `comm`, in place; its other pieces are unchanged.
 
-    `shares` are the pieces' lengths; there may be fewer than ranks.
+    `shares` are the lengths of the pieces; there may be fewer pieces than ranks.
     """
     if comm.size == 1:
         return
@@ -100,7 +100,7 @@ def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> N
 def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
 ) -> None:
-    """Reduce equal part r of `tensor` into `result` on rank r."""
+    """Reduce part r of `tensor`, split equally, into `result` on rank r."""
     if tensor.nbytes > _DIRECT_BYTES or not op.is_by_mpi(tensor.dtype):
         parts = tensor.view(-1).split(max(1, result.numel()))
         pairwise.reduce_scatter(comm, result.view(-1), parts or (result,), op)
@@ -110,7 +110,7 @@ def reduce_scatter(
 
 
 def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -> None:
-    """Copy piece r of `tensor` from rank r of `comm` to every rank; the reverse of reducing."""
+    """Copy piece r of `tensor` from rank r of `comm` to every rank, in place (an all-gather)."""
     if comm.size == 1:
         return
     if len(shares) > 1 and tensor.numel() <= LARGEST_COUNT:
@@ -123,7 +123,7 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
 
 
 def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Gather every rank's `tensor`, all of one length, into `gathered`; any dtype and size."""
+    """Gather every rank's `tensor`, all of equal length, into `gathered`; any dtype and size."""
     if gathered.numel() <= LARGEST_COUNT:
         comm.Allgather(moved(tensor), moved(gathered))
         return

@@ -1,8 +1,9 @@
-"""The job's own store: there from the moment the ranks have joined until the last has departed.
+"""The job's store: available from when the ranks have joined until the last one has departed.
 
-The backend keeps in it who has come where and who has left, whatever store a script gives torch: a
-script's own may be busy (a TCPStore's client answers one thread at a time), and a rank that cannot
-write down that it waits could not go on waiting either. The rendezvous `mpi://` is a part of it.
+The backend records in it which rank has arrived where and which has left, whatever store a script
+gives torch. A script's store may be busy (a TCPStore's client serves one thread at a time), and a
+rank that cannot record that it waits could not keep waiting either. The `mpi://` rendezvous uses a
+part of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _sessions = 0
 
 
 def open_job_store(comm: MPI.Intracomm) -> None:
-    """Start the store of the ranks of `comm`, in the place of the last. Collective."""
+    """Start the store for the ranks of `comm`, replacing the previous one. Collective."""
     global _store, _sessions
     from kaitian_mpi.mpi.store import MPIStore  # MPI starts with the import
 
@@ -33,19 +34,19 @@ def open_job_store(comm: MPI.Intracomm) -> None:
 
 
 def reopen_job_store(comm: MPI.Intracomm) -> None:
-    """Start the store again where it ended with the loss of a rank. Collective."""
+    """Start the store again if it was closed by the loss of a rank. Collective."""
     if _store is None or _store.link.is_closed:
         open_job_store(comm)
 
 
 def job_store() -> MPIStore:
-    """Return the store; the ranks have joined, so there is one."""
+    """Return the store. The ranks must have joined."""
     assert _store is not None
     return _store
 
 
 def open_session(timeout: timedelta) -> MPIStore:
-    """Return an empty store for one rendezvous. Every rank has been to as many; not collective."""
+    """Return an empty store for one rendezvous. Not collective; all ranks call it equally often."""
     global _session, _sessions
     _sessions += 1
     _session = job_store().view(f"session {_sessions}", timeout)
@@ -53,7 +54,7 @@ def open_session(timeout: timedelta) -> MPIStore:
 
 
 def close_lost_job_store() -> None:
-    """End the store if a rank is lost; its server may have been that rank's."""
+    """Close the store if a rank is lost: the server may have run on that rank."""
     if _store is not None and not _store.link.is_closed and _store.link.is_lost:
         _store.close()
 
@@ -62,7 +63,7 @@ def departed_ranks(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks of `comm` whose script has ended.
 
     Raises:
-        RankLostError: a rank has died, so that the others may be waited for in vain.
+        RankLostError: a rank has died, so waiting for the others may never end.
     """
     if ulfm.is_on() and ulfm.may_have_lost_ranks(comm, 0):
         from kaitian_mpi.errors import RankLostError
@@ -73,5 +74,5 @@ def departed_ranks(comm: MPI.Intracomm) -> list[int]:
         return []
     from kaitian_mpi.mpi.topology import positions
 
-    places = positions(comm, job_store().link.comm)
-    return [rank for rank, place in enumerate(places) if place in departed]
+    store_ranks = positions(comm, job_store().link.comm)
+    return [rank for rank, store_rank in enumerate(store_ranks) if store_rank in departed]

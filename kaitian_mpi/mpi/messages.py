@@ -1,4 +1,4 @@
-"""Nonblocking messages of tensors in host memory."""
+"""Nonblocking point-to-point messages of tensors in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ANY_SOURCE = MPI.ANY_SOURCE
 
 
 class Transfer:
-    """A message that is being sent or received. Keeps its buffer until MPI is done with it."""
+    """A send or receive in progress. Keeps its buffer alive until MPI is done with it."""
 
     def __init__(self, request: MPI.Request, buffer: torch.Tensor, *, is_receive: bool) -> None:
         self._request = request
@@ -21,20 +21,20 @@ class Transfer:
 
     @property
     def source(self) -> int:
-        """The sender's rank, of a message that has been received."""
+        """The sender's rank; only after a completed receive."""
         return self._status.Get_source()
 
     def done(self) -> bool:
-        """Return whether MPI is done with the buffer; helps it along."""
+        """Return whether MPI is done with the buffer; lets MPI make progress."""
         return bool(self._request.Test(self._status))
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it is done without a message, since it was given up."""
+        """Whether a completed receive was cancelled, and so got no message."""
         return self._status.Is_cancelled()
 
     def cancel(self) -> None:
-        """Give up a receive that nothing has matched."""
+        """Cancel a receive that no message has matched."""
         self._request.Cancel()
 
 
@@ -45,6 +45,6 @@ def start_send(comm: MPI.Comm, buffer: torch.Tensor, target: int, tag: int) -> T
 
 
 def start_receive(comm: MPI.Comm, buffer: torch.Tensor, source: int, tag: int) -> Transfer:
-    """Start receiving into a contiguous host tensor; `ANY_SOURCE` takes any sender."""
+    """Start receiving into a contiguous host tensor; `ANY_SOURCE` accepts any sender."""
     request = comm.Irecv(moved(buffer), source, tag)
     return Transfer(request, buffer, is_receive=True)

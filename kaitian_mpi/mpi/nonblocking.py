@@ -1,10 +1,10 @@
-"""Collectives on tensors in host memory, started without waiting for the other ranks.
+"""Nonblocking collectives on tensors in host memory.
 
-They save the meeting that a blocking collective needs before it, lest it spins. Data that only
-moves goes as fast so at nearly any length; reductions do when they are short.
+They save the barrier that a blocking collective needs before it to avoid spinning. Data movement is
+as fast this way at nearly any length; reductions are only when they are short.
 
-Every function is collective over `comm`. Tensors are contiguous, on the CPU, and must stay as they
-are until the request is done.
+Every function is collective over `comm`. Tensors are contiguous, on the CPU, and must not be
+changed until the request completes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ _SHORT_BYTES = 64 << 10
 
 
 def is_short_sum(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor that is to be reduced is worth starting so."""
+    """Return whether a reduction of `tensor` is short enough for a nonblocking collective."""
     return tensor.nbytes <= _SHORT_BYTES
 
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:
-    """Start reducing `tensor` in place; an average is to be divided afterwards."""
+    """Start reducing `tensor` in place; for an average, the caller divides the result."""
     return comm.Iallreduce(MPI.IN_PLACE, typed(tensor), op.mpi_op)
 
 
 def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
 ) -> MPI.Request:
-    """Start reducing equal part r of `tensor` to `result` on rank r; an average as above."""
+    """Start reducing part r of `tensor`, split equally, into `result` on rank r.
+
+    For an average, the caller divides the result.
+    """
     return comm.Ireduce_scatter_block(typed(tensor), typed(result), op.mpi_op)
 
 
@@ -50,13 +53,13 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> MPI.Request:
 
 
 def suits_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
-    """Return whether an all-gather is worth starting so: two ranks swap long parts faster."""
+    """Return whether to use a nonblocking all-gather; two ranks exchange long parts faster."""
     fits = gathered.numel() <= LARGEST_COUNT
     return fits and (comm.size > 2 or gathered.nbytes <= _SHORT_BYTES)
 
 
 def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> MPI.Request:
-    """Start gathering every rank's `tensor`, all of one length, into `gathered`; any dtype."""
+    """Start gathering every rank's `tensor`, all of equal length, into `gathered`; any dtype."""
     return comm.Iallgather(moved(tensor), moved(gathered))
 
 
@@ -79,15 +82,15 @@ def all_to_all(
 def _by_rank(
     tensor: torch.Tensor, counts: Sequence[int]
 ) -> tuple[MPI.buffer | MPI.BottomType, list[int], list[int], list[MPI.Datatype]]:
-    """Return a tensor's pieces as `Ialltoallw` takes them: memory, counts, places and types.
+    """Return a tensor's pieces as arguments of `Ialltoallw`: memory, counts, offsets and types.
 
-    Its counts and places are C ints, so each piece of a tensor that they could not reach becomes
-    one value of a type of its own, which has the piece's place in it. Each rank may decide alone.
+    Its counts and offsets are C ints. In a larger tensor each piece is therefore one element of its
+    own datatype, which contains the piece's address. Each rank may decide this independently.
     """
-    places = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
+    offsets = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
     if tensor.nbytes <= LARGEST_COUNT:
         memory, kind = as_units(tensor, tensor.element_size())
-        return memory, list(counts), places[:-1], [kind] * len(counts)
-    pieces = list(itertools.pairwise(places))
+        return memory, list(counts), offsets[:-1], [kind] * len(counts)
+    pieces = list(itertools.pairwise(offsets))
     kinds = [placed(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]
     return MPI.BOTTOM, [int(end > start) for start, end in pieces], [0] * len(pieces), kinds

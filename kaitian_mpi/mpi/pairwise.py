@@ -1,9 +1,9 @@
-"""Collectives by direct messages between every two ranks.
+"""Collectives by direct messages between each pair of ranks.
 
-They read and write the caller's own tensors, in lists or of uneven sizes, without collecting them
-in one buffer first. Reductions add up in the cache what comes in, piece by piece: about twice as
-fast as MPI's own reduce-scatter on one host. 16-bit floats travel as they are, are added up in
-float32 and rounded once; sums of 8 and 16-bit integers wrap, and their averages are exact.
+They read and write the caller's tensors, in lists or of uneven sizes, without copying them into
+one buffer first. Reductions add up incoming pieces in the cache: about twice as fast as MPI's
+reduce-scatter on one host. 16-bit floats are sent as they are, accumulated in float32 and rounded
+once; sums of 8 and 16-bit integers wrap, and their averages are exact.
 
 Every function is collective over `comm`; tensors are contiguous, on the CPU, and listed by rank.
 """
@@ -19,11 +19,11 @@ from mpi4py import MPI
 from kaitian_mpi.mpi.datatypes import WIDER, Reduction, moved
 from kaitian_mpi.runtime import tags
 
-# A piece is long enough that a message's fixed cost does not show; the scratch of all pieces that
-# come in at once stays near the cache.
+# A piece is long enough to amortise a message's fixed cost; the scratch memory for all pieces that
+# arrive at once roughly fits in the cache.
 _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20
-_SHORTEST_PIECE_BYTES = 32 << 10
+_MIN_PIECE_BYTES = 32 << 10
 
 _threads = threading.local()
 
@@ -31,7 +31,7 @@ _threads = threading.local()
 def exchange(
     comm: MPI.Comm, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
 ) -> None:
-    """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are left out."""
+    """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are skipped."""
     requests = [
         comm.Irecv(moved(piece), rank, tags.PAIRWISE)
         for rank in _others(comm)
@@ -51,19 +51,19 @@ def exchange(
 def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Reduction
 ) -> None:
-    """Reduce every rank's `pieces[r]`, flat, into flat `result` on rank r; it may be that piece.
+    """Reduce every rank's flat `pieces[r]` into flat `result` on rank r, which may be that piece.
 
-    Lengths may differ between ranks.
+    The lengths of the pieces may differ.
     """
     step = _piece_elements(comm, result)
-    # All ranks go through as many rounds as the longest piece needs.
+    # All ranks do as many rounds as the longest piece needs.
     for start in range(0, max(piece.numel() for piece in pieces), step):
         parts = [piece[start : start + step] for piece in pieces]
         _reduce_parts(comm, result[start : start + step], parts, op)
 
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
-    """Leave the reduction over all ranks in flat `tensor` on every rank; bit-identical."""
+    """Reduce flat `tensor` over all ranks, in place; the results are bit-identical."""
     step = round_elements(comm, tensor)
     for start in range(0, tensor.numel(), step):
         piece = tensor[start : start + step]
@@ -75,7 +75,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
 
 
 def round_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
-    """Return how many elements of a tensor like this `allreduce` takes in one round."""
+    """Return how many elements of a tensor of this dtype `allreduce` processes in one round."""
     return _piece_elements(comm, tensor) * comm.size
 
 
@@ -88,7 +88,7 @@ def _reduce_parts(
     if not length:
         return
     own, others = parts[comm.rank], [scratch[rank] for rank in _others(comm)]
-    # Of two 16-bit floats the sum is rounded once as it is; that of integers is not rounded.
+    # A sum of two 16-bit floats is rounded once anyway; a sum of integers is not rounded.
     is_exact = len(others) == 1 or not result.is_floating_point()
     once = result.dtype not in WIDER or (is_exact and not op.is_average)
     total = result if once else torch.empty(length, dtype=WIDER[result.dtype])
@@ -102,7 +102,7 @@ def _reduce_parts(
 
 
 def _others(comm: MPI.Comm) -> list[int]:
-    """Return the other ranks, the next one first, so that not all begin with the same."""
+    """Return the other ranks, the next one first, so that not all start with the same one."""
     return [(comm.rank + distance) % comm.size for distance in range(1, comm.size)]
 
 
@@ -111,7 +111,7 @@ def _without(tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor | 
 
 
 def _piece_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
-    piece = min(_PIECE_BYTES, max(_SHORTEST_PIECE_BYTES, _SCRATCH_BYTES // comm.size))
+    piece = min(_PIECE_BYTES, max(_MIN_PIECE_BYTES, _SCRATCH_BYTES // comm.size))
     return piece // tensor.element_size()
 
 

@@ -1,4 +1,4 @@
-"""`init_process_group("kaitian", init_method="mpi://")`: rank, size and store come from MPI."""
+"""The `mpi://` rendezvous of `init_process_group`: rank, size and store come from MPI."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def world_or_join() -> World:
-    """Return this process's world, starting MPI and joining it where nobody has.
+    """Return this process's world; initialize MPI and join the world if not done yet.
 
-    Collective the first time.
+    The first call is collective.
     """
     world = current_world()
     if world is None:
@@ -33,15 +33,15 @@ def world_or_join() -> World:
 
 
 def world_of_size(size: int | None) -> World:
-    """Return the world, joined where nobody has, of as many ranks as torch was told.
+    """Return the world after checking its size; initialize MPI and join it if not done yet.
 
-    Collective the first time, over all ranks that mpirun started.
+    The first call is collective over all ranks that mpirun started.
 
     Args:
-        size: the number of ranks that the script or its environment gives; None: it gives none.
+        size: the world size given by the script or its environment; None if not given.
 
     Raises:
-        UserError: MPI has another number of ranks.
+        UserError: MPI has a different number of ranks.
     """
     check_launched(size)
     world = world_or_join()
@@ -50,12 +50,12 @@ def world_of_size(size: int | None) -> World:
 
 
 def check_launched(size: int | None) -> None:
-    """Check the number of ranks that torch was told, before MPI starts.
+    """Check the world size given to torch before MPI is initialized.
 
-    Starting it would wait for ranks that may never come.
+    Initializing MPI would wait for ranks that may never start.
 
     Raises:
-        UserError: mpirun started another number of ranks.
+        UserError: mpirun started a different number of ranks.
     """
     launched = read_launch(os.environ).world_size
     if size is not None and launched > 1 and current_world() is None:
@@ -65,29 +65,28 @@ def check_launched(size: int | None) -> None:
 def rendezvous(
     rank: int | None = None, size: int | None = None, timeout: timedelta | None = None
 ) -> Iterator[tuple[MPIStore, int, int]]:
-    """Yield a store, this rank and the number of ranks, as torch asks of a rendezvous handler.
+    """Yield a store, the rank and the world size, as torch requires of a rendezvous handler.
 
-    The first time it is collective. Later it waits for nobody, and every rank comes here as often;
-    after a `destroy_process_group` a program may do it again, with a new store.
+    The first call is collective. Later calls do not block, and every rank makes equally many of
+    them; after a `destroy_process_group` a program may call it again and gets a new store.
 
     Args:
-        rank: this rank's number where the script gives one; None: the one that MPI gave it.
-        size: the number of ranks where the script gives it.
+        rank: this rank's number if the script gives one; None: MPI's.
+        size: the world size if the script gives one.
         timeout: how long the store waits for a key.
 
     Raises:
-        UserError: MPI has another number of ranks than the script, or than WORLD_SIZE where
-            there is no mpirun.
+        UserError: MPI's world size differs from the script's, or, without mpirun, from WORLD_SIZE.
     """
     if size is None and read_launch(os.environ).world_size == 1:
-        size = _told_by_another_launcher()
+        size = _size_of_other_launcher()
     world = world_of_size(size)
     store = open_session(timeout or DEFAULT_TIMEOUT)
     yield store, world.rank if rank is None else rank, world.size
 
 
-def _told_by_another_launcher() -> int | None:
-    """Return the number of ranks that torchrun, say, has started: each would be a job of one."""
+def _size_of_other_launcher() -> int | None:
+    """Return the world size set by e.g. torchrun, under which each rank would be a job of one."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdigit() and int(size) > 1 else None
 
@@ -97,10 +96,10 @@ def _check_size(given: int, ranks: int) -> None:
         return
     if ranks == 1:
         raise UserError(
-            f"found a world size of {given}, but MPI has this rank alone: it was not started by "
-            f"mpirun; start the job with mpirun -np {given} in the place of another launcher"
+            f"found a world size of {given}, but MPI has only this rank: it was not started by "
+            f"mpirun; start the job with mpirun -np {given} instead of another launcher"
         )
     raise UserError(
         f"found a world size of {given}, needed {ranks}, the number of ranks that mpirun started; "
-        f'give world_size={ranks}, or none with init_method="mpi://"'
+        f'pass world_size={ranks}, or omit it with init_method="mpi://"'
     )

@@ -1,9 +1,9 @@
-"""Communicators that this rank uses no more, given back to MPI once no other rank does.
+"""Frees the communicators of destroyed groups once every rank has destroyed them.
 
-A rank that ends a group waits for nobody, so the ranks may end their groups in any order, one may
-end a group that others keep, and none hangs for another's sake. MPI may have a communicator back
-only when every rank is done with it; so each starts a nonblocking barrier, and looks for its end
-when it next makes or ends a group. What another rank keeps until the end stays with MPI.
+Destroying a group does not block, so ranks may destroy their groups in any order, one may destroy a
+group that others keep, and none hangs because of another. A communicator may be freed only when
+every rank is done with it. So each rank starts a nonblocking barrier and tests it when it next
+creates or destroys a group. A communicator that some rank keeps until the end is never freed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _retired: list[tuple[MPI.Request, GroupComms]] = []
 
 
 def retire(comms: GroupComms) -> None:
-    """Have communicators freed when every rank has retired them. Waits for nobody."""
+    """Free communicators once every rank has retired them. Does not block."""
     from mpi4py import MPI
 
     free_retired()
@@ -39,7 +39,7 @@ def retire(comms: GroupComms) -> None:
 
 
 def free_retired() -> None:
-    """Free what every rank has retired by now. Not collective: freeing waits for nobody."""
+    """Free the communicators that every rank has retired by now. Not collective, does not block."""
     with _lock:
         _retired[:] = [(request, comms) for request, comms in _retired if _is_kept(request, comms)]
 

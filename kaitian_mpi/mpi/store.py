@@ -1,9 +1,9 @@
 """A torch.distributed store whose server is a thread on rank 0, reached by MPI messages.
 
 There is no TCP port and nothing to authenticate: only ranks of the job can send to it. It serves
-torch's own bookkeeping and the bootstrap of the vendors' libraries.
+torch's bookkeeping and the bootstrap of the vendor libraries.
 
-A rank's link to the server is a call in this process on rank 0, and MPI messages elsewhere.
+Rank 0 calls the server directly; the other ranks send MPI messages.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.tags import STORE_REPLIES, STORE_REQUEST
 from kaitian_mpi.runtime.ulfm import is_loss, is_revoked, track
 
-_LONGEST_NAP_SEC = 5e-3
+_MAX_NAP_SEC = 5e-3
 
 
 class StoreLink:
-    """Asks the server. Any number of threads may use it at once."""
+    """A rank's connection to the server. Thread-safe."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Start the server on rank 0 of `comm`. Collective."""
@@ -48,19 +48,19 @@ class StoreLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store is of no use any more: it is closed, or a rank is lost."""
+        """Whether the store can no longer be used: it is closed, or a rank is lost."""
         return self.is_closed or is_revoked(self.comm)
 
     def ask(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
-        """Return the server's answer: its status, and the results."""
+        """Send a request to the server and return its reply: the status, then the results."""
         if self._server is not None:
             return self._ask_here(self._server, operation, fields, limit_sec)
         return self._ask_by_message(operation, fields, limit_sec)
 
     def close(self) -> None:
-        """Depart; rank 0 stops the server once every other rank has departed or is lost.
+        """Disconnect; rank 0 stops the server once every other rank has done so or is lost.
 
-        The other ranks wait for nobody. Safe to call again.
+        Blocks on rank 0 only. Safe to call again.
         """
         if self.is_closed:
             return
@@ -81,16 +81,16 @@ class StoreLink:
     def _ask_here(
         self, server: StoreServer, operation: str, fields: Fields, limit_sec: float
     ) -> Fields:
-        answered = threading.Event()
-        answer: list[Fields] = []
+        replied = threading.Event()
+        replies: list[Fields] = []
 
         def reply(result: Fields) -> None:
-            answer.append(result)
-            answered.set()
+            replies.append(result)
+            replied.set()
 
         server.submit(operation.encode(), fields, limit_sec, reply)
-        answered.wait()
-        return answer[0]
+        replied.wait()
+        return replies[0]
 
     def _ask_by_message(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
         if self.is_closed:
@@ -99,8 +99,8 @@ class StoreLink:
         request = pack((operation.encode(), b"%d" % tag, str(limit_sec).encode(), *fields))
         self.comm.Send([request, MPI.BYTE], 0, STORE_REQUEST)
         status = MPI.Status()
-        # A message that is probed stays for the receive: no other thread waits for this tag.
-        wait_until(lambda: self.comm.Iprobe(0, tag, status), longest_nap_sec=_LONGEST_NAP_SEC)
+        # The probed message stays for this receive: no other thread waits for this tag.
+        wait_until(lambda: self.comm.Iprobe(0, tag, status), longest_nap_sec=_MAX_NAP_SEC)
         buffer = bytearray(status.Get_count(MPI.BYTE))
         self.comm.Recv([buffer, MPI.BYTE], 0, tag)
         return unpack(bytes(buffer))
@@ -110,9 +110,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class MPIStore(dist.Store):
-    """The store as each rank sees it.
+    """A `torch.distributed.Store` over MPI.
 
-    Keep a Python reference to it as long as torch uses it: torch's own is to the C++ half only.
+    Keep a Python reference to it as long as torch uses it: torch references only the C++ object.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class MPIStore(dist.Store):
         Args:
             comm: the ranks that share the store; or another store's link, to use its server.
             timeout: how long `get` and `wait` wait.
-            prefix: what this store's keys begin with at the server; nobody sees it here.
+            prefix: prepended to this store's keys on the server; hidden from callers.
         """
         super().__init__()
         self._timeout = timeout
@@ -138,19 +138,19 @@ class MPIStore(dist.Store):
             close_at_exit(self.close)
 
     def view(self, prefix: str, timeout: timedelta = DEFAULT_TIMEOUT) -> MPIStore:
-        """Return a store of its own at the same server. Not collective."""
+        """Return a store on the same server with its own key prefix. Not collective."""
         return MPIStore(self.link, timeout, f"{self._prefix}{prefix}/")
 
     def close(self) -> None:
-        """Tell the server that this rank has departed; rank 0 waits here until all others have.
+        """Disconnect from the server; rank 0 waits here until all other ranks have done so.
 
-        Safe to call again. After the loss of a rank nobody is waited for.
+        Safe to call again. Does not wait after the loss of a rank.
         """
         closed_early(self.close)
         self.link.close()
 
     def departed(self) -> list[int]:
-        """Return the ranks of the store's communicator that have closed it: their script ended."""
+        """Return the ranks of the store's communicator whose script has ended and closed it."""
         return [int(rank) for rank in self._ask("departed")]
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -158,15 +158,15 @@ class MPIStore(dist.Store):
         self._ask("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it up to the store's time-out."""
+        """Return a key's value, waiting for it up to the store's timeout."""
         with _explained(key):
             return self._ask("get", self._prefix + key)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, 0 if new, and return its value.
+        """Add to a counter, 0 if new, and return its new value.
 
         Raises:
-            DistStoreError: the key holds something else than a number.
+            DistStoreError: the key's value is not a number.
         """
         return int(self._ask("add", self._prefix + key, str(amount))[0])
 
@@ -175,18 +175,18 @@ class MPIStore(dist.Store):
         self._ask("append", self._prefix + key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it holds `expected`; return what it holds afterwards."""
+        """Set a key if its value is `expected`; return its value afterwards."""
         return self._ask("compare_set", self._prefix + key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys are set."""
         return bool(self._ask("check", *self._placed(keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
+        """Wait until all keys are set.
 
         Raises:
-            DistStoreError: they are not within the time-out.
+            DistStoreError: they are not set within the timeout.
         """
         with _explained(", ".join(keys)):
             self._ask("wait", *self._placed(keys), timeout=timeout)
@@ -202,7 +202,7 @@ class MPIStore(dist.Store):
         self._ask("set", *itertools.chain.from_iterable(pairs))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it was there."""
+        """Delete a key; return whether it existed."""
         return bool(self._ask("delete", self._prefix + key)[0])
 
     def num_keys(self) -> int:
@@ -213,18 +213,18 @@ class MPIStore(dist.Store):
         """Return all keys."""
         return [key.decode()[len(self._prefix) :] for key in self._ask("list", self._prefix)]
 
-    # torch's C++ side asks for these two by their C++ names.
+    # torch's C++ code calls these two by their C++ names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
-        """Return True: append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are supported."""
         return True
 
     hasExtendedApi = has_extended_api  # noqa: N815
 
     def clone(self) -> MPIStore:
-        """Return this store: any number of threads may share it."""
+        """Return this store itself: it is thread-safe."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -251,7 +251,7 @@ class MPIStore(dist.Store):
             key = fields[0].decode()[len(self._prefix) :] if fields else ""
             raise dist.DistStoreError(f"store {operation} of key {key}: {result[0].decode()}")
         if status == LOST:
-            raise RankLostError("the store has ended: a rank is lost")
+            raise RankLostError("the store is closed: a rank is lost")
         return tuple(result)
 
 

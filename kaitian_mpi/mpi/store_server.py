@@ -1,4 +1,4 @@
-"""The server of the store: a table, and the thread that answers for it."""
+"""The store's server: a table of keys and values, and the thread that serves it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Fields = tuple[bytes, ...]
 
 
 def pack(fields: Sequence[bytes]) -> bytes:
-    """Frame byte strings as one message: a count, the lengths, the bytes."""
+    """Serialize byte strings to one message: their count, their lengths, their contents."""
     lengths = [len(field) for field in fields]
     return struct.pack(f"<{len(fields) + 1}Q", len(fields), *lengths) + b"".join(fields)
 
 
 def unpack(message: bytes) -> Fields:
-    """Take apart what `pack` made."""
+    """Deserialize a message made by `pack`."""
     (count,) = struct.unpack_from("<Q", message)
     lengths = struct.unpack_from(f"<{count}Q", message, 8)
     ends = list(itertools.accumulate(lengths, initial=8 * (count + 1)))
@@ -36,18 +36,18 @@ def unpack(message: bytes) -> Fields:
 
 
 class Table:
-    """The keys and values, with the operations of a store. One thread at a time may use it."""
+    """The keys and values, with the operations of a store. Not thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
 
     def apply(self, operation: bytes, arguments: Fields) -> Fields:
-        """Carry out one operation and return its results."""
+        """Execute one operation and return its results."""
         method: Callable[..., Fields] = getattr(self, f"_{operation.decode()}")
         return method(*arguments)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether every key is there."""
+        """Return whether every key is set."""
         return all(key in self._values for key in keys)
 
     def _set(self, *pairs: bytes) -> Fields:
@@ -71,7 +71,7 @@ class Table:
         return ()
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Fields:
-        # As torch's TCPStore: an absent key is set only if nothing was expected there.
+        # As in torch's TCPStore: a missing key is set only if the expected value is empty.
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             self._values[key] = current = desired
@@ -95,7 +95,7 @@ class Table:
 
 @dataclass
 class _Pending:
-    """A request that waits for keys: `get` and `wait`."""
+    """A `get` or `wait` request whose keys are not all set yet."""
 
     operation: bytes
     keys: Fields
@@ -104,13 +104,13 @@ class _Pending:
 
 
 class StoreServer:
-    """The thread that owns the table.
+    """The thread that serves the table.
 
-    It looks for messages at intervals that grow from 20 microseconds to 10 ms while nothing comes,
-    so that it takes no core from the training.
+    It polls for messages at intervals that grow from 20 microseconds to 10 ms while none arrive, so
+    that it takes no core from the training.
     """
 
-    _SHORTEST_SEC, _LONGEST_SEC = 20e-6, 10e-3
+    _MIN_POLL_SEC, _MAX_POLL_SEC = 20e-6, 10e-3
     _LAST_REPLIES_SEC = 2.0
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -126,8 +126,8 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread once every other rank has departed or is lost, and wait for its end."""
-        wait_until(self._is_alone, longest_nap_sec=self._LONGEST_SEC)
+        """Stop the thread once every other rank has disconnected or is lost, and join it."""
+        wait_until(self._is_alone, longest_nap_sec=self._MAX_POLL_SEC)
         self._stop.set()
         self._thread.join()
 
@@ -138,7 +138,7 @@ class StoreServer:
         timeout_sec: float,
         reply: Callable[[Fields], None],
     ) -> None:
-        """Answer a request now, or when the keys it waits for are there, or its time is over."""
+        """Reply to a request now, or once the keys it waits for are set, or when it times out."""
         with self._lock:
             if self._lost:
                 reply((LOST,))
@@ -148,14 +148,14 @@ class StoreServer:
                 self._pending.append(_Pending(operation, arguments, deadline, reply))
                 return
             try:
-                result = self._carry_out(operation, arguments)
-            except Exception as error:  # the fault of one rank's request, and told to that rank
+                result = self._execute(operation, arguments)
+            except Exception as error:  # caused by one rank's request, and reported to that rank
                 reply((REFUSED, str(error).encode()))
                 return
             reply((OK, *result))
-            self._answer_pending()
+            self._reply_to_pending()
 
-    def _carry_out(self, operation: bytes, arguments: Fields) -> Fields:
+    def _execute(self, operation: bytes, arguments: Fields) -> Fields:
         if operation == b"depart":
             self._departed.add(int(arguments[0]))
             return ()
@@ -163,19 +163,19 @@ class StoreServer:
             return tuple(b"%d" % rank for rank in sorted(self._departed))
         return self._table.apply(operation, arguments)
 
-    def _answer_pending(self) -> None:
-        still: list[_Pending] = []
+    def _reply_to_pending(self) -> None:
+        waiting: list[_Pending] = []
         for request in self._pending:
             if self._table.has(request.keys):
                 request.reply((OK, *self._table.apply(request.operation, request.keys)))
             elif time.monotonic() > request.deadline:
                 request.reply((TIMED_OUT,))
             else:
-                still.append(request)
-        self._pending = still
+                waiting.append(request)
+        self._pending = waiting
 
     def _is_alone(self) -> bool:
-        """Return whether no other rank will ask for anything any more."""
+        """Return whether no other rank will send another request."""
         with self._lock:
             if self._lost or not self._thread.is_alive():
                 return True
@@ -186,42 +186,42 @@ class StoreServer:
         try:
             while not self._stop.is_set():
                 try:
-                    self._look_for_requests()
+                    self._poll_requests()
                 except MPI.Exception as error:
                     if not is_loss(error):
                         raise
                     if is_revoked(self._comm):
                         self._give_up()
                         return
-                    # The others may still need the table until somebody revokes the communicator.
+                    # The others may still need the table until a rank revokes the communicator.
                     self._comm.Ack_failed()
-                    self._stop.wait(self._LONGEST_SEC)
+                    self._stop.wait(self._MAX_POLL_SEC)
             self._finish_replies()
-        except BaseException:  # without this thread every rank would wait for an answer
+        except BaseException:  # without this thread every rank would wait for a reply
             end_with_traceback("the store failed:\n")
 
     def _give_up(self) -> None:
-        """Let nobody on this rank wait for a key that a lost rank should have set."""
+        """Fail pending requests: the keys they wait for may have been a lost rank's to set."""
         with self._lock:
             self._lost = True
             for request in self._pending:
                 request.reply((LOST,))
             self._pending = []
 
-    def _look_for_requests(self) -> None:
-        pause = self._SHORTEST_SEC
+    def _poll_requests(self) -> None:
+        pause = self._MIN_POLL_SEC
         status = MPI.Status()
         while not self._stop.is_set():
             message = self._comm.Improbe(MPI.ANY_SOURCE, STORE_REQUEST, status)
             if message is not None:
                 self._receive(message, status)
-                pause = self._SHORTEST_SEC
+                pause = self._MIN_POLL_SEC
                 continue
             with self._lock:
-                self._answer_pending()
-                self._forget_sent_replies()
+                self._reply_to_pending()
+                self._drop_sent_replies()
             self._stop.wait(pause)
-            pause = min(2 * pause, self._LONGEST_SEC)
+            pause = min(2 * pause, self._MAX_POLL_SEC)
 
     def _receive(self, message: MPI.Message, status: MPI.Status) -> None:
         buffer = bytearray(status.Get_count(MPI.BYTE))
@@ -230,29 +230,29 @@ class StoreServer:
         source, reply_tag = status.Get_source(), int(tag)
 
         def reply(fields: Fields) -> None:
-            answer = pack(fields)
+            message = pack(fields)
             try:
-                # Nonblocking: a rank that is stopped must not keep the answers from the others.
-                sent = self._comm.Isend([answer, MPI.BYTE], source, reply_tag)
+                # Nonblocking: a stopped rank must not delay the replies to the others.
+                sent = self._comm.Isend([message, MPI.BYTE], source, reply_tag)
             except MPI.Exception as error:
-                if not is_loss(error):  # else there is nobody to answer to
+                if not is_loss(error):  # otherwise the receiver is gone
                     raise
             else:
-                self._replies.append((sent, answer))
+                self._replies.append((sent, message))
 
         self.submit(operation, tuple(arguments), float(timeout), reply)
 
-    def _forget_sent_replies(self) -> bool:
-        """Drop the replies that have been sent; return whether that is all of them."""
-        self._replies = [item for item in self._replies if not _is_over(item[0])]
+    def _drop_sent_replies(self) -> bool:
+        """Drop replies that have been sent; return whether none is left."""
+        self._replies = [item for item in self._replies if not _is_done(item[0])]
         return not self._replies
 
     def _finish_replies(self) -> None:
-        if not wait_until(self._forget_sent_replies, self._LAST_REPLIES_SEC):
+        if not wait_until(self._drop_sent_replies, self._LAST_REPLIES_SEC):
             abandon(self._replies)
 
 
-def _is_over(request: MPI.Request) -> bool:
+def _is_done(request: MPI.Request) -> bool:
     try:
         return bool(request.Test())
     except MPI.Exception as error:

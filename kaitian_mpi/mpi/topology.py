@@ -1,4 +1,4 @@
-"""Who is where: the ranks' devices, their groups by kind, and the communicators between them."""
+"""Topology: the ranks' devices, their groups by device kind, and the communicators of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others about itself."""
+    """A rank's host and device, as known to all ranks."""
 
     world_rank: int
     local_rank: int
@@ -41,25 +41,25 @@ class RankInfo:
 
     @property
     def place(self) -> str:
-        """The rank's place in the job: the same in another job, whatever its number there."""
+        """Identifies the rank's host and device across jobs, where its rank may differ."""
         return f"{self.host}/{self.local_rank}/{self.kind}/{self.device}"
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one device kind, in rank order. The first is its leader."""
+    """The ranks of one device kind, in rank order. The first one is the leader."""
 
     kind: str
     ranks: tuple[int, ...]
 
     @property
     def leader(self) -> int:
-        """The rank that crosses to the other groups when one is enough."""
+        """The rank that communicates with the other groups if one rank suffices."""
         return self.ranks[0]
 
 
 def plan_groups(kinds: Sequence[str]) -> tuple[Group, ...]:
-    """Split ranks 0, 1, … with these device kinds into groups, in order of their first ranks."""
+    """Group ranks 0, 1, … by these device kinds; groups are ordered by their first rank."""
     members: dict[str, list[int]] = {}
     for rank, kind in enumerate(kinds):
         members.setdefault(kind, []).append(rank)
@@ -75,12 +75,12 @@ class GroupComms:
     group: MPI.Comm
     """The ranks of this rank's own kind."""
     lane: MPI.Comm | None
-    """This rank's lane: the ranks with its group rank in every group; None for a rank whose group
-    rank some smaller group does not have. Lane 0 joins the groups' leaders."""
+    """This rank's lane: the ranks that have the same group rank, one per group; None if some group
+    is too small to have this group rank. Lane 0 connects the groups' leaders."""
     messages: MPI.Comm
-    """The same ranks as `world`, for messages between two of them."""
+    """The same ranks as `world`, for point-to-point messages."""
     lanes: int
-    """How many lanes there are: the size of the smallest group."""
+    """The number of lanes: the size of the smallest group."""
 
     @property
     def own(self) -> Group:
@@ -88,7 +88,7 @@ class GroupComms:
         return group_of(self.groups, self.world.rank)
 
     def free(self) -> None:
-        """Give the communicators back to MPI. Collective."""
+        """Free the communicators. Collective."""
         for comm in (self.lane, self.group, self.messages, self.world):
             if comm is not None:
                 comm.Free()
@@ -100,9 +100,9 @@ def group_of(groups: Sequence[Group], rank: int) -> Group:
 
 
 def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intracomm:
-    """Return a new communicator of these ranks of `base`, in this order.
+    """Create a communicator of these ranks of `base`, in this order.
 
-    Collective over the members only, which is why it needs a `name` that they share.
+    Collective over the members only, which is why they need to pass the same `name`.
     """
     from mpi4py import MPI
 
@@ -123,7 +123,7 @@ def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
     """Split `world` into groups by device kind and lanes across them. Collective.
 
     Args:
-        world: a communicator of the caller's own; collectives will be called on it.
+        world: a communicator for the groups' exclusive use; collectives will be called on it.
         kinds: the device kind of each rank of `world`.
     """
     from mpi4py import MPI
