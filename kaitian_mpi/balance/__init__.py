@@ -1,1 +1,1 @@
-"""Pure arithmetic of load balancing: no torch, no MPI."""
+"""Load balancing: cost models, batch sizes and forecasts. Pure functions, without torch or MPI."""

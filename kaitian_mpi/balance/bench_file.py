@@ -1,4 +1,4 @@
-"""The file in which `kaitian-bench` keeps what ranks and links cost."""
+"""Reads and writes the file of `kaitian-bench --json`, with the costs of ranks and allreduces."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.errors import UserError
 
 VERSION = 1
-MOST_SAMPLES = 10**9  # of a global batch
-_MOST_BYTES = 2**42  # a million million float32 parameters
-_MOST_SEC = 1e9  # so that no sum of them overflows
-_LEAST_SEC = 1e-12  # per sample, so that no rate does
-_ADVICE = "save it again by kaitian-bench --json"
+MOST_SAMPLES = 10**9  # in a global batch
+_MAX_BYTES = 2**42  # 10**12 float32 parameters
+_MAX_SEC = 1e9  # so that no sum overflows
+_MIN_SEC = 1e-12  # per sample, so that no rate overflows
+_ADVICE = "save it again with kaitian-bench --json"
 
 
 @dataclass(frozen=True)
 class BenchRank:
-    """What one rank was and cost."""
+    """One rank of the benchmark: its device and its cost."""
 
     rank: int
     host: str
@@ -33,25 +33,25 @@ class BenchRank:
     device: str
     cost: RankCost
     fit_error: float
-    """How far measured seconds lie from the cost model, root mean square: 0.02 for 2%."""
+    """Root mean square of the relative errors of the cost model: 0.02 for 2%."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a benchmark found."""
+    """The results of a benchmark."""
 
     model: str
     emulated: bool
     """Whether any kind or slowdown was emulated."""
     gradient_bytes: int
-    """Of the whole model, as they are reduced."""
+    """Bytes of the whole model's gradients, as they are reduced."""
     global_batch_size: int
-    """Samples per step the benchmark was asked about."""
+    """Samples per step that the benchmark was run for."""
     ranks: tuple[BenchRank, ...]
     measured: tuple[MeasuredAllreduce, ...]
 
     def cohorts(self) -> list[Cohort]:
-        """Return the measured ranks, one cohort each."""
+        """Return a cohort for each measured rank."""
         return [Cohort(rank.kind, rank.cost) for rank in self.ranks]
 
 
@@ -77,18 +77,18 @@ def read_bench(path: Path) -> Bench:
     """Read a benchmark.
 
     Raises:
-        UserError: the file is missing, is none of `kaitian-bench`, or holds impossible numbers.
+        UserError: the file is missing, was not written by `kaitian-bench`, or has invalid values.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"{path}: found no file to read ({error.strerror}), needed one saved by "
-            "kaitian-bench --json; check the path"
+            f"{path}: cannot be read ({error.strerror}); give a file saved with kaitian-bench "
+            "--json"
         ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: found no whole JSON ({error}), needed a file saved by kaitian-bench; "
+            f"{path}: is not valid JSON ({error}), needed a file saved with kaitian-bench; "
             f"{_ADVICE}"
         ) from error
     return _bench_from_json(_Node(content, str(path)))
@@ -117,20 +117,20 @@ def _allreduce_to_json(entry: MeasuredAllreduce) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Node:
-    """A value in the file and where it is, for what an error says."""
+    """A value in the file and its path there, for error messages."""
 
     value: Any
     place: str
 
     def __getitem__(self, key: str) -> _Node:
         if not isinstance(self.value, dict):
-            raise self.wrong("an object in braces")
+            raise self.wrong("a JSON object")
         if key not in self.value:
-            raise UserError(f"{self.place}: found no key {key!r}, needed one; {_ADVICE}")
+            raise UserError(f"{self.place}: has no key {key!r}; {_ADVICE}")
         return _Node(self.value[key], f"{self.place}: {key}")
 
     def items(self) -> list[_Node]:
-        """Return what is in a list, which is not empty."""
+        """Return the items of a list that is not empty."""
         if not isinstance(self.value, list) or not self.value:
             raise self.wrong("a list with at least one entry")
         return [_Node(value, f"{self.place}[{index}]") for index, value in enumerate(self.value)]
@@ -142,26 +142,26 @@ class _Node:
         return self.value
 
     def flag(self) -> bool:
-        """Return true or false."""
+        """Return a boolean."""
         if not isinstance(self.value, bool):
             raise self.wrong("true or false")
         return self.value
 
-    def whole(self, least: int, most: int) -> int:
-        """Return a whole number from `least` to `most`."""
-        if type(self.value) is not int or not least <= self.value <= most:
-            raise self.wrong(f"a whole number from {least} to {most}")
+    def whole(self, low: int, high: int) -> int:
+        """Return a whole number from `low` to `high`."""
+        if type(self.value) is not int or not low <= self.value <= high:
+            raise self.wrong(f"a whole number from {low} to {high}")
         return self.value
 
     def number(self) -> float:
         """Return a finite number of at least 0."""
-        # A bool is an int to Python; a comparison with NaN is false.
-        if type(self.value) not in (int, float) or not 0 <= self.value <= _MOST_SEC:
-            raise self.wrong(f"a number from 0 to {_MOST_SEC:g}")
+        # In Python a bool is an int; comparisons with NaN are false.
+        if type(self.value) not in (int, float) or not 0 <= self.value <= _MAX_SEC:
+            raise self.wrong(f"a number from 0 to {_MAX_SEC:g}")
         return float(self.value)
 
     def wrong(self, needed: str) -> UserError:
-        """Return the error that says what was needed here."""
+        """Return the error for a value that is not what is needed here."""
         shown = ascii(self.value)
         found = shown if len(shown) <= 40 else shown[:40] + "…"
         return UserError(f"{self.place}: found {found}, needed {needed}; {_ADVICE}")
@@ -169,18 +169,20 @@ class _Node:
 
 def _bench_from_json(root: _Node) -> Bench:
     if root["version"].value != VERSION or type(root["version"].value) is not int:
-        raise root["version"].wrong(f"{VERSION}, the one this version of kaitian-mpi reads")
+        raise root["version"].wrong(f"{VERSION}, which this version of kaitian-mpi reads")
     ranks = tuple(_rank_from_json(node) for node in root["ranks"].items())
     if len({rank.rank for rank in ranks}) < len(ranks):
         raise UserError(f"{root.place}: ranks: found a rank twice, needed each once; {_ADVICE}")
-    there = Counter(rank.kind for rank in ranks)
+    rank_counts = Counter(rank.kind for rank in ranks)
     return Bench(
         model=root["model"].text(),
         emulated=root["emulated"].flag(),
-        gradient_bytes=root["gradient_bytes"].whole(0, _MOST_BYTES),
+        gradient_bytes=root["gradient_bytes"].whole(0, _MAX_BYTES),
         global_batch_size=root["global_batch_size"].whole(1, MOST_SAMPLES),
         ranks=ranks,
-        measured=tuple(_allreduce_from_json(node, there) for node in root["allreduce"].items()),
+        measured=tuple(
+            _allreduce_from_json(node, rank_counts) for node in root["allreduce"].items()
+        ),
     )
 
 
@@ -201,18 +203,19 @@ def _rank_from_json(node: _Node) -> BenchRank:
 
 def _model_from_json(node: _Node) -> CostModel:
     alpha, beta = node["alpha_sec"], node["beta_sec_per_sample"]
-    if 0 < beta.number() < _LEAST_SEC:
-        raise beta.wrong(f"0, or {_LEAST_SEC:g} or more")
+    if 0 < beta.number() < _MIN_SEC:
+        raise beta.wrong(f"0, or {_MIN_SEC:g} or more")
     if alpha.number() == beta.number() == 0:
-        raise beta.wrong("more than 0 where alpha_sec is 0, as a sample takes some time")
+        raise beta.wrong("more than 0 because alpha_sec is 0, and a sample takes some time")
     return CostModel(alpha.number(), beta.number())
 
 
-def _allreduce_from_json(node: _Node, there: Mapping[str, int]) -> MeasuredAllreduce:
+def _allreduce_from_json(node: _Node, rank_counts: Mapping[str, int]) -> MeasuredAllreduce:
     counts = node["ranks_per_kind"]
-    if not isinstance(counts.value, dict) or not counts.value or counts.value.keys() - there.keys():
-        raise counts.wrong(f"how many ranks of each kind, of {', '.join(there)}")
+    kinds = counts.value
+    if not isinstance(kinds, dict) or not kinds or kinds.keys() - rank_counts.keys():
+        raise counts.wrong(f"the number of ranks by kind, of {', '.join(rank_counts)}")
     return MeasuredAllreduce(
-        {kind: counts[kind].whole(1, there[kind]) for kind in counts.value},
+        {kind: counts[kind].whole(1, rank_counts[kind]) for kind in kinds},
         AllreduceCost(node["latency_sec"].number(), node["sec_per_byte"].number()),
     )

@@ -1,4 +1,4 @@
-"""What gradients cost to sum, and how much of it shows."""
+"""The cost of summing gradients, and the part of it not hidden behind backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kaitian_mpi.balance.cost_model import fit
 _MIB = 2**20
 _FIRST_BUCKET = _MIB
 BUCKET_BYTES = 25 * _MIB
-_FORWARD = 1 / 3  # of a step's compute
+_FORWARD = 1 / 3  # part of a step's compute time
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class AllreduceCost:
     """An allreduce of n bytes takes `latency_sec + sec_per_byte * n` seconds."""
 
     latency_sec: float
-    """Seconds per call, whatever the size."""
+    """Seconds per call, independent of the size."""
     sec_per_byte: float
     """Seconds per byte of one rank's buffer."""
 
@@ -31,15 +31,15 @@ class AllreduceCost:
 
 @dataclass(frozen=True)
 class MeasuredAllreduce:
-    """What an allreduce cost among these ranks."""
+    """The measured cost of an allreduce among some ranks."""
 
     ranks_per_kind: Mapping[str, int]
-    """How many ranks of each kind took part, at least 1 each."""
+    """The number of ranks of each kind that took part, at least 1 each."""
     cost: AllreduceCost
 
 
 def fit_allreduce(sizes: Sequence[int], seconds: Sequence[float]) -> AllreduceCost:
-    """Fit a line through measured (bytes, seconds) by relative least squares; no part is negative.
+    """Fit a line to measured (bytes, seconds) by relative least squares; neither part is negative.
 
     Args:
         sizes: bytes, at least 1 each.
@@ -52,11 +52,11 @@ def fit_allreduce(sizes: Sequence[int], seconds: Sequence[float]) -> AllreduceCo
 def ddp_buckets(gradient_bytes: int) -> list[int]:
     """Return the bytes of DDP's buckets in the order reduced: 1 MiB first, then 25 MiB each.
 
-    DDP closes a bucket at the parameter that passes the limit, so its own are a little larger.
+    DDP closes a bucket at the parameter that exceeds the limit, so real buckets are a bit larger.
     """
     first = min(gradient_bytes, _FIRST_BUCKET)
-    full, rest = divmod(gradient_bytes - first, BUCKET_BYTES)
-    return [size for size in (first, *[BUCKET_BYTES] * full, rest) if size > 0]
+    full, remainder = divmod(gradient_bytes - first, BUCKET_BYTES)
+    return [size for size in (first, *[BUCKET_BYTES] * full, remainder) if size > 0]
 
 
 def exposed_seconds(
@@ -64,19 +64,20 @@ def exposed_seconds(
 ) -> float:
     """Return the seconds of communication that are not hidden behind backward.
 
-    Assumes that forward is a third of computing and gradients become ready evenly over the other
-    two thirds, bucket j when its cumulative part of the bytes is; that buckets are reduced one
-    after the other; and that reducing takes no core from computing. Of several micro-batches only
-    the last one's backward is reduced.
+    Assumes that forward takes a third of the compute time and that gradients become ready evenly
+    over the other two thirds, each bucket at its cumulative part of the bytes; that buckets are
+    reduced one after the other; and that communication takes no core from computing. With several
+    micro-batches, only the last backward overlaps with communication.
 
     Args:
-        compute_sec: a rank's forward and backward.
+        compute_sec: seconds of a rank's forward and backward.
         buckets: bytes, in the order reduced.
         cost: of one allreduce.
-        micro_batches: how many the rank computes in a step.
+        micro_batches: the number that the rank computes per step.
 
     Returns:
-        End of the last allreduce minus end of computing; the last bucket's time at least.
+        The time from the end of computing to the end of the last allreduce, in seconds; at least
+        the last bucket's time.
     """
     if not buckets:
         return 0.0
@@ -84,6 +85,6 @@ def exposed_seconds(
     reduce_sec = cost.latency_sec + cost.sec_per_byte * sizes
     backward_left = (1 - _FORWARD) * (1 - np.cumsum(sizes) / sizes.sum())
     before_end = compute_sec / micro_batches * backward_left
-    # A queue ends when its latest busy spell does: which bucket began that one is not known.
-    spells = np.cumsum(reduce_sec[::-1])[::-1] - before_end
-    return float(spells.max())
+    # The queue ends with its last busy period. Any bucket may start that, so take the maximum.
+    exposed = np.cumsum(reduce_sec[::-1])[::-1] - before_end
+    return float(exposed.max())

@@ -1,4 +1,4 @@
-"""What a job would reach: from what ranks and links cost, without running it."""
+"""Forecasts the throughput of a job from measured costs, without running it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kaitian_mpi.balance.planner import with_slopes
 from kaitian_mpi.balance.scaling import scale_allreduce
 from kaitian_mpi.errors import UserError
 
-_LEAST_LOSS = 0.05  # a smaller one is no bottleneck
-_LEAST_GAIN = 0.005  # what shows as +1%
-_MOST_KINDS_FOR_EVERY_SUBSET = 8
+_MIN_LOSS = 0.05  # a smaller loss is not a bottleneck
+_MIN_GAIN = 0.005  # shown as +1%
+_MAX_KINDS_FOR_ALL_SUBSETS = 8
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Ranks of one kind that cost alike."""
+    """Ranks of one kind with the same cost."""
 
     kind: str
     cost: RankCost
     ranks: int = 1
-    """How many, at least 1."""
+    """The number of ranks, at least 1."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """So many samples per step for each of so many ranks that cost alike."""
+    """The samples per step of each of some ranks of a cohort."""
 
     cohort: Cohort
     samples: int
@@ -46,16 +46,16 @@ class Share:
 
     @property
     def seconds(self) -> float:
-        """How long such a rank computes per step."""
+        """Compute time of such a rank per step, in seconds."""
         return self.cohort.cost.seconds(self.samples)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A job on paper. Seconds are of one step."""
+    """The predicted performance of a job. Seconds are per step."""
 
     shares: tuple[Share, ...]
-    """In the order of the cohorts, of one cohort the larger share first."""
+    """In the order of the cohorts, within a cohort the larger share first."""
     exposed_sec: float
     """Communication that is not hidden behind computing."""
 
@@ -66,46 +66,47 @@ class Forecast:
 
     @property
     def compute_sec(self) -> float:
-        """What the slowest rank computes."""
+        """Compute time of the slowest rank."""
         return max(share.seconds for share in self.shares)
 
     @property
     def step_sec(self) -> float:
-        """Computing and what communication adds to it."""
+        """Compute time plus exposed communication."""
         return self.compute_sec + self.exposed_sec
 
     @property
     def samples_per_sec(self) -> float:
-        """Of the whole job."""
+        """Throughput of the whole job."""
         return sum(share.samples * share.ranks for share in self.shares) / self.step_sec
 
     @property
     def efficiency(self) -> float:
-        """Samples per second over the sum of what each rank reaches alone at its share, in (0, 1].
+        """Throughput relative to the sum of what each rank reaches alone, in (0, 1].
 
-        Alone is without communicating; a rank without a sample counts with its rate at one.
+        Alone means at its share and without communication; a rank without samples counts with its
+        rate at one sample.
         """
         alone = math.fsum(
             share.ranks * max(share.samples, 1) / share.cohort.cost.seconds(max(share.samples, 1))
             for share in self.shares
         )
-        return min(1.0, self.samples_per_sec / alone)  # rounding may end a hair above
+        return min(1.0, self.samples_per_sec / alone)  # rounding may exceed 1 slightly
 
     @property
     def losses(self) -> dict[str, float]:
-        """What keeps the job from 1/beta_i samples per second on every rank, as parts of a step.
+        """The causes of lost throughput, as parts of a step.
 
-        Each rank's step is beta*b of work, alpha*k of fixed cost, waiting for the slowest rank and
-        exposed communication. The mean over the ranks, weighted by 1/beta_i, makes parts of what
-        the devices could do, so that a slow rank that waits costs little. With the work they sum
-        to 1.
+        Each rank's step consists of work (beta*b), fixed cost (alpha*k), waiting for the slowest
+        rank and exposed communication. Each part is a mean over the ranks weighted by 1/beta_i,
+        their peak rates, so that a slow rank that waits matters little. Together with the work they
+        sum to 1.
         """
-        whole = math.fsum(share.ranks / share.cohort.cost.model.beta_sec for share in self.shares)
+        total = math.fsum(share.ranks / share.cohort.cost.model.beta_sec for share in self.shares)
         compute_sec, step_sec = self.compute_sec, self.step_sec
         parts = {"communication": self.exposed_sec / step_sec, "waiting": 0.0}
         for share in self.shares:
             model = share.cohort.cost.model
-            weight = share.ranks / model.beta_sec / whole / step_sec
+            weight = share.ranks / model.beta_sec / total / step_sec
             fixed_sec = model.alpha_sec * share.cohort.cost.micro_batches(share.samples)
             name = f"fixed cost of a step on {share.cohort.kind}"
             parts[name] = parts.get(name, 0.0) + weight * fixed_sec
@@ -114,9 +115,9 @@ class Forecast:
 
     @property
     def bottleneck(self) -> str:
-        """What most of the lost time goes to, in a few words."""
+        """The largest loss, in a few words."""
         name, part = max(self.losses.items(), key=lambda loss: loss[1])
-        if part < _LEAST_LOSS:
+        if part < _MIN_LOSS:
             return "compute: every rank is busy"
         if name == "communication":
             return f"communication ({part:.0%} of the step)"
@@ -128,19 +129,19 @@ class Forecast:
         idle = sum(share.ranks for share in self.shares if share.samples == 0)
         if idle == 0:
             return "waiting for the slowest rank"
-        return f"waiting: {idle:,} of {sum(s.ranks for s in self.shares):,} ranks get no sample"
+        return f"waiting: {idle:,} of {sum(s.ranks for s in self.shares):,} ranks get no samples"
 
 
 @dataclass(frozen=True)
 class SubsetForecasts:
-    """The forecasts of parts of a world, at the same global batch."""
+    """Forecasts for subsets of a world's device kinds, at the same global batch size."""
 
     kinds: tuple[str, ...]
-    """Of the whole world."""
+    """The kinds of the whole world."""
     forecasts: Mapping[tuple[str, ...], Forecast]
     """By the kinds that take part, in the order of `kinds`."""
     notes: tuple[str, ...]
-    """What was guessed, as it had not been measured."""
+    """Costs that were estimated because they had not been measured."""
 
     @property
     def whole(self) -> Forecast:
@@ -149,25 +150,25 @@ class SubsetForecasts:
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The kinds that are fastest together; of equals the fewest."""
+        """The fastest combination of kinds; of equally fast ones the smallest."""
         return max(
             self.forecasts, key=lambda kinds: (self.forecasts[kinds].samples_per_sec, -len(kinds))
         )
 
     def gain(self, kind: str) -> float | None:
-        """Return what a kind adds: 0.3 for 30% more samples/s with it; None for the only kind."""
+        """Return a kind's gain: 0.3 for 30% more samples/s with it; None for the only kind."""
         rest = tuple(other for other in self.kinds if other != kind)
         if not rest:
             return None
         return self.whole.samples_per_sec / self.forecasts[rest].samples_per_sec - 1
 
     def worth(self, kind: str) -> str:
-        """Say whether a kind is worth having in the job."""
+        """Return a sentence on whether a kind is worth having in the job."""
         rate = self.whole.samples_per_sec
         gain = self.gain(kind)
         if gain is None:
             return f"with {kind} {show_rate(rate)} samples/s: the only kind"
-        verdict = "worth it" if gain >= _LEAST_GAIN else "not worth it"
+        verdict = "worth it" if gain >= _MIN_GAIN else "not worth it"
         return (
             f"with {kind} {show_rate(rate)} samples/s, without {show_rate(rate / (1 + gain))}: "
             f"{verdict} ({gain:+.0%})"
@@ -175,7 +176,7 @@ class SubsetForecasts:
 
 
 def show_rate(rate: float) -> str:
-    """Return a rate in three digits or more, with commas."""
+    """Format a rate with three significant digits or more and thousands separators."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
@@ -185,18 +186,18 @@ def forecast(
     buckets: Sequence[int],
     allreduce: AllreduceCost,
 ) -> Forecast:
-    """Forecast a job under the fastest split of its global batch.
+    """Forecast a job with the fastest split of its global batch.
 
-    The split is `fastest_split`'s, found for ranks that cost alike at once. A rank may get nothing.
+    The split is that of `fastest_split`, computed per cohort. A rank may get no samples.
 
     Args:
         cohorts: the ranks; at least one.
-        global_batch_size: samples per step of the whole job, at least 1.
+        global_batch_size: samples per step over all ranks, at least 1.
         buckets: bytes of DDP's buckets, in the order reduced.
-        allreduce: what one costs among all these ranks.
+        allreduce: the cost of an allreduce among all these ranks.
 
     Raises:
-        ValueError: there is no sample or no rank.
+        ValueError: there are no samples or no ranks.
     """
     if global_batch_size < 1 or not cohorts:
         raise ValueError(
@@ -216,18 +217,18 @@ def forecast_subsets(
     buckets: Sequence[int],
     measured: Sequence[MeasuredAllreduce],
 ) -> SubsetForecasts:
-    """Forecast the job on the ranks of some kinds only, for every choice of kinds.
+    """Forecast the job for every subset of its device kinds.
 
-    Of more than 8 kinds: for each alone, for all, and for all without each.
+    With more than 8 kinds: for each alone, for all, and for all but one.
 
     Args:
         cohorts: the whole world's ranks.
-        global_batch_size: as `forecast`, the same for every choice.
-        buckets: as `forecast`.
+        global_batch_size: as in `forecast`, the same for every subset.
+        buckets: as in `forecast`.
         measured: allreduces; see `scale_allreduce`.
 
     Raises:
-        UserError: what an allreduce costs cannot be told from `measured`.
+        UserError: the cost of an allreduce cannot be estimated from `measured`.
     """
     kinds = tuple(dict.fromkeys(cohort.kind for cohort in cohorts))
     forecasts, notes = {}, []
@@ -248,11 +249,11 @@ def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:
 
 
 def scaled_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
-    """Return the ranks of a world in which each kind's take the measured ranks' costs in turn.
+    """Return the ranks of a larger world, which take the costs of the measured ranks in turn.
 
     Args:
         measured: one cohort per measured rank.
-        wanted: how many ranks of each kind, at least 1 each.
+        wanted: the number of ranks of each kind, at least 1 each.
 
     Raises:
         UserError: a kind was not measured.
@@ -266,8 +267,8 @@ def scaled_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> lis
                 f"found kind {kind!r}, needed one that was measured: {', '.join(known)}; correct "
                 "the name, or run kaitian-bench with such a device"
             )
-        turns, more = divmod(ranks, len(models))
-        counts = [turns + (index < more) for index in range(len(models))]
+        rounds, extra = divmod(ranks, len(models))
+        counts = [rounds + (index < extra) for index in range(len(models))]
         scaled += [
             dataclasses.replace(model, ranks=count)
             for model, count in zip(models, counts, strict=True)
@@ -278,7 +279,7 @@ def scaled_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> lis
 
 def _with_slopes(cohorts: Sequence[Cohort], global_batch_size: int) -> list[Cohort]:
     ranks = sum(cohort.ranks for cohort in cohorts)
-    # As many samples for one rank of each cohort as these have in the whole world.
+    # The samples that one rank of each cohort would have together at equal shares.
     samples = max(1, round(global_batch_size * len(cohorts) / ranks))
     costs = with_slopes([cohort.cost for cohort in cohorts], samples)
     return [
@@ -307,27 +308,28 @@ def _fastest_shares(cohorts: Sequence[Cohort], total: int) -> list[Share]:
 
 def _without_surplus(cohorts: Sequence[Cohort], samples: list[int], total: int) -> list[Share]:
     surplus = sum(b * cohort.ranks for b, cohort in zip(samples, cohorts, strict=True)) - total
-    # The heap's first are the ranks that end last, of several the highest: as in `fastest_split`.
-    last_to_end = [
+    # The heap's first entry are the ranks that finish last; of several, the highest ranks, as in
+    # `fastest_split`.
+    by_finish = [
         (-cohort.cost.seconds(b), -index, -b, cohort.ranks)
         for index, (cohort, b) in enumerate(zip(cohorts, samples, strict=True))
     ]
-    heapq.heapify(last_to_end)
+    heapq.heapify(by_finish)
     while surplus > 0:
-        _, negative_index, negative_samples, ranks = heapq.heappop(last_to_end)
-        fewer = min(surplus, ranks)
-        surplus -= fewer
+        _, negative_index, negative_samples, ranks = heapq.heappop(by_finish)
+        reduced = min(surplus, ranks)
+        surplus -= reduced
         sec = cohorts[-negative_index].cost.seconds(-negative_samples - 1)
-        heapq.heappush(last_to_end, (-sec, negative_index, negative_samples + 1, fewer))
-        if ranks > fewer:  # then the surplus is gone, and the time is of no use any more
-            last_to_end.append((0.0, negative_index, negative_samples, ranks - fewer))
-    ordered = sorted(last_to_end, key=lambda entry: (-entry[1], entry[2]))
+        heapq.heappush(by_finish, (-sec, negative_index, negative_samples + 1, reduced))
+        if ranks > reduced:  # then the surplus is 0, and the time is no longer used
+            by_finish.append((0.0, negative_index, negative_samples, ranks - reduced))
+    ordered = sorted(by_finish, key=lambda entry: (-entry[1], entry[2]))
     return [Share(cohorts[-index], -samples, ranks) for _, index, samples, ranks in ordered]
 
 
 def subsets(kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return every choice of kinds; of more than 8, each alone, all, and all without each."""
+    """Return every subset of kinds; of more than 8, each alone, all, and all but one."""
     sizes: Iterable[int] = range(1, len(kinds) + 1)
-    if len(kinds) > _MOST_KINDS_FOR_EVERY_SUBSET:
+    if len(kinds) > _MAX_KINDS_FOR_ALL_SUBSETS:
         sizes = (1, len(kinds) - 1, len(kinds))
     return [subset for size in sizes for subset in itertools.combinations(kinds, size)]

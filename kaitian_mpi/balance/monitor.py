@@ -1,4 +1,4 @@
-"""How fast a rank computes now, from noisy steps."""
+"""Estimates a rank's current speed from noisy step times."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from statistics import median
 
 _WINDOW = 30
 _NEWEST = 3
-_LEAST_CHANGE = 0.1  # of the logarithm: what a change of 10% makes
-_NOISE_AT_FIRST = 0.1
-# Of normal errors: the median of the differences of neighbours is so many standard deviations, and
-# a median's standard error so many times that of a mean.
+_MIN_CHANGE = 0.1  # of the logarithm: about 10%
+_INITIAL_NOISE = 0.1
+# For normally distributed errors: the median of the differences of neighbours in standard
+# deviations, and a median's standard error relative to that of a mean.
 _MEDIAN_DIFFERENCE = 0.954
 _MEDIAN_ERROR = 1.253
 
 
 class SpeedMonitor:
-    """Follows how many times as long as its cost model says a rank computes.
+    """Tracks a rank's compute time relative to its cost model.
 
-    The estimate is the median of the steps since the last change, 30 at most, so that old steps
-    are forgotten and single slow ones do not count. Three steps in a row that all lie to one side,
-    by more than 10% and more than three times the usual noise, are a change: what was before them
-    is forgotten at once. All in logarithms, as a rank is so many times slower.
+    The estimate is the median of the steps since the last change, at most 30, so that old steps
+    are dropped and single slow steps do not matter. Three consecutive steps that deviate in the
+    same direction, by more than 10% and by more than three times the usual noise, are a change:
+    all earlier steps are dropped. Everything is in logarithms, because slowdowns are factors.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class SpeedMonitor:
 
     @property
     def steps(self) -> int:
-        """How many steps the estimate rests on."""
+        """The number of steps that the estimate is based on."""
         return len(self._logs)
 
     @property
     def log_factor(self) -> float:
-        """The estimate's logarithm; 0 before any step."""
+        """The logarithm of the estimate; 0 before any step."""
         return self._estimate
 
     @property
@@ -48,7 +48,7 @@ class SpeedMonitor:
         return _MEDIAN_ERROR * self._noise() / math.sqrt(len(self._logs))
 
     def observe(self, ratio: float) -> None:
-        """Take in a step that took `ratio` times as long as the cost model says, above 0."""
+        """Add a step that took `ratio` times as long as the cost model predicts, above 0."""
         value = math.log(ratio)
         if self._logs:
             self._differences.append(abs(value - self._logs[-1]))
@@ -60,13 +60,13 @@ class SpeedMonitor:
         self._estimate = median(self._logs)
 
     def restart(self) -> None:
-        """Forget the steps, not the estimate: from now on the rank takes another batch."""
+        """Drop the steps but keep the estimate, because the rank's batch size changes."""
         self._logs.clear()
 
     def _noise(self) -> float:
-        """Return the standard deviation of a step, whatever changes there have been."""
+        """Return the standard deviation of a step, robust to changes of speed."""
         if len(self._differences) < _NEWEST:
-            return _NOISE_AT_FIRST
+            return _INITIAL_NOISE
         return median(self._differences) / _MEDIAN_DIFFERENCE
 
     def _has_changed(self) -> bool:
@@ -74,6 +74,6 @@ class SpeedMonitor:
         before, newest = values[:-_NEWEST], values[-_NEWEST:]
         if len(before) < _NEWEST:
             return False
-        off = [value - median(before) for value in newest]
-        least = max(_LEAST_CHANGE, 3 * self._noise())
-        return min(off) > least or max(off) < -least
+        deviations = [value - median(before) for value in newest]
+        threshold = max(_MIN_CHANGE, 3 * self._noise())
+        return min(deviations) > threshold or max(deviations) < -threshold

@@ -1,4 +1,4 @@
-"""The fastest split of a global batch over unlike ranks."""
+"""Finds the fastest split of a global batch over heterogeneous ranks."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import numpy as np
 
 from kaitian_mpi.balance.cost_model import CostModel
 
-_HALVINGS = 100  # more than a double has bits, so that the search ends at neighbouring numbers
+_BISECTIONS = 100  # more than a double has bits, so that the search ends at adjacent numbers
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """What a rank needs for its share: b samples in k micro-batches take alpha*k + beta*b."""
+    """The cost of a rank's share: b samples in k micro-batches take alpha*k + beta*b seconds."""
 
     model: CostModel
     largest_micro_batch: int | None = None
-    """Samples that fit the rank's memory at once, at least 1; None: any number."""
+    """The most samples that fit in the rank's memory at once, at least 1; None: no limit."""
 
     def micro_batches(self, samples: int) -> int:
-        """Return how many micro-batches a share is cut into."""
+        """Return the number of micro-batches of a share."""
         if samples == 0:
             return 0
         limit = self.largest_micro_batch
         return 1 if limit is None else math.ceil(samples / limit)
 
     def seconds(self, samples: int) -> float:
-        """Return the seconds of a step with this share; none for no sample."""
+        """Return the seconds of a step with this share; 0 without samples."""
         model = self.model
         return model.alpha_sec * self.micro_batches(samples) + model.beta_sec * samples
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values that JSON can hold."""
+        """Convert to values that JSON can hold."""
         return asdict(self)
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> RankCost:
-        """Return what `to_json` was made from."""
+        """Convert back from the result of `to_json`."""
         return RankCost(CostModel(**content["model"]), content["largest_micro_batch"])
 
 
 def _check(cost: RankCost) -> None:
-    """Raise ValueError for a cost with which no search for the fastest split would end."""
+    """Raise ValueError for a cost for which the search for the fastest split would not end."""
     alpha, beta = cost.model.alpha_sec, cost.model.beta_sec
     if not 0 < beta < math.inf:  # false for NaN
         raise ValueError(f"beta_sec: found {beta}, needed more than 0, and finite")
@@ -59,29 +59,29 @@ def _check(cost: RankCost) -> None:
 def fastest_split(
     costs: Sequence[RankCost], global_batch_size: int, min_batch: int = 1
 ) -> list[int]:
-    """Return the shares that end the slowest rank's step first.
+    """Return the shares with the shortest step, i.e. those whose slowest rank finishes first.
 
-    Minimises max_i (alpha_i * k_i + beta_i * b_i) over whole b_i that sum to the global batch, each
-    0 or at least `min_batch`, with k_i = ceil(b_i / limit_i). A rank that would slow the step down
-    by its smallest share gets none. The same input gives the same shares on every machine.
+    Minimises max_i (alpha_i * k_i + beta_i * b_i) over integers b_i that sum to the global batch,
+    each 0 or at least `min_batch`, with k_i = ceil(b_i / limit_i). A rank whose smallest share
+    would slow down the step gets none. The same input gives the same shares on every machine.
 
-    The step's time is found by bisection: within it each rank can do so many samples, and the
-    least time in which all do enough is the optimum. No more ranks than there are smallest shares
-    in the global batch can have one, so those that can do most count. Of what they could do beyond
-    the global batch, the last to end is taken away first.
+    The step time is found by bisection: in a given time each rank can process some number of
+    samples, and the shortest time in which they add up to the global batch is the optimum. At most
+    `global_batch_size // min_batch` ranks can have a share, so those that can process the most get
+    one. The surplus over the global batch is then removed from the rank that finishes last, one
+    sample at a time.
 
     Args:
         costs: of each rank; every sample takes some time.
-        global_batch_size: samples of a step, 0 or at least `min_batch`.
+        global_batch_size: samples per step, 0 or at least `min_batch`.
         min_batch: the fewest samples that a rank can train on, at least 1.
 
     Returns:
-        Samples per step of each rank.
+        Samples per step, per rank.
 
     Raises:
-        ValueError: a rank's cost is not finite, or it is said to do samples in no time, so that no
-            share is right for it, or
-            the whole global batch is smaller than the smallest share.
+        ValueError: a rank's cost is not finite, its time per sample is 0 (so that no share would
+            be optimal), or the global batch is smaller than `min_batch`.
     """
     for cost in costs:
         _check(cost)
@@ -89,43 +89,43 @@ def fastest_split(
         raise ValueError(f"found {global_batch_size} samples, needed 0 or at least {min_batch}")
     alpha = np.array([cost.model.alpha_sec for cost in costs])
     beta = np.array([cost.model.beta_sec for cost in costs])
-    whole = max(global_batch_size, 1)
+    total = max(global_batch_size, 1)
     limits = (cost.largest_micro_batch for cost in costs)
-    limit = np.array([whole if most is None else min(most, whole) for most in limits])
-    most_ranks = min(len(costs), global_batch_size // min_batch)
+    limit = np.array([total if most is None else min(most, total) for most in limits])
+    max_ranks = min(len(costs), global_batch_size // min_batch)
 
-    def able(seconds: float) -> np.ndarray:
+    def samples_in(seconds: float) -> np.ndarray:
         samples = samples_within(seconds, alpha, beta, limit, global_batch_size)
         return samples if min_batch == 1 else np.where(samples >= min_batch, samples, 0)
 
     def capacity(seconds: float) -> np.ndarray:
-        samples = able(seconds)
-        if min_batch == 1 or most_ranks == len(costs):
+        samples = samples_in(seconds)
+        if min_batch == 1 or max_ranks == len(costs):
             return samples
-        return np.partition(samples, -most_ranks)[-most_ranks:] if most_ranks else samples
+        return np.partition(samples, -max_ranks)[-max_ranks:] if max_ranks else samples
 
     alone = min(cost.seconds(global_batch_size) for cost in costs)
-    shares = able(least_time(capacity, global_batch_size, alone))
+    shares = samples_in(least_time(capacity, global_batch_size, alone))
     if min_batch > 1:
-        shares[np.argsort(-shares, kind="stable")[most_ranks:]] = 0
+        shares[np.argsort(-shares, kind="stable")[max_ranks:]] = 0
     return without_surplus(shares.tolist(), costs, global_batch_size, min_batch)
 
 
 def samples_within(
     seconds: float, alpha: np.ndarray, beta: np.ndarray, limit: np.ndarray, most: int
 ) -> np.ndarray:
-    """Return how many samples each rank can do in this time, `most` at most."""
-    full = alpha + beta * limit  # seconds of a full micro-batch
-    full_ones = np.minimum(np.floor(seconds / full), most)  # of at least a sample each
-    rest = seconds - full_ones * full
-    partial = np.clip(np.floor((rest - alpha) / beta), 0, limit)
-    return np.minimum(full_ones * limit + partial, most).astype(np.int64)
+    """Return how many samples each rank can process in this time, at most `most`."""
+    full_sec = alpha + beta * limit  # of a full micro-batch
+    full_count = np.minimum(np.floor(seconds / full_sec), most)  # of at least a sample each
+    left_sec = seconds - full_count * full_sec
+    partial = np.clip(np.floor((left_sec - alpha) / beta), 0, limit)
+    return np.minimum(full_count * limit + partial, most).astype(np.int64)
 
 
 def least_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
-    """Return the least time in which the ranks can do enough samples."""
+    """Return the shortest time, at most `longest`, in which the ranks process enough samples."""
     low, high = 0.0, longest * (1 + 1e-9)  # rounding must not make the known answer too short
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if capacity(middle).sum() >= enough:
             high = middle
@@ -141,31 +141,31 @@ def without_surplus(
     min_batch: int = 1,
     may_idle: bool = True,
 ) -> list[int]:
-    """Take away what shares sum to beyond a total, always from the rank that ends last.
+    """Reduce shares until they sum to a total, always from the rank that finishes last.
 
     Args:
-        shares: of each rank, 0 or at least `min_batch`; changed in place. So many ranks have one
-            that even with the smallest shares they do not exceed the total.
+        shares: of each rank, 0 or at least `min_batch`; changed in place. With the smallest share
+            for each rank that has one, the sum must not exceed the total.
         costs: of each rank.
-        total: the sum to come to.
+        total: the required sum.
         min_batch: the smallest share.
         may_idle: whether a share may become 0.
     """
     surplus = sum(shares) - total
     if surplus == 0:
         return shares
-    # The heap's first is the rank that ends last, of several the highest.
-    last_to_end = [
+    # The heap's first entry is the rank that finishes last; of several, the highest rank.
+    by_finish = [
         (-cost.seconds(b), -i) for i, (cost, b) in enumerate(zip(costs, shares, strict=True))
     ]
-    heapq.heapify(last_to_end)
+    heapq.heapify(by_finish)
     while surplus:
-        rank = -last_to_end[0][1]
-        fewer = 1 if shares[rank] > min_batch else shares[rank]
-        if fewer == 0 or fewer > surplus or (shares[rank] <= min_batch and not may_idle):
-            heapq.heappop(last_to_end)
+        rank = -by_finish[0][1]
+        removed = 1 if shares[rank] > min_batch else shares[rank]
+        if removed == 0 or removed > surplus or (shares[rank] <= min_batch and not may_idle):
+            heapq.heappop(by_finish)
             continue
-        shares[rank] -= fewer
-        surplus -= fewer
-        heapq.heapreplace(last_to_end, (-costs[rank].seconds(shares[rank]), -rank))
+        shares[rank] -= removed
+        surplus -= removed
+        heapq.heapreplace(by_finish, (-costs[rank].seconds(shares[rank]), -rank))
     return shares

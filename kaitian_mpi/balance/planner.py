@@ -1,4 +1,4 @@
-"""From what the ranks cost, or their scores, to batch sizes."""
+"""Plans the ranks' batch sizes from their costs or scores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kaitian_mpi.errors import UserError
 def plan_fastest(
     costs: Sequence[RankCost], global_batch_size: int, min_batch: int = 1
 ) -> list[int]:
-    """Share the global batch so that the slowest rank ends first; each gets a share.
+    """Divide the global batch for the shortest step, with a share for every rank.
 
     Args:
         costs: of each rank.
-        global_batch_size: samples per step of the whole job.
+        global_batch_size: samples per step over all ranks.
         min_batch: the fewest samples that the model can train on.
 
     Returns:
-        Samples per step of each rank, at least `min_batch`; they sum to `global_batch_size`.
+        Samples per step, per rank, each at least `min_batch`; they sum to `global_batch_size`.
 
     Raises:
         UserError: there are too few samples for the ranks.
@@ -37,10 +37,10 @@ def plan_fastest(
 
 
 def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[int]:
-    """Share the global batch equally, to within one sample.
+    """Divide the global batch equally, to within one sample.
 
     Raises:
-        UserError: as `plan_fastest`.
+        UserError: as in `plan_fastest`.
     """
     _check_enough(global_batch_size, ranks, min_batch)
     return apportion(global_batch_size, [1] * ranks)
@@ -51,15 +51,15 @@ def plan_batches_as_paper(
 ) -> list[int]:
     """Return batch_i = round(batch_size x score_i), at least `min_batch` (arXiv 2505.10183).
 
-    The global batch, their sum, grows with the devices.
+    The global batch size, their sum, grows with the number of devices.
     """
     return [max(min_batch, round(batch_size * score)) for score in scores]
 
 
 def with_slopes(costs: Sequence[RankCost], global_batch_size: int) -> list[RankCost]:
-    """Return costs by which more samples take more time, as `fastest_split` needs them.
+    """Return costs with a positive time per sample, as `fastest_split` requires.
 
-    Noise can have fitted a constant; the time of an equal share is kept then.
+    A fit to noisy times may be constant; it is replaced, keeping the time of an equal share.
     """
     equal_share = max(1.0, global_batch_size / len(costs))
     return [_with_slope(cost, equal_share) for cost in costs]
@@ -69,10 +69,10 @@ def _check_enough(global_batch_size: int, ranks: int, min_batch: int) -> None:
     if global_batch_size >= min_batch * ranks:
         return
     each = "one sample" if min_batch == 1 else f"{min_batch} samples"
-    why = "" if min_batch == 1 else f", as the model cannot train on fewer than {min_batch} at once"
+    why = "" if min_batch == 1 else f" because the model cannot train on fewer than {min_batch}"
     raise UserError(
         f"--global-batch-size: found {global_batch_size} for {ranks} ranks, needed at least "
-        f"{each} a rank{why}; give {min_batch * ranks} or more, or start fewer ranks"
+        f"{each} per rank{why}; give {min_batch * ranks} or more, or start fewer ranks"
     )
 
 

@@ -1,4 +1,4 @@
-"""When to change the plan while training, and to what."""
+"""Decides during training when to change the batch sizes, and to what."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kaitian_mpi.balance.monitor import SpeedMonitor
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.planner import plan_fastest, with_slopes
 
-_LEAST_GAIN = 0.05
-_LEAST_GAIN_OF_REFINING = 0.02
+_MIN_GAIN = 0.05
+_MIN_GAIN_OF_REFINING = 0.02
 _STEPS_BETWEEN = 5  # so that a plan is judged by its own steps before it is replaced
 _STEPS_TO_REFINE = 10
-_STEPS_OF_WAITING = 10
+_WAIT_WINDOW = 10
 _STANDARD_ERRORS = 2.5
 
 
@@ -36,31 +36,31 @@ class RankStep:
 
 @dataclass(frozen=True)
 class NewPlan:
-    """Other batch sizes, and what they are good for."""
+    """New batch sizes, with their estimated gain and the reason for the change."""
 
     batch_sizes: list[int]
     gain: float
-    """By how much the steps get shorter by the estimate: 0.5 for 1.5 times the throughput."""
+    """Estimated gain in throughput: 0.5 for 1.5 times the throughput."""
     factors: list[float]
-    """How many times as long as its cost model says each rank takes."""
+    """Each rank's compute time relative to its cost model."""
     rank: int
-    """The rank whose speed has changed most against what the plan before was made with."""
+    """The rank whose speed has changed most since the previous plan."""
     why: str
-    """What it does, and the gain."""
+    """How that rank's speed has changed, and the gain."""
 
 
 class Rebalancer:
-    """Follows the ranks' speeds and proposes a plan when it pays by 5% or more.
+    """Tracks the ranks' speeds and proposes a new plan when it gains 5% or more.
 
-    Pure arithmetic on what all ranks have told each other, so every rank comes to the same plan at
-    the same step. A rank's cost model keeps its shape and is scaled: alpha and beta cannot be told
-    apart at one batch size, and at the fixed point, where each rank's time at its own share is what
-    was measured there, the shape does not matter.
+    A pure function of values that all ranks have exchanged, so every rank arrives at the same plan
+    at the same step. A rank's cost model keeps its shape and is only scaled: alpha and beta cannot
+    be separated at a single batch size, and at the fixed point, where each rank's time at its own
+    share has been measured, the shape does not matter.
 
-    Noise must not move samples to and fro: the gain has to be there even if every estimate is off
-    by 2.5 standard errors towards what the present plan was made with. A plan that was made in
-    haste, from the first steps after a change or from the benchmark, may be refined once, from ten
-    steps on, for a gain of 2%.
+    Noise must not move samples back and forth: the gain has to remain even if every estimate is
+    off by 2.5 standard errors towards the values of the current plan. A plan based on little data,
+    i.e. on the first steps after a change or on the benchmark, may be refined once, after ten
+    steps, for a gain of 2%.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Rebalancer:
         """Start from a plan.
 
         Args:
-            costs: of each rank, as the benchmark found them.
-            batch_sizes: the plan in force.
-            min_batch: the smallest batch that a plan may give.
+            costs: of each rank, from the benchmark.
+            batch_sizes: the current plan.
+            min_batch: the smallest batch size in a plan.
         """
         self.batch_sizes = list(batch_sizes)
         self._global_batch_size = sum(batch_sizes)
@@ -79,18 +79,18 @@ class Rebalancer:
         self._costs = with_slopes(costs, self._global_batch_size)
         self._monitors = [SpeedMonitor() for _ in costs]
         self._planned_logs = [0.0 for _ in costs]
-        self._waits: deque[float] = deque(maxlen=_STEPS_OF_WAITING)
+        self._waits: deque[float] = deque(maxlen=_WAIT_WINDOW)
         self._steps = 0
         self._refined = False
 
     @property
     def factors(self) -> list[float]:
-        """How many times as long as its cost model says each rank takes."""
+        """Each rank's compute time relative to its cost model."""
         return [math.exp(monitor.log_factor) for monitor in self._monitors]
 
     @property
     def costs(self) -> list[RankCost]:
-        """What a step costs each rank, by the estimates."""
+        """Each rank's estimated cost of a step."""
         return self._scaled([monitor.log_factor for monitor in self._monitors])
 
     def observe(self, steps: Sequence[RankStep]) -> NewPlan | None:
@@ -120,17 +120,17 @@ class Rebalancer:
         batch_sizes = plan_fastest(costs, self._global_batch_size, self._min_batch)
         if batch_sizes == self.batch_sizes:
             return None
-        if self._gain(batch_sizes, self._cautious_logs()) < self._least_gain():
+        if self._gain(batch_sizes, self._cautious_logs()) < self._min_gain():
             return None
         gain = self._gain(batch_sizes, logs)
         return NewPlan(batch_sizes, gain, self.factors, *self._reason(logs, gain))
 
-    def _least_gain(self) -> float:
+    def _min_gain(self) -> float:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
-        return _LEAST_GAIN_OF_REFINING if may_refine else _LEAST_GAIN
+        return _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
 
     def _adopt(self, plan: NewPlan) -> None:
-        self._refined = plan.gain < _LEAST_GAIN
+        self._refined = plan.gain < _MIN_GAIN
         self.batch_sizes = plan.batch_sizes
         self._planned_logs = [monitor.log_factor for monitor in self._monitors]
         self._steps = 0
@@ -138,12 +138,12 @@ class Rebalancer:
             monitor.restart()
 
     def _cautious_logs(self) -> list[float]:
-        """Return the estimates, each moved by its standard errors towards the planned one."""
+        """Return the estimates, each moved by some standard errors towards the planned value."""
         cautious = []
         for monitor, planned in zip(self._monitors, self._planned_logs, strict=True):
-            off = monitor.log_factor - planned
-            sure = max(0.0, abs(off) - _STANDARD_ERRORS * monitor.log_error)
-            cautious.append(planned + math.copysign(sure, off))
+            change = monitor.log_factor - planned
+            certain = max(0.0, abs(change) - _STANDARD_ERRORS * monitor.log_error)
+            cautious.append(planned + math.copysign(certain, change))
         return cautious
 
     def _scaled(self, logs: Sequence[float]) -> list[RankCost]:
@@ -157,7 +157,7 @@ class Rebalancer:
         return self._step_sec(costs, self.batch_sizes) / self._step_sec(costs, batch_sizes) - 1
 
     def _step_sec(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:
-        """Return the slowest rank's seconds, and the exchange: what the last to come waits."""
+        """Return the slowest rank's seconds plus communication: the shortest wait of any rank."""
         slowest = max(cost.seconds(b) for cost, b in zip(costs, batch_sizes, strict=True))
         return slowest + median(self._waits)
 

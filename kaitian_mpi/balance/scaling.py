@@ -1,4 +1,4 @@
-"""What an allreduce costs in a world that was not measured."""
+"""Estimates the cost of an allreduce in a world that was not measured."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from kaitian_mpi.errors import UserError
 def scale_allreduce(
     measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]
 ) -> tuple[AllreduceCost, list[str]]:
-    """Return what an allreduce costs in a world with other numbers of ranks.
+    """Return the cost of an allreduce in a world with other numbers of ranks.
 
-    Inside a group from the same kind alone, for n' ranks instead of n: latency by log2(n')/log2(n),
-    bytes by ((n'-1)/n') / ((n-1)/n), as a ring moves 2(n-1)/n of them. The groups work at once, so
-    the largest of each counts. What crossing between the groups had added to that is kept, since
-    only leaders cross. What was measured with just these ranks is returned as it is.
+    Within a group, the cost of the same kind alone is scaled from n to n' ranks: latency by
+    log2(n')/log2(n), time per byte by ((n'-1)/n') / ((n-1)/n), as a ring moves 2(n-1)/n of the
+    bytes. The groups work concurrently, so the largest of each counts. The measured extra cost of
+    crossing between groups is added unscaled, since only leaders cross. If exactly these ranks
+    were measured, that result is returned.
 
     Args:
         measured: allreduces among one kind alone and between kinds.
-        wanted: how many ranks of each kind, at least 1 each.
+        wanted: the number of ranks of each kind, at least 1 each.
 
     Returns:
-        The cost, and a note for each part that had to be guessed.
+        The cost, and a note for each part that had to be estimated.
 
     Raises:
-        UserError: no allreduce was measured from which a missing one could be guessed.
+        UserError: no allreduce was measured from which a missing one could be estimated.
     """
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):
@@ -46,7 +47,7 @@ def scale_allreduce(
 def _inside(
     measured: Sequence[MeasuredAllreduce], kind: str, ranks: int, notes: list[str]
 ) -> AllreduceCost:
-    """Return what an allreduce costs inside a group of this kind."""
+    """Return the cost of an allreduce within a group of this kind."""
     if ranks == 1:
         return AllreduceCost(0.0, 0.0)
     known = _group_of(measured, kind)
@@ -70,7 +71,7 @@ def _inside(
 def _across(
     measured: Sequence[MeasuredAllreduce], kinds: frozenset[str], notes: list[str]
 ) -> AllreduceCost:
-    """Return what crossing between groups of these kinds adds."""
+    """Return the extra cost of crossing between groups of these kinds."""
     between = [entry for entry in measured if len(entry.ranks_per_kind) > 1]
     same = [entry for entry in between if entry.ranks_per_kind.keys() == kinds]
     if same:
@@ -85,7 +86,7 @@ def _across(
 
 
 def _crossing(measured: Sequence[MeasuredAllreduce], entry: MeasuredAllreduce) -> AllreduceCost:
-    """Return what crossing added to the slowest group's own allreduce."""
+    """Return the extra cost of crossing over the slowest group's own allreduce."""
     inside = []
     for kind, ranks in entry.ranks_per_kind.items():
         known = _group_of(measured, kind)
@@ -99,7 +100,7 @@ def _crossing(measured: Sequence[MeasuredAllreduce], entry: MeasuredAllreduce) -
 
 
 def _group_of(measured: Sequence[MeasuredAllreduce], kind: str) -> MeasuredAllreduce | None:
-    """Return the measurement of this kind alone with the most ranks, of two at least."""
+    """Return the measurement of this kind alone with the most ranks, at least two."""
     alone = [entry for entry in measured if entry.ranks_per_kind.keys() == {kind}]
     return max((entry for entry in alone if _ranks(entry) > 1), key=_ranks, default=None)
 
@@ -125,8 +126,8 @@ def _largest_parts(costs: Sequence[AllreduceCost]) -> AllreduceCost:
 def _slowest(entries: Sequence[MeasuredAllreduce], what: str) -> MeasuredAllreduce:
     if not entries:
         raise UserError(
-            f"found no measured allreduce from which to tell that of {what}; run kaitian-bench "
-            "with two ranks of each kind and save its result again"
+            f"no allreduce was measured from which that of {what} can be estimated; run "
+            "kaitian-bench --json again with two ranks of each kind"
         )
     return max(entries, key=lambda entry: _reference_seconds(entry.cost))
 

@@ -1,4 +1,4 @@
-"""Which rank is slow, and why."""
+"""Straggler detection: which rank is slow, and why."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ _BASELINE_STEPS = 10
 _WINDOW = 5
 _MEDIAN_OF = 3
 _PERSISTS = 5
-_NOTICED_AFTER = 5  # steps from the first slow one, with a median of three; six with one of five
-# A rank is slow from the first on, and well again below the second.
-_SLOW_FACTOR, _WELL_FACTOR = 1.25, 1.12
+# Steps from the first slow one, with a median of three; six with a median of five.
+_NOTICED_AFTER = 5
+# A rank is slow above the first value, and has recovered below the second.
+_SLOW_FACTOR, _RECOVERED_FACTOR = 1.25, 1.12
 _LARGE_PART, _SMALL_PART = 0.20, 0.10
 
 
 @dataclass(frozen=True)
 class Slowness:
-    """One rank that is, or was, slow for one reason."""
+    """A period in which a rank is, or was, slow for one reason."""
 
     rank: int
     kind: str
     """`compute`, `data loading` or `communication`."""
     since_step: int
     amount: float
-    """compute: how many times as long as before, or as the other ranks; else: part of the step."""
+    """compute: slowdown relative to before or to the other ranks; else: part of the step."""
     text: str
     until_step: int | None = None
     """None while it lasts."""
 
 
 class SlownessWatch:
-    """Finds slow ranks in what all ranks tell of each step. Pure: all ranks find the same.
+    """Finds slow ranks from the step times that all ranks exchange; every rank finds the same.
 
-    - compute: a rank takes at least 1.25 times as long for its share as in its first ten steps, by
-      its cost model where that share has changed; or 1.25 times as long in each step as the other
-      ranks' median, so that they wait for it;
-    - data loading: a rank waits for its batch for a fifth of the step or more;
-    - communication: the rank that waits least still waits for a fifth of the step or more, which is
-      the exchange itself. It is told of the rank that waits least, which comes last.
+    - compute: a rank takes at least 1.25 times as long for its share as in its first ten steps
+      (scaled by its cost model if the share has changed), or 1.25 times as long per step as the
+      median of the other ranks, which wait for it;
+    - data loading: a rank waits for its batch for at least a fifth of the step;
+    - communication: even the rank that waits least waits for at least a fifth of the step, so this
+      is the communication itself. It is attributed to that rank, which arrives last.
     """
 
     def __init__(self, ranks: int, costs: Sequence[RankCost] = ()) -> None:
-        """Watch so many ranks.
+        """Start without any steps.
 
         Args:
-            ranks: how many.
-            costs: of each rank; none where the shares never change.
+            ranks: the number of ranks.
+            costs: of each rank; empty if the shares never change.
         """
         per_sample = RankCost(CostModel(0.0, 1.0))
         self._step = 0
@@ -65,7 +66,7 @@ class SlownessWatch:
         self._current: dict[tuple[str, int], Slowness] = {}
         self._signs: dict[tuple[str, int], int] = {}
         self.found: list[Slowness] = []
-        """Those that are over and those that last, in the order of their steps."""
+        """All slow periods so far, ended or not, in the order they were found."""
 
     def observe(
         self, step: int, steps: Sequence[RankStep], data_sec: Sequence[float]
@@ -97,21 +98,22 @@ class SlownessWatch:
         signs = []
         for rank, times in enumerate(self._times):
             others = works[:rank] + works[rank + 1 :]
-            held_up = times.work / median(others) if others else 1.0
+            versus_others = times.work / median(others) if others else 1.0
             slower = times.slower
             text = (
                 f"it computes {slower:.2f}x as long as at first"
-                if slower >= held_up
-                else f"it takes {held_up:.2f}x as long per step as the others, which wait for it"
+                if slower >= versus_others
+                else f"it takes {versus_others:.2f}x as long as the others, which wait for it"
             )
-            signs.append((COMPUTE, rank, max(slower, held_up), _SLOW_FACTOR, _WELL_FACTOR, text))
+            amount = max(slower, versus_others)
+            signs.append((COMPUTE, rank, amount, _SLOW_FACTOR, _RECOVERED_FACTOR, text))
         return signs
 
     def _data(self) -> list[tuple[str, int, float, float, float, str]]:
         signs = []
         for rank, times in enumerate(self._times):
             part = times.data / max(times.step, 1e-9)
-            text = f"it waits for its data {part:.0%} of each step; more --workers may help"
+            text = f"it waits for data {part:.0%} of each step; more --workers may help"
             signs.append((DATA, rank, part, _LARGE_PART, _SMALL_PART, text))
         return signs
 
@@ -128,7 +130,7 @@ class SlownessWatch:
     def _follow(
         self, step: int, kind: str, rank: int, amount: float, high: float, low: float, text: str
     ) -> Slowness | None:
-        """Note a sign that persists, or one that is gone for as long."""
+        """Return a slowness that starts or ends now: only one that has persisted for some steps."""
         key = kind, rank
         known = self._current.get(key)
         sign = amount >= high if known is None else amount < low
@@ -148,7 +150,7 @@ class SlownessWatch:
 
 
 class _Times:
-    """One rank's last steps."""
+    """The times of one rank's last steps."""
 
     def __init__(self, cost: RankCost) -> None:
         self._cost = cost

@@ -1,1 +1,1 @@
-"""What each rank costs: timing the user's model, and the plan that follows from it."""
+"""Benchmarks: times the user's model on each rank, and plans the batch sizes from the results."""

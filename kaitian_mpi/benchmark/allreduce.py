@@ -1,4 +1,4 @@
-"""Choosing how gradients are summed, and what that costs among some ranks."""
+"""Chooses the allreduce algorithm by measurement, and measures its cost among some ranks."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 _REPEATS = 5
-_ENOUGH_SEC = 2.0
+_MAX_SEC = 2.0
 
 
 def choose_algorithm(
     group: KaitianProcessGroup, request: str, sizes: list[int], device: torch.device
 ) -> dict[str, float]:
-    """Set the group's allreduce algorithm; collective.
+    """Set the group's allreduce algorithm. Collective.
 
     Args:
         group: the process group.
-        request: an algorithm's name, or `auto` to take the fastest.
+        request: an algorithm's name, or `auto` for the fastest.
         sizes: elements of the float32 buckets that training will reduce.
-        device: where they will be.
+        device: the buckets' device.
 
     Returns:
-        Seconds for all buckets by algorithm, the slowest rank's median; empty where nothing had
-        to be measured.
+        Seconds for all buckets, by algorithm: the slowest rank's median. Empty if nothing had to
+        be measured.
     """
     if group.single_kind:
         return {}
     if request != "auto":
         group.algorithm = request
         return {}
-    # All algorithms in each round, so that a busy moment of the machine meets them all.
+    # All algorithms in each round, so that a temporary load affects all of them.
     seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
     buckets = [torch.zeros(size, device=device) for size in sizes]
     for _ in _rounds(group):
@@ -68,9 +68,10 @@ def choose_algorithm(
 
 
 def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) -> float:
-    """Return the seconds of an allreduce of `size` float32 by the group's algorithm; collective.
+    """Time an allreduce of `size` float32 values with the group's algorithm. Collective.
 
-    The slowest rank's median.
+    Returns:
+        The slowest rank's median, in seconds.
     """
     seconds = []
     tensor = torch.zeros(size, device=device)
@@ -84,12 +85,12 @@ def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) 
 
 
 def _rounds(group: KaitianProcessGroup) -> Iterator[None]:
-    """Go through the rounds of a measurement, fewer where they take long. Collective."""
+    """Yield once per round of a measurement, with fewer rounds if they take long. Collective."""
     began = time.perf_counter()
     for _ in range(1 + _REPEATS):
         yield
-        # The same on every rank, or some would wait for others in a further round.
-        if max(gather_values(group.comms.world, time.perf_counter() - began)) > _ENOUGH_SEC:
+        # The same decision on every rank; otherwise some would wait for others in another round.
+        if max(gather_values(group.comms.world, time.perf_counter() - began)) > _MAX_SEC:
             return
 
 
@@ -98,7 +99,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _typical(seconds: list[float]) -> float:
-    """Return the median of the rounds; the first warms up, and counts if it is the only one."""
+    """Return the median without the first round, which warms up, unless it is the only one."""
     return statistics.median(seconds[1:] or seconds)
 
 
@@ -112,17 +113,20 @@ def gradient_buckets(model: nn.Module) -> list[int]:
 
 
 def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
-    """Choose how gradients cross device kinds, show it, and return its name. Collective.
+    """Choose and log the algorithm that reduces gradients across device kinds. Collective.
 
     Args:
         request: `--allreduce`.
         world: the ranks of the default process group.
-        buckets: bytes that one step reduces.
+        buckets: bytes of the buckets that a step reduces.
+
+    Returns:
+        The algorithm's name; `direct` with a single device kind.
     """
     group = _group()
     measured = choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
     if group.single_kind:
-        say(world, "allreduce: one device kind, no relay")
+        say(world, "allreduce: direct, as there is only one device kind")
         return "direct"
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
     say(world, f"allreduce: {group.algorithm}" + (f" (measured: {times})" if times else ""))
@@ -132,30 +136,30 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
 def measure_allreduce(
     request: str, world: World, ranks: Sequence[int], buckets: Sequence[int]
 ) -> AllreduceCost:
-    """Return what an allreduce costs among some of the ranks. Collective over all of them.
+    """Measure the cost of an allreduce among some of the ranks. Collective over all ranks.
 
     Args:
-        request: `--allreduce`; the fastest algorithm is chosen anew for part of the ranks.
+        request: `--allreduce`; with `auto`, the algorithm is chosen again for a subset of ranks.
         world: the ranks of the default process group.
-        ranks: which of them take part; a single one has nothing to exchange.
-        buckets: bytes that one step reduces.
+        ranks: the ranks that take part; for a single one the cost is 0.
+        buckets: bytes of the buckets that a step reduces.
     """
     if len(ranks) == 1 or not buckets:
         return AllreduceCost(0.0, 0.0)
-    whole = len(ranks) == world.size
-    made = dist.group.WORLD if whole else dist.new_group(list(ranks))
+    is_world = len(ranks) == world.size
+    group = dist.group.WORLD if is_world else dist.new_group(list(ranks))
     sizes = sorted({*_SIZES, max(buckets)})
     seconds = None
     if world.rank in ranks:
-        assert isinstance(made, KaitianProcessGroup)
-        if not whole:
-            choose_algorithm(made, request, [size // 4 for size in buckets], world.device)
-        seconds = [time_allreduce(made, size // 4, world.device) for size in sizes]
-        if not whole:
-            dist.destroy_process_group(made)
-    wait_quietly(world.comm)  # the others, which have nothing to do
-    told = gather_values(world.comm, seconds)
-    return fit_allreduce(sizes, next(values for values in told if values is not None))
+        assert isinstance(group, KaitianProcessGroup)
+        if not is_world:
+            choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
+        seconds = [time_allreduce(group, size // 4, world.device) for size in sizes]
+        if not is_world:
+            dist.destroy_process_group(group)
+    wait_quietly(world.comm)  # ranks that take no part wait here without spinning
+    gathered = gather_values(world.comm, seconds)
+    return fit_allreduce(sizes, next(values for values in gathered if values is not None))
 
 
 def _group() -> KaitianProcessGroup:

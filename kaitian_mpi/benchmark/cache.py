@@ -1,4 +1,4 @@
-"""Benchmark results kept from one job to the next."""
+"""Caches benchmark results from one job to the next."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kaitian_mpi.output.files import json_bytes, replacing
 
 
 class BenchmarkCache:
-    """One rank's file in the folder of `--benchmark-cache`; none without that flag.
+    """One rank's file in the folder of `--benchmark-cache`; does nothing without that flag.
 
-    A result holds for one host, device, place and number of ranks on the host, model, sample shape,
-    batch limit and pair of versions. Whatever else changes a step's time, such as another job on
-    the host, it does not know.
+    A result is valid for one host, device, local rank, number of ranks on the host, model, sample
+    shape, batch limit and set of versions. Other influences on a step's time, such as another job
+    on the host, are not considered.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class BenchmarkCache:
         )
 
     def read(self) -> Measured | None:
-        """Return what was kept; None where nothing was, or something else than a result."""
+        """Return the cached result; None if there is none or the file is invalid."""
         if self._file is None:
             return None
         try:
-            kept = json.loads(_read_own(self._file))
+            cached = json.loads(_read_own(self._file))
             names = {field.name for field in fields(Measured)}
-            if kept["key"] != self._key or set(kept["measured"]) != names:
+            if cached["key"] != self._key or set(cached["measured"]) != names:
                 return None
-            measured = Measured(**kept["measured"])
-            return measured if _is_sound(measured) else None
+            measured = Measured(**cached["measured"])
+            return measured if _is_valid(measured) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def write(self, measured: Measured) -> None:
-        """Keep a result, whole or not at all.
+        """Write a result atomically.
 
         Raises:
             UserError: the folder cannot be written.
@@ -84,24 +84,23 @@ class BenchmarkCache:
                 file.write(json_bytes({"key": self._key, "measured": asdict(measured)}))
         except OSError as error:
             raise UserError(
-                f"--benchmark-cache {self._file.parent}: {error.strerror}; "
-                "name a folder that can be written"
+                f"--benchmark-cache {self._file.parent}: {error.strerror}; give a writable folder"
             ) from error
 
 
 def _read_own(file: Path) -> str:
-    """Return a file's text; raises OSError for one that another user may have written.
+    """Return a file's text; raise OSError for a file that another user may have written.
 
-    The folder may be in a place that all users share.
+    The folder may be in a location shared by all users.
     """
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as opened:
         about = os.fstat(opened.fileno())
         if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
-            raise PermissionError(f"{file} belongs to another user, or all may write it")
+            raise PermissionError(f"{file} belongs to another user or is world-writable")
         return opened.read()
 
 
-def _is_sound(measured: Measured) -> bool:
+def _is_valid(measured: Measured) -> bool:
     numbers = [*measured.batches, *measured.seconds]
-    sound = all(math.isfinite(number) and number > 0 for number in numbers)
-    return sound and len(measured.batches) == len(measured.seconds) > 0
+    positive = all(math.isfinite(number) and number > 0 for number in numbers)
+    return positive and len(measured.batches) == len(measured.seconds) > 0

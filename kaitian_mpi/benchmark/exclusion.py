@@ -1,4 +1,4 @@
-"""Which ranks the job is faster without."""
+"""Rank exclusion: finds ranks without which the job is faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 
-_LEAST_GAIN = 0.05  # a device is not given up for less
+_MIN_GAIN = 0.05  # no device is excluded for less
 
 
 def ranks_to_leave_out(
@@ -24,18 +24,18 @@ def ranks_to_leave_out(
     buckets: Sequence[int],
     min_batch: int = 1,
 ) -> dict[int, str]:
-    """Return the ranks without which the job is faster, and why. Collective.
+    """Return the ranks to exclude because the job is faster without them, and why. Collective.
 
-    First those whose best share is no sample at all. Then, since every rank costs communication,
-    the device kind or host without which the forecast is better by 5% or more. An allreduce
-    without it is measured only where the job would gain that much without any communication.
+    First, ranks whose optimal share is 0 samples. Then, since every rank adds communication, the
+    device kind or host without which the forecast improves by 5% or more. The allreduce without it
+    is measured only if the job would gain that much even without any communication.
 
     Args:
-        config: the global batch, and `--allreduce`.
+        config: the global batch size, and `--allreduce`.
         world: the ranks of the default process group.
         costs: of each rank.
-        buckets: bytes that a step reduces.
-        min_batch: the smallest share besides none.
+        buckets: bytes of the buckets that a step reduces.
+        min_batch: the smallest share other than 0.
     """
     batch = config.global_batch_size
     left_out = _without_share(with_slopes(costs, batch), batch, min_batch)
@@ -57,41 +57,41 @@ def ranks_to_leave_out(
     now = best = measured_rate(kept)
     worst: dict[int, str] = {}
     for name, without in candidates:
-        if rate(without, free) < (1 + _LEAST_GAIN) * best:
+        if rate(without, free) < (1 + _MIN_GAIN) * best:
             continue
         alone = measured_rate(without)
-        if alone >= (1 + _LEAST_GAIN) * now and alone > best:
+        if alone >= (1 + _MIN_GAIN) * now and alone > best:
             best = alone
             why = (
-                f"with {name} {now:.0f} samples/s are forecast, without {alone:.0f}, "
-                "communication included"
+                f"the forecast is {now:.0f} samples/s with {name} and {alone:.0f} without, "
+                "including communication"
             )
             worst = {rank: why for rank in kept if rank not in without}
     return left_out | worst
 
 
 def tell_left_out(world: World, left_out: dict[int, str]) -> None:
-    """Show which ranks the job goes on without, and why."""
+    """Log which ranks are excluded, and why."""
     for rank, why in left_out.items():
         say(world, f"{world.infos[rank]} is excluded: {why}; --keep-all keeps it")
 
 
 def _without_share(costs: Sequence[RankCost], batch: int, min_batch: int) -> dict[int, str]:
     if batch < min_batch * len(costs):
-        return {}  # too small a batch, which the plan will say
+        return {}  # the batch is too small; making the plan reports that
     shares = fastest_split(costs, batch, min_batch)
     step = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
     smallest = "a single sample takes" if min_batch == 1 else f"{min_batch} samples take"
     return {
-        rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, and the whole step takes "
-        f"the others {step:.3g} s"
+        rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, but a whole step takes the "
+        f"other ranks {step:.3g} s"
         for rank, share in enumerate(shares)
         if share == 0
     }
 
 
 def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-    """Yield each kind and host that the job could go on without, and the ranks that would stay."""
+    """Yield each kind and host that could be excluded, and the ranks that would remain."""
     seen = []
     for what, key in (("kind", "kind"), ("host", "host")):
         values = dict.fromkeys(getattr(infos[rank], key) for rank in kept)

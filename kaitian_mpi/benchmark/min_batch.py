@@ -1,4 +1,4 @@
-"""The fewest samples that a model can train on at once."""
+"""Finds the smallest batch that a model can train on."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 from kaitian_mpi.runtime.watchdog import enter_phase
 
-_WITH_STATISTICS = 2  # what batch norm over a single value per sample and channel needs
+_WITH_STATISTICS = 2  # required by batch norm over a single value per sample and channel
 
 
 def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Dataset) -> int:
     """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
 
-    Batch norm over a single value per sample and channel raises for one sample, and the like of it
-    gives no number. That is tried, by forwards of a copy.
+    Batch norm over a single value per sample and channel raises for one sample, and similar layers
+    return NaN. This is tested with forward passes of a copy of the model.
 
     Args:
         config: the precision, and sizes that must not be smaller.
         world: the ranks.
-        model: of this rank; left as it is.
-        data: the training data, of which only an input's shape and type count.
+        model: this rank's model; it is not changed.
+        data: the training data, of which only an input's shape and dtype are used.
 
     Raises:
-        AgreedError: the data set or `--micro-batch-size` is smaller.
+        AgreedError: the dataset or `--micro-batch-size` is smaller.
     """
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous", 0.0)
@@ -43,13 +43,13 @@ def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Da
     samples = len(data)  # type: ignore[arg-type]
     if samples < found:
         raise AgreedError(
-            f"--dataset: found {samples} sample for training, needed {found} at least: the model, "
-            "such as one with batch norm, cannot train on a single one"
+            f"--dataset: found {samples} sample for training, needed at least {found}: the model "
+            "cannot train on a single sample (it may have batch norm)"
         )
     if 0 < config.micro_batch_size < found:
         raise AgreedError(
-            f"--micro-batch-size: found {config.micro_batch_size}, needed {found} at least: the "
-            "model, such as one with batch norm, cannot train on a single sample"
+            f"--micro-batch-size: found {config.micro_batch_size}, needed at least {found}: the "
+            "model cannot train on a single sample (it may have batch norm)"
         )
     if found > 1:
         say(world, f"the model cannot train on a single sample: no rank takes fewer than {found}")
@@ -59,13 +59,13 @@ def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Da
 def min_batch_of(model: nn.Module, data: Dataset, computation: Computation) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
-    A model that fails with two samples as well is not judged: training shows its error.
+    Returns 1 for a model that fails with two samples as well: training will report its error.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             inputs = data[[]][0]
             trial = copy.deepcopy(model).to(computation.device).train()
-        except Exception:  # the user's code may raise anything
+        except Exception:  # user code may raise anything
             return 1
         if _works(trial, inputs, 1, computation) or not _works(
             trial, inputs, _WITH_STATISTICS, computation

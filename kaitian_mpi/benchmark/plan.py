@@ -1,4 +1,4 @@
-"""From the benchmark to the plan: how many samples each rank takes per step."""
+"""Plans the ranks' batch sizes from the benchmark, and records plan and benchmark."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Plan:
     batch_sizes: list[int]
     scores: list[float]
     costs: list[RankCost] | None
-    """Of each rank; None where there was no benchmark."""
+    """Of each rank; None without a benchmark."""
     memory_format: str
     precision: str
     micro_batch_size: int | None
-    """Samples that this rank computes at once, at most; None: any number."""
+    """The most samples that this rank computes at once; None: no limit."""
     min_batch: int = 1
-    """The fewest samples that a rank computes at once, in training."""
+    """The fewest samples that a rank computes at once in training."""
 
 
 def equal_share(config: TrainConfig, ranks: int) -> int:
-    """Return the samples per step for which ranks are scored."""
+    """Return the batch size for which the ranks are scored."""
     if config.batch_policy == "paper":
         return config.batch_size
     return math.ceil(config.global_batch_size / ranks)
@@ -44,36 +44,36 @@ def equal_share(config: TrainConfig, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known of how one rank computes."""
+    """How one rank computes: its cost, memory format and precision."""
 
     cost: RankCost | None
-    """None where it was not measured."""
+    """None if it was not measured."""
     memory_format: str
     precision: str
 
 
 def profile_unmeasured(config: TrainConfig) -> Profile:
-    """Return what holds for a rank that was not measured."""
+    """Return the profile of a rank that was not measured."""
     return Profile(
         cost=None,
-        # Convolutions are faster so on every device we have met.
+        # Convolutions were faster in channels_last on every device tried.
         memory_format="channels_last" if config.memory_format == "auto" else config.memory_format,
         precision="fp32" if config.precision == "auto" else config.precision,
     )
 
 
 def profile_of(result: RankBenchmark) -> Profile:
-    """Return what the benchmark has found out."""
+    """Return the profile from a rank's benchmark."""
     return Profile(result.cost, result.measured.memory_format, result.measured.precision)
 
 
 def plan_by_benchmark(
     config: TrainConfig, world: World, results: list[RankBenchmark], min_batch: int = 1
 ) -> Plan:
-    """Return the shares that the ranks' costs, or by the paper's rule their scores, call for.
+    """Plan the batch sizes from benchmark results; see `make_plan`.
 
     Args:
-        config: the global batch and the rule.
+        config: the global batch size and the batch policy.
         world: the ranks that train.
         results: of these ranks.
         min_batch: the fewest samples that the model can train on at once.
@@ -84,16 +84,16 @@ def plan_by_benchmark(
 def make_plan(
     config: TrainConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
 ) -> Plan:
-    """Return the shares of the ranks; equal ones where any was not measured.
+    """Plan the batch sizes from the ranks' costs or scores; equal if any rank was not measured.
 
     Args:
-        config: the global batch and the rule.
+        config: the global batch size and the batch policy.
         world: the ranks that train.
         profiles: of these ranks.
         min_batch: the fewest samples that the model can train on at once.
 
     Raises:
-        UserError: the global batch is too small for so many ranks.
+        UserError: the global batch is too small for this number of ranks.
     """
     costs = [profile.cost for profile in profiles if profile.cost is not None]
     # With `--balance off` an earlier job of the run may have measured them.
@@ -120,14 +120,14 @@ def make_plan(
 
 
 def tell_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
-    """Write a plan, and show one that no table has shown."""
+    """Record a plan in plan.jsonl, and log it unless the benchmark's table has shown it."""
     if why != BY_BENCHMARK:
         say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
     made.folder.append("plan.jsonl", {"step": step, "batch_sizes": plan.batch_sizes, "why": why})
 
 
 def write_benchmark(world: World, made: Ingredients, results: list[RankBenchmark]) -> None:
-    """Write what was measured of each rank."""
+    """Write benchmark.json: what was measured on each rank."""
     share = math.ceil(sum(r.measured.batches[-1] for r in results) / len(results))
     ranks = [
         {

@@ -1,4 +1,4 @@
-"""Timing one rank: how it computes fastest, what a step costs, and how much fits its memory."""
+"""Times one rank: its fastest settings, the cost of a step, and how much fits in memory."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
 
 _PROBE_BATCH = 8
-_SHORTEST_SEC = 0.1
-_CONTEST_ROUNDS = 4
-_MOST_ROUNDS = 5
-# Parts of the benchmark's seconds: for the contest, for finding the batch sizes, and for a step.
-_CONTEST_PART = 0.25
+_MIN_TIMED_SEC = 0.1
+_CANDIDATE_ROUNDS = 4
+_MAX_ROUNDS = 5
+# Parts of the benchmark's seconds: to compare settings, to find batch sizes, and for one step.
+_CANDIDATE_PART = 0.25
 _GROWTH_PART = 0.25
 _STEP_PART = 0.25
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found out about a rank."""
+    """The measurements of a rank."""
 
     batches: list[int]
     seconds: list[float]
-    """A step's, by batch size."""
+    """Of a step, for each of the batch sizes."""
     largest_micro_batch: int | None
-    """None where more than the global batch fits."""
+    """None if more than the global batch fits."""
     memory_format: str
     precision: str
 
 
 class RankTimer:
-    """Times training steps of one model on this rank. The model itself is left as it was."""
+    """Times training steps of one model on this rank. The model itself is not changed."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class RankTimer:
         self._began = time.perf_counter()
 
     def measure(self) -> Measured:
-        """Time this rank within about `--benchmark-seconds`; nothing here is collective.
+        """Time this rank within about `--benchmark-seconds`. Not collective.
 
         Raises:
-            UserError: not even the smallest batch fits the memory.
+            UserError: not even the smallest batch fits in memory.
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world)
@@ -80,7 +80,7 @@ class RankTimer:
         self._smallest = batches[0]
         rounds: dict[int, list[float]] = {batch: [] for batch in batches}
         round_sec = 0.0
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             if self._elapsed() + round_sec > self._config.benchmark_seconds and round_sec:
                 break
             before = self._elapsed()
@@ -96,50 +96,51 @@ class RankTimer:
         )
 
     def keep_busy(self) -> None:
-        """Compute a little: other ranks, perhaps on the same cores, are still timed."""
+        """Run one step, to keep the cores loaded while other ranks are still timed."""
         self._time_step(self._smallest)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
 
     def _fastest(self, batch: int) -> Computation:
-        """Return the fastest of the memory formats and precisions that may be chosen from."""
-        named = self._config.memory_format
-        formats = list(MEMORY_FORMATS) if named == "auto" else [named]
+        """Return the fastest combination of the allowed memory formats and precisions."""
+        memory_format = self._config.memory_format
+        formats = list(MEMORY_FORMATS) if memory_format == "auto" else [memory_format]
         precision = self._config.precision
         precisions = ["fp32", "bf16"] if precision == "auto" else [precision]
-        contestants = [self._compute_in(p, f) for p, f in itertools.product(precisions, formats)]
-        if len(contestants) == 1:
-            return contestants[0]
+        candidates = [self._compute_in(p, f) for p, f in itertools.product(precisions, formats)]
+        if len(candidates) == 1:
+            return candidates[0]
         try:
-            return self._winner(contestants, batch)
+            return self._compare(candidates, batch)
         except Exception as error:
             if not self._world.device_kind.is_out_of_memory(error):
                 raise
-        # Not inside the handler, which would keep what did not fit.
-        return self._fastest(self._half(batch)) if batch > self._min_batch else contestants[0]
+        # Outside the handler, which would keep references to the tensors that did not fit.
+        return self._fastest(self._half(batch)) if batch > self._min_batch else candidates[0]
 
-    def _winner(self, contestants: list[Computation], batch: int) -> Computation:
-        # On a core shared with other ranks the layouts differ by less than the wait for the core,
-        # which the thread's own CPU time leaves out. The first step, which warms up, is no minimum.
+    def _compare(self, candidates: list[Computation], batch: int) -> Computation:
+        """Return the candidate with the fastest step."""
+        # On a core shared with other ranks, the candidates differ by less than the wait for the
+        # core, which thread CPU time excludes. The minimum ignores the first step, which warms up.
         clock = time.thread_time if self._world.device_kind.is_host else time.perf_counter
-        costs: list[list[float]] = [[] for _ in contestants]
-        for round_number in range(_CONTEST_ROUNDS):
-            for computation, seconds in zip(contestants, costs, strict=True):
+        costs: list[list[float]] = [[] for _ in candidates]
+        for round_number in range(_CANDIDATE_ROUNDS):
+            for computation, seconds in zip(candidates, costs, strict=True):
                 self._computation = computation
                 before = clock()
                 self._time_step(batch)
                 seconds.append(clock() - before)
-            if round_number and self._elapsed() > _CONTEST_PART * self._config.benchmark_seconds:
+            if round_number and self._elapsed() > _CANDIDATE_PART * self._config.benchmark_seconds:
                 break
         cheapest = [min(values) for values in costs]
-        return contestants[cheapest.index(min(cheapest))]
+        return candidates[cheapest.index(min(cheapest))]
 
     def _grow(self, memory: MemoryGauge) -> list[int]:
-        """Return batch sizes to time, each twice the one before, until memory or time says stop."""
+        """Return batch sizes to time, doubling until memory or time runs out."""
         batch = min(self._largest, _PROBE_BATCH)
-        enough_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
-        longest_sec = _STEP_PART * self._config.benchmark_seconds
+        deadline_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
+        max_step_sec = _STEP_PART * self._config.benchmark_seconds
         fitting: list[int] = []
         while memory.has_room_for(batch):
             seconds = self._try_step(batch, memory)
@@ -149,17 +150,17 @@ class RankTimer:
                 batch = self._half(batch)
                 continue
             fitting.append(batch)
-            too_slow = 2 * seconds > longest_sec or self._elapsed() > enough_sec
+            too_slow = 2 * seconds > max_step_sec or self._elapsed() > deadline_sec
             if batch >= self._largest or too_slow:
                 break
             batch = min(2 * batch, self._largest)
-        # Two sizes at least, or alpha cannot be told from beta.
+        # At least two sizes are needed to separate alpha from beta.
         if len(fitting) > 1:
             return fitting
         return sorted({max(self._min_batch, fitting[0] // 4), *fitting})
 
     def _try_step(self, batch: int, memory: MemoryGauge) -> float | None:
-        """Return the seconds of a step, None where it does not fit the memory."""
+        """Return the seconds of a step; None if it does not fit in memory."""
         memory.restart()
         try:
             seconds = self._time_step(batch)
@@ -176,18 +177,19 @@ class RankTimer:
         if batch == self._min_batch:
             samples = "a single sample" if batch == 1 else f"{batch} samples"
             raise UserError(
-                f"found too little memory on {self._world.info.device} for a step of {samples}, "
-                "needed a smaller model or a larger device"
+                f"{self._world.info.device} is out of memory for a step of {samples}; use a "
+                "smaller model or a device with more memory"
             )
         return max(self._min_batch, batch // 2)
 
     def _mean_step(self, batch: int) -> float:
-        """Return the mean seconds of as many steps as fill a while, at least one.
+        """Return the mean seconds of at least one step, over at least 0.1 s.
 
-        A short step says little on a shared core: the operating system's turns are as long.
+        A single short step is not representative on a shared core, where the operating system's
+        time slices are as long.
         """
         steps, total = 0, 0.0
-        while steps == 0 or total < _SHORTEST_SEC:
+        while steps == 0 or total < _MIN_TIMED_SEC:
             total += self._time_step(batch)
             steps += 1
         return total / steps
@@ -198,7 +200,7 @@ class RankTimer:
         )
 
     def _samples(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """Return the first samples of the data set; kept, as only computing is timed."""
+        """Return the first samples of the dataset; cached, because loading is not timed."""
         if batch not in self._batches:
             length = len(self._data)  # type: ignore[arg-type]
             taken: Any = self._data[[index % length for index in range(batch)]]
@@ -222,5 +224,5 @@ class RankTimer:
 
 
 def largest_share(config: TrainConfig) -> int:
-    """Return the most samples that a rank can be given per step."""
+    """Return the largest possible share of a rank, in samples per step."""
     return config.batch_size if config.batch_policy == "paper" else config.global_batch_size

@@ -1,4 +1,4 @@
-"""Timing the user's own model on every rank."""
+"""Times the user's model on every rank."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 
 @dataclass(frozen=True)
 class RankBenchmark:
-    """What the benchmark found out about one rank."""
+    """The benchmark results of one rank."""
 
     measured: Measured
     cost: RankCost
-    """The line through what was measured, and the memory's limit."""
+    """The cost model fitted to the measurements, and the memory limit."""
     fit_error: float
-    """How far the line is off: root mean square of the relative errors."""
+    """Root mean square of the cost model's relative errors."""
     cached: bool
-    """Whether this was measured in an earlier job."""
+    """Whether the result comes from an earlier job."""
 
 
 def benchmark_ranks(
@@ -43,16 +43,16 @@ def benchmark_ranks(
     slowdown: Slowdown,
     min_batch: int = 1,
 ) -> list[RankBenchmark]:
-    """Time forward, backward and optimizer on every rank at once, as in training. Collective.
+    """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
-    Takes about `config.benchmark_seconds` at most, or nothing where `--benchmark-cache` knows all
-    ranks. The model itself is left as it was.
+    Takes at most about `config.benchmark_seconds`, or no time if all ranks have cached results. The
+    model itself is not changed.
 
     Args:
         config: precision, optimizer, memory format and seconds.
         world: the ranks.
-        model: the user's model, anywhere.
-        data: the training data; real samples are timed.
+        model: the user's model, on any device.
+        data: the training data, whose samples are used.
         slowdown: this rank's emulated slowdown.
         min_batch: the fewest samples that the model can train on at once.
 
@@ -60,12 +60,12 @@ def benchmark_ranks(
         Every rank's result, by rank.
 
     Raises:
-        AgreedError: not even the smallest batch fits a rank's memory, or the cache cannot be
+        AgreedError: not even the smallest batch fits in a rank's memory, or the cache cannot be
             written.
     """
     cache = BenchmarkCache(config, world, model, data, slowdown)
     own = cache.read()
-    # All or none: ranks that share a host must be timed while the others are busy too.
+    # All or none: ranks that share a host must be timed while the others compute as well.
     cached = all(gather_values(world.comm, own is not None))
     if not cached:
         with torch.random.fork_rng(devices=[]):
@@ -79,7 +79,7 @@ def benchmark_ranks(
 
 
 def seconds_per_share(results: list[RankBenchmark], share: int) -> list[float]:
-    """Return what a share of this many samples costs each rank, in one piece."""
+    """Return each rank's seconds for a share of this many samples, in one micro-batch."""
     return [result.cost.model.seconds(share) for result in results]
 
 
@@ -95,7 +95,7 @@ def show_benchmark(
     batch_sizes: Sequence[int],
     slowed: Sequence[str],
 ) -> None:
-    """Print what each rank costs and the batch it gets, from world rank 0."""
+    """Print each rank's cost and batch size, on world rank 0."""
     cached = " (from --benchmark-cache)" if results[0].cached else ""
     table = make_table(f"benchmark{cached}: samples per step sum to {sum(batch_sizes)}")
     texts = ("group", "computes in")
@@ -123,8 +123,8 @@ def show_benchmark(
 
 
 def _measure(world: World, timer: RankTimer) -> Measured:
-    # Ranks may share cores, so each is timed while all the others are busy too, as in training: the
-    # first to be done goes on until the last is.
+    # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
+    # that is done keeps computing until the last one is done.
     wait_quietly(world.comm)
     with faults_agreed(world.comm):
         try:

@@ -1,4 +1,4 @@
-"""What `kaitian-bench` does: measure ranks and the exchange between them, and forecast."""
+"""The `kaitian-bench` report: measures ranks and allreduces, and forecasts throughput."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _EXAMPLE_RANKS = 8
 
 
 def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
-    """Measure, show and perhaps write what every rank and every set of groups reaches. Collective.
+    """Benchmark all ranks and every combination of device kinds, and print the results. Collective.
 
     Args:
-        config: the model, the data and the benchmark's flags.
+        config: the model, the dataset and the benchmark's flags.
         world: the ranks of the default process group.
-        target: the file for `kaitian-plan`, written by world rank 0.
+        target: the file for `kaitian-plan`, written by world rank 0; None for none.
 
     Raises:
-        AgreedError: a rank cannot make what the config asks for, or the file cannot be written.
+        AgreedError: a rank cannot load the model or data, or the file cannot be written.
     """
     show_topology(world)
     made = prepare_without_folder(config, world)
@@ -70,11 +70,11 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
 
 
 def advice(target: Path, found: Bench) -> str:
-    """Return what can be done with the file: a command that works, or what it would take.
+    """Return advice on using the file: a command that works, or what to measure for one.
 
     Args:
         target: the file.
-        found: what it holds.
+        found: its contents.
     """
     kind = found.ranks[0].kind
     try:
@@ -82,7 +82,7 @@ def advice(target: Path, found: Bench) -> str:
         buckets = ddp_buckets(found.gradient_bytes)
         forecast_subsets(cohorts, found.global_batch_size, buckets, found.measured)
     except UserError:
-        return "for kaitian-plan to forecast a bigger job, measure two ranks of each kind"
+        return "to forecast a larger job with kaitian-plan, measure two ranks of each kind"
     return f"try kaitian-plan {target} --world {_EXAMPLE_RANKS}x{kind}"
 
 

@@ -52,7 +52,7 @@ def test_groups_of_gloo_beside_groups_of_kaitian(planted, tmp_path):
 def test_wrong_numbers_are_refused_on_every_rank_and_can_be_mended(planted, tmp_path):
     ended = planted("wrong_numbers", tmp_path)
     assert ended.code == 0, ended.text
-    needed = "needed 3, the number of ranks that mpirun started; give world_size=3, or none with"
+    needed = "needed 3, the number of ranks that mpirun started; pass world_size=3, or omit it with"
     counts = Counter(ended.out.splitlines())
     assert counts == {
         f'UserError: found a world size of 4, {needed} init_method="mpi://"': 6,
@@ -92,7 +92,7 @@ def test_another_launcher_than_mpirun_is_told_so(tmp_path, method):
     ]
     for ended in [finish(process, started_at) for process in processes]:
         assert ended.code == 1, ended.text
-        assert "UserError: found a world size of 2, but MPI has this rank alone" in ended.err
+        assert "UserError: found a world size of 2, but MPI has only this rank" in ended.err
         assert "mpirun -np 2" in ended.err
         assert ended.seconds < SOON_SEC
 

@@ -50,7 +50,9 @@ def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
     snail = RankCost(CostModel(0.0, 5.0))
     left_out, measured = leave_out(world, [FAST, snail, FAST], lambda ranks: 0.0)
     assert list(left_out) == [1]
-    assert "a single sample takes it 5 s, and the whole step takes the others 0.32 s" in left_out[1]
+    assert (
+        "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s" in left_out[1]
+    )
     assert measured == []  # one kind and one host: nothing to weigh
 
 

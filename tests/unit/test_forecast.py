@@ -216,7 +216,7 @@ def test_each_micro_batch_pays_its_fixed_cost_and_hides_less():
     [
         ([cohort("gpu", 0.0, 1.0, 2)], 100, 0.0, "compute: every rank is busy"),
         ([cohort("mlu", 1.0, 1.0, 2)], 8, 0.0, "the fixed cost of a step on mlu ranks (20%)"),
-        ([cohort("gpu", 0.0, 1.0, 4)], 1, 0.0, "waiting: 3 of 4 ranks get no sample (75%)"),
+        ([cohort("gpu", 0.0, 1.0, 4)], 1, 0.0, "waiting: 3 of 4 ranks get no samples (75%)"),
         ([cohort("gpu", 0.0, 1.0, 4)], 5, 0.0, "waiting for the slowest rank (38%)"),
         ([cohort("gpu", 0.0, 1.0, 2)], 6, 1.0, "communication (25% of the step)"),
     ],
@@ -396,7 +396,7 @@ def test_kinds_not_measured_together_use_the_smallest_measured_superset():
     ],
 )
 def test_an_error_where_nothing_can_be_estimated(entries, world, what):
-    with pytest.raises(UserError, match=f"tell that of {what}; run kaitian-bench"):
+    with pytest.raises(UserError, match=f"that of {what} can be estimated; run kaitian-bench"):
         scale_allreduce(entries, world)
 
 
