@@ -23,15 +23,15 @@ _STANDARD_ERRORS = 2.5
 
 @dataclass(frozen=True)
 class RankStep:
-    """What a rank tells of a step; seconds are a step's."""
+    """A rank's times of a step. Seconds are per step."""
 
     steps: int
-    """How many steps the seconds are the mean of; 0 where its device has not ended one yet."""
+    """The number of steps averaged; 0 if the device has not finished one yet."""
     samples: int
     work_sec: float
-    """Getting the batch and computing, without waiting for other ranks."""
+    """Time to get the batch and compute, without waiting for other ranks."""
     wait_sec: float
-    """Only waiting for communication."""
+    """Time spent only waiting for communication."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,10 @@ class Rebalancer:
         return self._scaled([monitor.log_factor for monitor in self._monitors])
 
     def observe(self, steps: Sequence[RankStep]) -> NewPlan | None:
-        """Take in what every rank tells of a step; return a plan that is worth a change, or None.
+        """Add a step's times of all ranks; return a new plan if it is worth the change, else None.
 
-        A step with other shares than the plan's is left out: an epoch's last, partial one, or one
-        whose batches were fetched before the plan. The plan returned is the one in force from then
-        on.
+        A step with other shares than the plan's is ignored: an epoch's last, partial step, or one
+        whose batches were fetched before the plan. A plan that is returned becomes the current one.
         """
         if [step.samples for step in steps] != self.batch_sizes:
             return None

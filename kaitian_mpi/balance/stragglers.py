@@ -71,23 +71,23 @@ class SlownessWatch:
     def observe(
         self, step: int, steps: Sequence[RankStep], data_sec: Sequence[float]
     ) -> list[Slowness]:
-        """Take in what every rank tells of a step; return what has begun or ended with it.
+        """Add a step's times of all ranks; return the slow periods that start or end with it.
 
         Args:
             step: the step's number.
             steps: of each rank.
-            data_sec: part of each rank's `work_sec` that went into getting the batch.
+            data_sec: the part of each rank's `work_sec` spent getting the batch.
         """
         self._step += 1
         if self._step <= _WARM_UP_STEPS or not all(s.steps and s.samples for s in steps):
             return []
-        for times, told, data in zip(self._times, steps, data_sec, strict=True):
-            times.add(told, data)
+        for times, rank_step, data in zip(self._times, steps, data_sec, strict=True):
+            times.add(rank_step, data)
         seen = [*self._compute(), *self._data(), *self._communication()]
         return [change for sign in seen if (change := self._follow(step, *sign)) is not None]
 
     def name(self, slow: Slowness, rank: int, text: str) -> Slowness:
-        """Say of a slowness that has just begun which rank it is due to, and why."""
+        """Set the rank and text of a slow period that has just started."""
         named = replace(slow, rank=rank, text=text)
         self._current[slow.kind, slow.rank] = named
         self.found[self.found.index(slow)] = named
@@ -124,7 +124,7 @@ class SlownessWatch:
             waits.index(min(waits)),
         )
         part = min(waits) / max(self._times[last].step, 1e-9)
-        text = f"the exchange of gradients takes {part:.0%} of each step of the last to come"
+        text = f"even the last rank to arrive waits {part:.0%} of each step for the gradients"
         return [(COMMUNICATION, last, part, _LARGE_PART, _SMALL_PART, text)]
 
     def _follow(
@@ -160,11 +160,11 @@ class _Times:
         self._first: list[float] = []
         self._monitor = SpeedMonitor()
 
-    def add(self, told: RankStep, data_sec: float) -> None:
-        self._works.append(told.work_sec)
+    def add(self, step: RankStep, data_sec: float) -> None:
+        self._works.append(step.work_sec)
         self._datas.append(data_sec)
-        self._waits.append(told.wait_sec)
-        ratio = max(told.work_sec - data_sec, 1e-9) / self._cost.seconds(told.samples)
+        self._waits.append(step.wait_sec)
+        ratio = max(step.work_sec - data_sec, 1e-9) / self._cost.seconds(step.samples)
         if len(self._first) < _BASELINE_STEPS:
             self._first.append(ratio)
         else:

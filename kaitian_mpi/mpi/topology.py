@@ -29,12 +29,12 @@ class RankInfo:
     memory_bytes: int
     torch_version: str
     emulated: bool = False
-    """Whether the kind is a label given to a CPU rank."""
+    """Whether the kind is emulated by a CPU rank."""
 
     def __str__(self) -> str:
-        """Return how messages name the rank: `rank 2 (node-b, cuda:0)`.
+        """Return the rank's name in messages, such as `rank 2 (node-b, cuda:0)`.
 
-        The kind is added where the device does not show it: `rank 2 (node-b, cpu, mlu)`.
+        The kind is added if it differs from the device type: `rank 2 (node-b, cpu, mlu)`.
         """
         shown = () if self.kind == self.device.partition(":")[0] else (self.kind,)
         return f"rank {self.world_rank} ({', '.join((self.host, self.device, *shown))})"
