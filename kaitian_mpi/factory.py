@@ -51,10 +51,10 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
                 f"{flag} {spec}: no module named {missing!r}, neither installed nor in {folder}"
             ) from error
         raise UserError(
-            f"{flag} {spec}: importing {module_name} raised {in_one_line(error)}"
+            f"{flag} {spec}: importing {module_name} raised {one_line(error)}"
         ) from error
 
 
-def in_one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return an exception's type and message as one line, for use in a `UserError`."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -16,7 +16,7 @@ from kaitian_mpi.balance.communication import (
     MeasuredAllreduce,
     exposed_seconds,
 )
-from kaitian_mpi.balance.optimum import RankCost, least_time, samples_within
+from kaitian_mpi.balance.optimum import RankCost, samples_within, shortest_time
 from kaitian_mpi.balance.planner import with_slopes
 from kaitian_mpi.balance.scaling import scale_allreduce
 from kaitian_mpi.errors import UserError
@@ -302,11 +302,11 @@ def _fastest_shares(cohorts: Sequence[Cohort], total: int) -> list[Share]:
         return within(seconds) * ranks
 
     alone = min(cohort.cost.seconds(total) for cohort in cohorts)
-    samples = within(least_time(capacity, total, alone))
-    return _without_surplus(cohorts, samples.tolist(), total)
+    samples = within(shortest_time(capacity, total, alone))
+    return _remove_surplus(cohorts, samples.tolist(), total)
 
 
-def _without_surplus(cohorts: Sequence[Cohort], samples: list[int], total: int) -> list[Share]:
+def _remove_surplus(cohorts: Sequence[Cohort], samples: list[int], total: int) -> list[Share]:
     surplus = sum(b * cohort.ranks for b, cohort in zip(samples, cohorts, strict=True)) - total
     # The heap's first entry are the ranks that finish last; of several, the highest ranks, as in
     # `fastest_split`.

@@ -105,10 +105,10 @@ def fastest_split(
         return np.partition(samples, -max_ranks)[-max_ranks:] if max_ranks else samples
 
     alone = min(cost.seconds(global_batch_size) for cost in costs)
-    shares = samples_in(least_time(capacity, global_batch_size, alone))
+    shares = samples_in(shortest_time(capacity, global_batch_size, alone))
     if min_batch > 1:
         shares[np.argsort(-shares, kind="stable")[max_ranks:]] = 0
-    return without_surplus(shares.tolist(), costs, global_batch_size, min_batch)
+    return remove_surplus(shares.tolist(), costs, global_batch_size, min_batch)
 
 
 def samples_within(
@@ -122,7 +122,7 @@ def samples_within(
     return np.minimum(full_count * limit + partial, most).astype(np.int64)
 
 
-def least_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
+def shortest_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
     """Return the shortest time, at most `longest`, in which the ranks process enough samples."""
     low, high = 0.0, longest * (1 + 1e-9)  # rounding must not make the known answer too short
     for _ in range(_BISECTIONS):
@@ -134,7 +134,7 @@ def least_time(capacity: Callable[[float], np.ndarray], enough: int, longest: fl
     return high
 
 
-def without_surplus(
+def remove_surplus(
     shares: list[int],
     costs: Sequence[RankCost],
     total: int,

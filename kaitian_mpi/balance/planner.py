@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost, fastest_split, without_surplus
+from kaitian_mpi.balance.optimum import RankCost, fastest_split, remove_surplus
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 
@@ -33,7 +33,7 @@ def plan_fastest(
     if min(shares) > 0:
         return shares
     shares = [share or min_batch for share in shares]
-    return without_surplus(shares, costs, global_batch_size, min_batch, may_idle=False)
+    return remove_surplus(shares, costs, global_batch_size, min_batch, may_idle=False)
 
 
 def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[int]:

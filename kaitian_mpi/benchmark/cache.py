@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.benchmark.rank_timer import Measured, largest_share
+from kaitian_mpi.benchmark.rank_timer import Measured, max_share
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.setup import describe_model
@@ -48,7 +48,7 @@ class BenchmarkCache:
             "sample": str(tuple(sample[0].shape[1:])),
             "precision": config.precision,
             "memory_format": config.memory_format,
-            "batches": [largest_share(config), config.micro_batch_size],
+            "batches": [max_share(config), config.micro_batch_size],
             "versions": [torch.__version__, version("kaitian-mpi")],
         }
         name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:16]

@@ -58,7 +58,7 @@ class RankTimer:
     ) -> None:
         self._config, self._world, self._data, self._slowdown = config, world, data, slowdown
         self._model = model
-        self._most = largest_share(config)
+        self._most = max_share(config)
         self._largest = max(min_batch, min(self._most, config.micro_batch_size or self._most))
         self._min_batch = min_batch
         self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -223,6 +223,6 @@ class RankTimer:
         return time.perf_counter() - start
 
 
-def largest_share(config: TrainConfig) -> int:
+def max_share(config: TrainConfig) -> int:
     """Return the largest possible share of a rank, in samples per step."""
     return config.batch_size if config.batch_policy == "paper" else config.global_batch_size

@@ -12,9 +12,9 @@ import torch
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.cifar10_pickle import parse_batch
 from kaitian_mpi.datasets.holdout import hold_out_last
-from kaitian_mpi.datasets.official_files import Origin
+from kaitian_mpi.datasets.official_files import OfficialFiles
 
-ORIGIN = Origin("cifar10", "https://www.cs.toronto.edu/~kriz/cifar.html", num_classes=10)
+FILES = OfficialFiles("cifar10", "https://www.cs.toronto.edu/~kriz/cifar.html", num_classes=10)
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3072
@@ -35,15 +35,15 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     Raises:
         UserError: a file is missing, damaged or not a CIFAR-10 file.
     """
-    folder, suffix = _locate(ORIGIN.folder(data_dir))
+    folder, suffix = _locate(FILES.folder(data_dir))
     read = _read_binary if suffix else _read_pickle
     train = _join(read, [folder / f"data_batch_{number}{suffix}" for number in range(1, 6)])
-    ORIGIN.report_count("training", len(train), 5 * _OFFICIAL_RECORDS)
+    FILES.warn_if_incomplete("training", len(train), 5 * _OFFICIAL_RECORDS)
     test_path = folder / f"test_batch{suffix}"
     if not os.path.exists(test_path):
         return hold_out_last(train, val_split)
     test = _join(read, [test_path])
-    ORIGIN.report_count("test", len(test), _OFFICIAL_RECORDS)
+    FILES.warn_if_incomplete("test", len(test), _OFFICIAL_RECORDS)
     return train, test
 
 
@@ -58,7 +58,7 @@ def _locate(folder: Path) -> tuple[Path, str]:
     for candidate, suffix in candidates:
         if any(os.path.exists(candidate / f"data_batch_{n}{suffix}") for n in range(1, 6)):
             return candidate, suffix
-    raise ORIGIN.bad_file(
+    raise FILES.file_error(
         folder,
         "no data_batch_1.bin and no data_batch_1",
         "the official files of the binary or the Python version, here or in "
@@ -72,16 +72,16 @@ _Batch = tuple[torch.Tensor, torch.Tensor]
 def _join(read: Callable[[Path], _Batch], paths: list[Path]) -> ImageArrays:
     batches = [read(path) for path in paths]
     for path, (_, labels) in zip(paths, batches, strict=True):
-        ORIGIN.check_labels(path, labels)
+        FILES.check_labels(path, labels)
     images = torch.cat([pixels for pixels, _ in batches]).view(-1, *_SHAPE)
     return ImageArrays(images, torch.cat([labels for _, labels in batches]), _MEAN, _STD)
 
 
 def _read_binary(path: Path) -> _Batch:
     """Read records of one label byte followed by the red, green and blue planes."""
-    content = ORIGIN.read(path)
+    content = FILES.read(path)
     if not content or len(content) % _RECORD:
-        raise ORIGIN.bad_file(
+        raise FILES.file_error(
             path,
             f"{len(content):,} bytes",
             f"whole records of {_RECORD:,} bytes, {_OFFICIAL_RECORDS * _RECORD:,} in the official "
@@ -93,7 +93,7 @@ def _read_binary(path: Path) -> _Batch:
 
 def _read_pickle(path: Path) -> _Batch:
     try:
-        return parse_batch(ORIGIN.read(path), _PIXELS)
+        return parse_batch(FILES.read(path), _PIXELS)
     except ValueError as error:
         needed = f"a CIFAR-10 batch, a pickled dict of 'data', uint8 [n, {_PIXELS}], and 'labels'"
-        raise ORIGIN.bad_file(path, str(error), needed) from error
+        raise FILES.file_error(path, str(error), needed) from error

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from kaitian_mpi.datasets.holdout import shuffled_split
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.factory import in_one_line, load_factory
+from kaitian_mpi.factory import load_factory, one_line
 
 
 class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -53,7 +53,7 @@ def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.tensor([operator.index(label) for _, label in pairs])
 
 
-def load_factory_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated, Collated, int]:
+def load_user_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated, Collated, int]:
     """Load the training and validation data from a user's factory.
 
     The factory is called without arguments, or with `data_dir=` if it takes that and one is given.
@@ -94,7 +94,7 @@ def _call(spec: str, data_dir: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"--dataset {spec}: the factory raised {in_one_line(error)}") from error
+        raise UserError(f"--dataset {spec}: the factory raised {one_line(error)}") from error
 
 
 def _check(spec: str, dataset: Any) -> None:
@@ -107,7 +107,7 @@ def _check(spec: str, dataset: Any) -> None:
         sample = dataset[0]
     except Exception as error:
         raise UserError(
-            f"--dataset {spec}: reading its first sample raised {in_one_line(error)}"
+            f"--dataset {spec}: reading its first sample raised {one_line(error)}"
         ) from error
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         raise _wrong(spec, f"a {type(sample).__name__} as its first sample")
@@ -145,6 +145,6 @@ def _count_classes(spec: str, dataset: Any) -> int:
         return 1 + int(torch.as_tensor(labels).max())
     except Exception as error:
         raise UserError(
-            f"--dataset {spec}: counting its classes raised {in_one_line(error)}; give "
+            f"--dataset {spec}: counting its classes raised {one_line(error)}; give "
             "the dataset an attribute num_classes"
         ) from error

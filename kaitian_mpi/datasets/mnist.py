@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.holdout import hold_out_last
-from kaitian_mpi.datasets.official_files import Origin
+from kaitian_mpi.datasets.official_files import OfficialFiles
 
-ORIGIN = Origin("mnist", "http://yann.lecun.com/exdb/mnist/", num_classes=10)
+FILES = OfficialFiles("mnist", "http://yann.lecun.com/exdb/mnist/", num_classes=10)
 
 _SIDE = 28
 _OFFICIAL_COUNTS = {"train": 60_000, "t10k": 10_000}
@@ -38,7 +38,7 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     Raises:
         UserError: a file is missing, damaged or not an MNIST file.
     """
-    folder = ORIGIN.folder(data_dir)
+    folder = FILES.folder(data_dir)
     train = _read_part(folder, "train")
     if not any(os.path.exists(_find(folder, name)) for name in _names("t10k")):
         return hold_out_last(train, val_split)
@@ -59,9 +59,11 @@ def _read_part(folder: Path, part: str) -> ImageArrays:
     images = _read_idx(images_path, (_SIDE, _SIDE))
     labels = _read_idx(labels_path, ()).long()
     if len(images) != len(labels):
-        raise ORIGIN.bad_file(labels_path, f"{len(labels)} labels", f"{len(images)}, one per image")
-    ORIGIN.check_labels(labels_path, labels)
-    ORIGIN.report_count(part, len(images), _OFFICIAL_COUNTS[part])
+        raise FILES.file_error(
+            labels_path, f"{len(labels)} labels", f"{len(images)}, one per image"
+        )
+    FILES.check_labels(labels_path, labels)
+    FILES.warn_if_incomplete(part, len(images), _OFFICIAL_COUNTS[part])
     padded = functional.pad(images, (2, 2, 2, 2)).unsqueeze(1)
     return ImageArrays(padded.expand(-1, 3, -1, -1), labels, _MEAN, _STD)
 
@@ -72,24 +74,24 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> torch.Tensor:
     The header is big-endian four-byte words: a magic number (0x08 for unsigned bytes, and the
     number of dimensions), then the dimensions.
     """
-    content = ORIGIN.read(path)
+    content = FILES.read(path)
     if path.suffix == ".gz":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise ORIGIN.bad_file(path, f"a damaged archive ({error})", "a gzip file") from error
+            raise FILES.file_error(path, f"a damaged archive ({error})", "a gzip file") from error
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     if len(content) < header_bytes:
-        raise ORIGIN.bad_file(path, f"{len(content)} bytes", f"a header of {header_bytes} bytes")
+        raise FILES.file_error(path, f"{len(content)} bytes", f"a header of {header_bytes} bytes")
     magic, count, *shape = np.frombuffer(content[:header_bytes], ">u4").tolist()
     if magic != 0x0800 + dimensions:
-        raise ORIGIN.bad_file(path, f"magic number {magic}", f"{0x0800 + dimensions}")
+        raise FILES.file_error(path, f"magic number {magic}", f"{0x0800 + dimensions}")
     if tuple(shape) != item_shape:
-        raise ORIGIN.bad_file(path, f"images of {shape}", f"images of {list(item_shape)}")
+        raise FILES.file_error(path, f"images of {shape}", f"images of {list(item_shape)}")
     expected = header_bytes + count * math.prod(item_shape)
     if count == 0 or len(content) != expected:
-        raise ORIGIN.bad_file(
+        raise FILES.file_error(
             path, f"{len(content):,} bytes for {count:,} items", f"{expected:,} bytes, 1 or more"
         )
     values = np.frombuffer(content, np.uint8, offset=header_bytes).copy()

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Origin:
+class OfficialFiles:
     """A dataset that users download, and the errors about its files."""
 
     name: str
@@ -57,7 +57,7 @@ class Origin:
                 f"{self.url}"
             ) from error
 
-    def bad_file(self, path: Path, found: str, needed: str) -> UserError:
+    def file_error(self, path: Path, found: str, needed: str) -> UserError:
         """Return the error to raise for a file with the wrong contents."""
         return UserError(f"{path}: found {found}, needed {needed}; get it from {self.url}")
 
@@ -70,13 +70,13 @@ class Origin:
         wrong = ((labels < 0) | (labels >= self.num_classes)).nonzero()
         if len(wrong):
             sample = int(wrong[0])
-            raise self.bad_file(
+            raise self.file_error(
                 path,
                 f"label {int(labels[sample])} at sample {sample}",
                 f"labels from 0 to {self.num_classes - 1}",
             )
 
-    def report_count(self, part: str, found: int, official: int) -> None:
+    def warn_if_incomplete(self, part: str, found: int, official: int) -> None:
         """Warn if a part of the dataset is smaller or larger than the official one."""
         if found != official:
             _log.warning(

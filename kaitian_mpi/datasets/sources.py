@@ -11,7 +11,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets import cifar10, digits, mnist, synthetic
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.augment import Augmented
-from kaitian_mpi.datasets.factory_data import load_factory_data
+from kaitian_mpi.datasets.factory_data import load_user_data
 from kaitian_mpi.errors import UserError
 
 
@@ -82,7 +82,5 @@ def _load_factory_source(config: TrainConfig) -> DataSource:
             f"--augment {config.augment} works with built-in datasets only, not with --dataset "
             f"{config.dataset}; augment in the factory and give --augment none"
         )
-    train, validation, classes = load_factory_data(
-        config.dataset, config.data_dir, config.val_split
-    )
+    train, validation, classes = load_user_data(config.dataset, config.data_dir, config.val_split)
     return DataSource(config.dataset, train, validation, classes)

@@ -62,7 +62,7 @@ class Reduction:
     """torch's function of two tensors, which takes `out`."""
     is_average: bool = False
 
-    def is_by_mpi(self, dtype: torch.dtype) -> bool:
+    def mpi_supports(self, dtype: torch.dtype) -> bool:
         """Return whether MPI reduces this dtype correctly; if not, `pairwise` does.
 
         MPI has no 16-bit floats, and Open MPI's sums of 8 and 16-bit integers saturate where vector
@@ -74,7 +74,7 @@ class Reduction:
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host tensor in a dtype that MPI reduces correctly: itself or a copy."""
-        return tensor if self.is_by_mpi(tensor.dtype) else tensor.to(WIDER[tensor.dtype])
+        return tensor if self.mpi_supports(tensor.dtype) else tensor.to(WIDER[tensor.dtype])
 
     @property
     def undivided(self) -> Reduction:
@@ -135,26 +135,26 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
     return table[kind]
 
 
-def typed(tensor: torch.Tensor) -> Buffer:
+def as_buffer(tensor: torch.Tensor) -> Buffer:
     """Return a contiguous host tensor as an MPI buffer of its own dtype, to be reduced."""
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return memory, _TYPES[tensor.dtype]
 
 
-def moved(tensor: torch.Tensor) -> Buffer:
+def as_raw_buffer(tensor: torch.Tensor) -> Buffer:
     """Return a contiguous host tensor of any dtype and size as an MPI buffer, to be moved as is."""
     if tensor.numel() > LARGEST_COUNT:
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return memory, _one_of(tensor.nbytes)
-    return as_units(tensor, tensor.element_size())
+    return as_unit_buffer(tensor, tensor.element_size())
 
 
-def as_units(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
+def as_unit_buffer(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
     """Return a contiguous host tensor as an MPI buffer of units of 1, 2, 4, 8 or 16 bytes."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MOVED[unit_bytes]
 
 
-def placed(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
+def absolute_type(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
     """Return an MPI datatype for bytes `start` to `end` of a contiguous host tensor.
 
     The datatype contains the address (for `MPI_BOTTOM`); the caller frees it.

@@ -17,8 +17,8 @@ from kaitian_mpi.mpi.datatypes import (
     SUM,
     WIDER,
     Reduction,
-    moved,
-    typed,
+    as_buffer,
+    as_raw_buffer,
 )
 
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
@@ -41,7 +41,7 @@ def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor
     ranks may have their tensors on other devices.
     """
     if tensor.dtype in WIDER:
-        return tensor.split(pairwise.round_elements(comm, tensor))
+        return tensor.split(pairwise.elements_per_round(comm, tensor))
     if tensor.nbytes <= _LONG_BYTES:
         return (tensor,)
     return tensor.split(_PIECE_BYTES // tensor.element_size())
@@ -51,17 +51,17 @@ def allreduce_chunk(comm: MPI.Comm, chunk: torch.Tensor, op: Reduction) -> None:
     """Reduce one of the chunks of `allreduce_chunks`, on the host, over all ranks."""
     if comm.size == 1:
         return
-    if not op.is_by_mpi(chunk.dtype):
+    if not op.mpi_supports(chunk.dtype):
         pairwise.allreduce(comm, chunk, op)
         return
-    comm.Allreduce(MPI.IN_PLACE, typed(chunk), op.mpi_op)
+    comm.Allreduce(MPI.IN_PLACE, as_buffer(chunk), op.mpi_op)
     op.divide_average(chunk, comm.size)
 
 
 def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
     """Copy `tensor` from rank `root` of `comm` to every rank; any dtype."""
     if comm.size > 1:
-        comm.Bcast(moved(tensor), root)
+        comm.Bcast(as_raw_buffer(tensor), root)
 
 
 def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
@@ -80,7 +80,7 @@ def reduce_shares(
         return
     pieces = tensor.view(-1).split([*shares, *[0] * (comm.size - len(shares))])
     in_pieces = len(shares) > 1 and max(shares) < tensor.numel()
-    if in_pieces or not op.is_by_mpi(tensor.dtype):
+    if in_pieces or not op.mpi_supports(tensor.dtype):
         pairwise.reduce_scatter(comm, pieces[comm.rank], pieces, op)
         return
     for root, share in enumerate(pieces):
@@ -90,9 +90,9 @@ def reduce_shares(
 def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
     for piece in tensor.split(max(1, _PIECE_BYTES // tensor.element_size())):
         if comm.rank == root:
-            comm.Reduce(MPI.IN_PLACE, typed(piece), op.mpi_op, root)
+            comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
         else:
-            comm.Reduce(typed(piece), None, op.mpi_op, root)
+            comm.Reduce(as_buffer(piece), None, op.mpi_op, root)
     if comm.rank == root:
         op.divide_average(tensor, comm.size)
 
@@ -101,11 +101,11 @@ def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
 ) -> None:
     """Reduce part r of `tensor`, split equally, into `result` on rank r."""
-    if tensor.nbytes > _DIRECT_BYTES or not op.is_by_mpi(tensor.dtype):
+    if tensor.nbytes > _DIRECT_BYTES or not op.mpi_supports(tensor.dtype):
         parts = tensor.view(-1).split(max(1, result.numel()))
         pairwise.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return
-    comm.Reduce_scatter_block(typed(tensor), typed(result), op.mpi_op)
+    comm.Reduce_scatter_block(as_buffer(tensor), as_buffer(result), op.mpi_op)
     op.divide_average(result, comm.size)
 
 
@@ -115,7 +115,7 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
         return
     if len(shares) > 1 and tensor.numel() <= LARGEST_COUNT:
         counts = [*shares, *[0] * (comm.size - len(shares))]
-        memory, kind = moved(tensor)
+        memory, kind = as_raw_buffer(tensor)
         comm.Allgatherv(MPI.IN_PLACE, (memory, counts, kind))
         return
     for root, piece in enumerate(tensor.view(-1).split(list(shares))):
@@ -125,7 +125,7 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
 def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
     """Gather every rank's `tensor`, all of equal length, into `gathered`; any dtype and size."""
     if gathered.numel() <= LARGEST_COUNT:
-        comm.Allgather(moved(tensor), moved(gathered))
+        comm.Allgather(as_raw_buffer(tensor), as_raw_buffer(gathered))
         return
     pieces = gathered.view(-1).split(tensor.numel())
     pairwise.exchange(comm, [tensor] * comm.size, pieces)

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.store import MPIStore
 
 _store: MPIStore | None = None
-_session: MPIStore | None = None  # torch keeps no Python reference, and needs one
-_sessions = 0
+_rendezvous_store: MPIStore | None = None  # torch keeps no Python reference, and needs one
+_rendezvous_count = 0
 
 
 def open_job_store(comm: MPI.Intracomm) -> None:
     """Start the store for the ranks of `comm`, replacing the previous one. Collective."""
-    global _store, _sessions
+    global _store, _rendezvous_count
     from kaitian_mpi.mpi.store import MPIStore  # MPI starts with the import
 
     if _store is not None:
         _store.close()
-    _store, _sessions = MPIStore(comm), 0
+    _store, _rendezvous_count = MPIStore(comm), 0
 
 
 def reopen_job_store(comm: MPI.Intracomm) -> None:
@@ -45,12 +45,12 @@ def job_store() -> MPIStore:
     return _store
 
 
-def open_session(timeout: timedelta) -> MPIStore:
+def open_rendezvous_store(timeout: timedelta) -> MPIStore:
     """Return an empty store for one rendezvous. Not collective; all ranks call it equally often."""
-    global _session, _sessions
-    _sessions += 1
-    _session = job_store().view(f"session {_sessions}", timeout)
-    return _session
+    global _rendezvous_store, _rendezvous_count
+    _rendezvous_count += 1
+    _rendezvous_store = job_store().view(f"session {_rendezvous_count}", timeout)
+    return _rendezvous_store
 
 
 def close_lost_job_store() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.datatypes import moved
+from kaitian_mpi.mpi.datatypes import as_raw_buffer
 
 ANY_SOURCE = MPI.ANY_SOURCE
 
@@ -40,11 +40,11 @@ class Transfer:
 
 def start_send(comm: MPI.Comm, buffer: torch.Tensor, target: int, tag: int) -> Transfer:
     """Start sending a contiguous host tensor."""
-    request = comm.Isend(moved(buffer), target, tag)
+    request = comm.Isend(as_raw_buffer(buffer), target, tag)
     return Transfer(request, buffer, is_receive=False)
 
 
 def start_receive(comm: MPI.Comm, buffer: torch.Tensor, source: int, tag: int) -> Transfer:
     """Start receiving into a contiguous host tensor; `ANY_SOURCE` accepts any sender."""
-    request = comm.Irecv(moved(buffer), source, tag)
+    request = comm.Irecv(as_raw_buffer(buffer), source, tag)
     return Transfer(request, buffer, is_receive=True)

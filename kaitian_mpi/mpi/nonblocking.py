@@ -18,10 +18,10 @@ from mpi4py import MPI
 from kaitian_mpi.mpi.datatypes import (
     LARGEST_COUNT,
     Reduction,
-    as_units,
-    moved,
-    placed,
-    typed,
+    absolute_type,
+    as_buffer,
+    as_raw_buffer,
+    as_unit_buffer,
 )
 
 _SHORT_BYTES = 64 << 10
@@ -34,7 +34,7 @@ def is_short_sum(tensor: torch.Tensor) -> bool:
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:
     """Start reducing `tensor` in place; for an average, the caller divides the result."""
-    return comm.Iallreduce(MPI.IN_PLACE, typed(tensor), op.mpi_op)
+    return comm.Iallreduce(MPI.IN_PLACE, as_buffer(tensor), op.mpi_op)
 
 
 def reduce_scatter(
@@ -44,12 +44,12 @@ def reduce_scatter(
 
     For an average, the caller divides the result.
     """
-    return comm.Ireduce_scatter_block(typed(tensor), typed(result), op.mpi_op)
+    return comm.Ireduce_scatter_block(as_buffer(tensor), as_buffer(result), op.mpi_op)
 
 
 def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> MPI.Request:
     """Start copying `tensor` from rank `root` to every rank; any dtype."""
-    return comm.Ibcast(moved(tensor), root)
+    return comm.Ibcast(as_raw_buffer(tensor), root)
 
 
 def suits_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
@@ -60,7 +60,7 @@ def suits_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
 
 def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> MPI.Request:
     """Start gathering every rank's `tensor`, all of equal length, into `gathered`; any dtype."""
-    return comm.Iallgather(moved(tensor), moved(gathered))
+    return comm.Iallgather(as_raw_buffer(tensor), as_raw_buffer(gathered))
 
 
 def all_to_all(
@@ -89,8 +89,8 @@ def _by_rank(
     """
     offsets = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
     if tensor.nbytes <= LARGEST_COUNT:
-        memory, kind = as_units(tensor, tensor.element_size())
+        memory, kind = as_unit_buffer(tensor, tensor.element_size())
         return memory, list(counts), offsets[:-1], [kind] * len(counts)
     pieces = list(itertools.pairwise(offsets))
-    kinds = [placed(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]
+    kinds = [absolute_type(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]
     return MPI.BOTTOM, [int(end > start) for start, end in pieces], [0] * len(pieces), kinds

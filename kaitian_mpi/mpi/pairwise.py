@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.datatypes import WIDER, Reduction, moved
+from kaitian_mpi.mpi.datatypes import WIDER, Reduction, as_raw_buffer
 from kaitian_mpi.runtime import tags
 
 # A piece is long enough to amortise a message's fixed cost; the scratch memory for all pieces that
@@ -33,12 +33,12 @@ def exchange(
 ) -> None:
     """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are skipped."""
     requests = [
-        comm.Irecv(moved(piece), rank, tags.PAIRWISE)
+        comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE)
         for rank in _others(comm)
         if (piece := received[rank]) is not None and piece.numel()
     ]
     requests += [
-        comm.Isend(moved(piece), rank, tags.PAIRWISE)
+        comm.Isend(as_raw_buffer(piece), rank, tags.PAIRWISE)
         for rank in _others(comm)
         if (piece := sent[rank]) is not None and piece.numel()
     ]
@@ -64,7 +64,7 @@ def reduce_scatter(
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
     """Reduce flat `tensor` over all ranks, in place; the results are bit-identical."""
-    step = round_elements(comm, tensor)
+    step = elements_per_round(comm, tensor)
     for start in range(0, tensor.numel(), step):
         piece = tensor[start : start + step]
         share = -(-piece.numel() // comm.size)
@@ -74,7 +74,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
         exchange(comm, [own] * comm.size, parts)
 
 
-def round_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
+def elements_per_round(comm: MPI.Comm, tensor: torch.Tensor) -> int:
     """Return how many elements of a tensor of this dtype `allreduce` processes in one round."""
     return _piece_elements(comm, tensor) * comm.size
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.job_store import open_session
+from kaitian_mpi.mpi.job_store import open_rendezvous_store
 from kaitian_mpi.mpi.world import World, current_world, join_world
 from kaitian_mpi.runtime.abort import guard_script
 from kaitian_mpi.runtime.launcher import read_launch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-def world_or_join() -> World:
+def get_or_join_world() -> World:
     """Return this process's world; initialize MPI and join the world if not done yet.
 
     The first call is collective.
@@ -44,7 +44,7 @@ def world_of_size(size: int | None) -> World:
         UserError: MPI has a different number of ranks.
     """
     check_launched(size)
-    world = world_or_join()
+    world = get_or_join_world()
     _check_size(world.size if size is None else size, world.size)
     return world
 
@@ -81,7 +81,7 @@ def rendezvous(
     if size is None and read_launch(os.environ).world_size == 1:
         size = _size_of_other_launcher()
     world = world_of_size(size)
-    store = open_session(timeout or DEFAULT_TIMEOUT)
+    store = open_rendezvous_store(timeout or DEFAULT_TIMEOUT)
     yield store, world.rank if rank is None else rank, world.size
 
 

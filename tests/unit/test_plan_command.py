@@ -126,7 +126,7 @@ RANK, LINK = ("ranks", 2), ("allreduce", 2)
         (("global_batch_size",), True, "global_batch_size: found True"),
         (("ranks",), [], "ranks: found .., needed a list with at least one entry"),
         (("ranks",), {"a": 1}, "ranks: found {'a': 1}, needed a list"),
-        (RANK, 5, r"ranks.2.: found 5, needed an object"),
+        (RANK, 5, r"ranks.2.: found 5, needed a JSON object"),
         ((*RANK, "rank"), 0, "ranks: found a rank twice"),
         ((*RANK, "rank"), None, r"ranks.2.: rank: found None, needed a whole number"),
         ((*RANK, "host"), 7, "host: found 7, needed printable text"),
