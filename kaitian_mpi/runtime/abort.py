@@ -126,8 +126,8 @@ def end_job(code: int) -> None:
 
         # Give the launcher time to forward our message before it prints its own.
         time.sleep(_FORWARD_OUTPUT_SEC)
-        if shutdown.listens():
-            shutdown.end_all(code)
+        if shutdown.is_listening():
+            shutdown.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 

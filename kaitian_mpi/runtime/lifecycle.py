@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import prepare_environment, read_launch, usable_cores
-from kaitian_mpi.runtime.polling import shorten_naps
+from kaitian_mpi.runtime.polling import reduce_timer_slack
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,7 +31,7 @@ def start_mpi() -> MPI.Intracomm:
             `MPI_THREAD_MULTIPLE`, or the launcher's ranks do not see each other.
     """
     launch = read_launch(os.environ)
-    shorten_naps()
+    reduce_timer_slack()
     prepare_environment(os.environ, launch, usable_cores())
     try:
         _take_over_finalize()
@@ -51,8 +51,8 @@ def start_mpi() -> MPI.Intracomm:
             f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}: "
             "mpirun and mpi4py use different MPI libraries; use the mpirun of this environment"
         )
-    if ulfm.is_on() and not shutdown.listens():
-        close_at_exit(shutdown.listen(MPI.COMM_WORLD))
+    if ulfm.is_on() and not shutdown.is_listening():
+        close_at_exit(shutdown.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 
 
@@ -105,7 +105,7 @@ def leave_after_loss(code: int = 0) -> None:
 
     Across hosts, MPI_Finalize would wait for the dead ranks.
     """
-    if ulfm.has_shrunk():
+    if ulfm.has_survived_loss():
         _close_all()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -24,14 +24,14 @@ _TIMER_SLACK_NS = 1_000
 _abandoned: list[tuple[object, ...]] = []
 
 
-def shorten_naps() -> None:
+def reduce_timer_slack() -> None:
     """Shorten the timer slack of this thread and those it starts: by default it adds 50 us."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
-def nap(waited_sec: float, longest_sec: float = _MAX_NAP_SEC) -> None:
-    """Sleep for 2% of the time waited so far, at least 20 microseconds, at most `longest_sec`."""
-    time.sleep(min(max(waited_sec / 50, _MIN_NAP_SEC), longest_sec))
+def nap(waited_sec: float, max_sec: float = _MAX_NAP_SEC) -> None:
+    """Sleep for 2% of the time waited so far, at least 20 microseconds, at most `max_sec`."""
+    time.sleep(min(max(waited_sec / 50, _MIN_NAP_SEC), max_sec))
 
 
 def wait_until(

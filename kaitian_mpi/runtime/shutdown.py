@@ -25,12 +25,12 @@ _DELIVERY_SEC = 2.0
 _comm: MPI.Intracomm | None = None
 
 
-def listens() -> bool:
+def is_listening() -> bool:
     """Return whether this rank listens for a shutdown message."""
     return _comm is not None
 
 
-def listen(world: MPI.Intracomm) -> Callable[[], None]:
+def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
     """Exit this process as soon as another rank ends the job. Collective over all ranks.
 
     Returns:
@@ -51,7 +51,7 @@ def listen(world: MPI.Intracomm) -> Callable[[], None]:
     return close
 
 
-def end_all(code: int) -> None:
+def exit_all_ranks(code: int) -> None:
     """Make every rank exit with this code; does not return.
 
     A rank that does not receive the message within 2 s, because it is stopped or a call holds the

@@ -134,13 +134,13 @@ def _keep_from_children() -> None:
 
 def _exit_by_signal(number: int) -> None:
     if read_launch(os.environ).world_rank == 0:
-        say_past_launcher(f"{_REASONS[number]}; ending the job")
+        write_to_launcher_stderr(f"{_REASONS[number]}; ending the job")
     try:
         message = _on_exit_signal() if _on_exit_signal is not None else None
     except Exception as error:  # whatever it is, this process has to exit
         message = f"nothing could be saved: {error}"
     if message:
-        say_past_launcher(message)
+        write_to_launcher_stderr(message)
     elif message == "":
         # Another rank may be saving, and the launcher kills it once this one has exited.
         time.sleep(_OTHERS_SAVING_SEC)
@@ -155,7 +155,7 @@ def line_of(text: str) -> bytes:
     return f"{_program}: {text}\n".encode()
 
 
-def say_past_launcher(text: str) -> None:
+def write_to_launcher_stderr(text: str) -> None:
     """Write a line directly to the launcher's stderr: mpirun drops its ranks' output on Ctrl-C."""
     try:
         descriptor = open_launcher_stderr()

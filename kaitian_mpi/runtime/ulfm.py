@@ -112,7 +112,7 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     return cast("MPI.Intracomm", comm.Shrink())
 
 
-def has_shrunk() -> bool:
+def has_survived_loss() -> bool:
     """Return whether this process has survived the loss of a rank."""
     return _shrunk
 
