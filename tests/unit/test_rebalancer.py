@@ -52,13 +52,15 @@ class Job:
         self.rebalancer = Rebalancer(costs, self.shares)
         self.plans = []
         self.efficiency = []
+        self.best_sec = {}
 
     def run(self, steps, factors):
         """A rank is factors(step)[rank] times slower; what a step tells is known a step later."""
         told = None
         for step in range(steps):
             now = [m.times(f) for m, f in zip(self.true, factors(step), strict=True)]
-            self.efficiency.append(self._best(now) / self._seconds(now, self.shares))
+            best_sec = self._best_sec(tuple(factors(step)), now)
+            self.efficiency.append(best_sec / self._seconds(now, self.shares))
             work = [
                 m.seconds(b) * self.random.uniform(1 - self.noise, 1 + self.noise)
                 for m, b in zip(now, self.shares, strict=True)
@@ -75,8 +77,11 @@ class Job:
                 self.plans.append((step, plan))
                 self.shares = plan.batch_sizes
 
-    def _best(self, now):
-        return self._seconds(now, plan_fastest([RankCost(m) for m in now], self.batch))
+    def _best_sec(self, factors, now):
+        if factors not in self.best_sec:
+            best = plan_fastest([RankCost(m) for m in now], self.batch)
+            self.best_sec[factors] = self._seconds(now, best)
+        return self.best_sec[factors]
 
     @staticmethod
     def _seconds(models, shares):

@@ -31,6 +31,8 @@ done
 mkdir -p "$folder"
 summary() { echo "{\\"steps\\": $1, \\"finished\\": $2}" > "$folder/summary.json"; }
 """
+# In short pieces: a shell that is told to end may not know its newest child yet, and so not end it.
+WAIT = "echo > ready; while :; do sleep 0.05; done"
 AGENT = """#!/bin/sh
 echo "$@" >> asked
 case $1 in *198.51.100.3) exec sleep 60 ;; *198.51.100.4) exit 255 ;; *198.51.100.5) exit 0 ;; esac
@@ -162,7 +164,7 @@ def test_a_host_that_refuses_connections_is_lost(place):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_is_forwarded_once(place, number):
     name = number.name.removeprefix("SIG")
-    script = f"trap 'echo got >> got; kill $!; exit 7' {name}; sleep 60 & echo > ready; wait"
+    script = f"trap 'echo got >> got; exit 7' {name}; {WAIT}"
     process = start(place, script, "-np", "2", "kaitian-train")
     wait_for(place / "ready")
     process.send_signal(number)
@@ -174,8 +176,7 @@ def test_a_stop_signal_is_forwarded_once(place, number):
 
 
 def test_a_second_signal_is_forwarded(place):
-    script = """trap 'echo got >> got; n=$(($n + 1)); [ $n = 2 ] && kill $! && exit 7' TERM
-    sleep 60 & echo > ready; wait; wait"""
+    script = f"trap 'echo got >> got; n=$(($n + 1)); [ $n = 2 ] && exit 7' TERM; {WAIT}"
     process = start(place, script, "-np", "2", "kaitian-train")
     wait_for(place / "ready")
     process.send_signal(signal.SIGTERM)
@@ -187,7 +188,7 @@ def test_a_second_signal_is_forwarded(place):
 
 
 def test_sigusr1_is_forwarded_and_ends_nothing(place):
-    script = "trap 'summary 1 true; kill $!; exit 0' USR1; sleep 60 & echo > ready; wait"
+    script = f"trap 'summary 1 true; exit 0' USR1; {WAIT}"
     process = start(place, script, "-np", "2", "kaitian-train")
     wait_for(place / "ready")
     process.send_signal(signal.SIGUSR1)
@@ -196,7 +197,7 @@ def test_sigusr1_is_forwarded_and_ends_nothing(place):
 
 
 def test_mpirun_does_not_outlive_its_supervisor(place):
-    script = "trap 'kill $!; echo > ended; exit 0' TERM; sleep 60 & echo > ready; wait"
+    script = f"trap 'echo > ended; exit 0' TERM; {WAIT}"
     process = start(place, script, "-np", "2", "kaitian-train")
     wait_for(place / "ready")
     process.kill()
@@ -273,8 +274,8 @@ def test_ranks_are_found_by_their_job_mark(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_snapshots_are_removed_after_a_signal(place, number):
-    script = """folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname); mkdir -m 700 $folder
-    echo kept > $folder/file; trap 'kill $!; exit 7' INT TERM; sleep 60 & echo > ready; wait"""
+    script = f"""folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname)
+    mkdir -m 700 $folder; echo kept > $folder/file; trap 'exit 7' INT TERM; {WAIT}"""
     process = start(place, script, "-np", "2", "kaitian-train")
     wait_for(place / "ready")
     name = (place / "names").read_text().split()[0]
