@@ -31,6 +31,7 @@ for _name, _earlier in (
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(least): needs at least so many ranks")
+    config.addinivalue_line("markers", "sizes(*ranks): other numbers of ranks would show no more")
     if LAUNCH.world_rank != 0:  # one rank speaks; a failure is printed by whoever has it
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
@@ -40,6 +41,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("ranks"):
         if LAUNCH.world_size < marker.args[0]:
             pytest.skip(f"needs at least {marker.args[0]} ranks")
+    sizes = item.get_closest_marker("sizes")
+    if sizes and LAUNCH.world_size not in sizes.args:
+        pytest.skip(f"runs on {' or '.join(map(str, sizes.args))} ranks")
     faulthandler.dump_traceback_later(_LONGEST_TEST_SEC, exit=True, file=sys.__stderr__)
 
 

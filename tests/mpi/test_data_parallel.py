@@ -184,6 +184,7 @@ def test_a_forward_does_not_wait_for_a_slower_rank(world):
     assert_equal_gradients(model, alone)
 
 
+@pytest.mark.sizes(3)
 def test_samples_are_counted_in_any_argument(world):
     data, alone = Data(world), Network()
     loss_of(alone, data.whole(0)).backward()
@@ -194,6 +195,7 @@ def test_samples_are_counted_in_any_argument(world):
         assert_equal_gradients(model, alone)
 
 
+@pytest.mark.sizes(3)
 def test_samples_of_counts_the_samples(world):
     data, alone = Data(world), Network()
     loss_of(alone, data.whole(0)).backward()
@@ -242,12 +244,14 @@ def test_over_a_subgroup(world):
         assert_equal_gradients(model, alone)
 
 
+@pytest.mark.sizes(3)
 def test_no_samples_on_any_rank_gives_no_gradient(world):
     model = data_parallel(nn.Linear(6, 1))
     model(torch.ones(0, 6)).mean().backward()
     assert model.module.weight.grad.tolist() == [[0.0] * 6]
 
 
+@pytest.mark.sizes(1)
 def test_inputs_that_cannot_be_counted(world):
     model = data_parallel(Network())
     with pytest.raises(ValueError, match=r"no tensor .* \(list, int\).* pass samples_of="):
@@ -257,6 +261,7 @@ def test_inputs_that_cannot_be_counted(world):
         model(torch.ones(1, 6))
 
 
+@pytest.mark.sizes(1)
 def test_join_is_rejected(world):
     model = data_parallel(Network())
     with pytest.raises(UnsupportedError, match="batches of 0 rows"), model.join():

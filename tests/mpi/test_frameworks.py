@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi import data_parallel
 
 # torch's own notes about its older parts.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sizes(1, 3)]
 
 
 def one_step(model, size=4):
@@ -38,7 +38,7 @@ def test_device_mesh_and_subgroups(world):
     assert tensor.item() == world.size
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.sizes(4)
 def test_device_mesh_slices(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for name, members in (

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 MB = 1 << 20
 SIZE = 64 * MB
 # Scratch of a few megabytes, MPI's own buffers, and what Python takes meanwhile.

@@ -24,6 +24,8 @@ from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.training.trainer import Trainer
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 EPOCHS = 2
 STEPS = math.ceil(LENGTH / BATCH)
 COMMITS = STEPS + 1  # of an epoch: its steps, and the evaluation

@@ -20,6 +20,8 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.training.session import train
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 LENGTH, BATCH = 60, 12
 STEPS = LENGTH // BATCH
 

@@ -37,7 +37,7 @@ CALLS = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_timeout_names_the_missing_rank(world, last, one_second_group, call):
     call(one_second_group, world.size)
@@ -54,7 +54,7 @@ def test_a_timeout_names_the_missing_rank(world, last, one_second_group, call):
     dist.barrier()  # another group goes on
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(2, 3)
 def test_a_rank_that_arrives_within_the_timeout_is_waited_for(world, last, one_second_group):
     if world.rank == last:
         time.sleep(0.7)
@@ -63,7 +63,7 @@ def test_a_rank_that_arrives_within_the_timeout_is_waited_for(world, last, one_s
     assert tensor.tolist() == [float(world.size)] * 2
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(2, 3)
 def test_work_state(world, last):
     tensor, token = torch.ones(4), torch.zeros(1)
     if world.rank == last:
@@ -91,6 +91,7 @@ def test_a_futures_then_receives_the_result(world):
     assert halved.wait().tolist() == [world.size / 2] * 2
 
 
+@pytest.mark.sizes(1, 3)
 def test_thousands_in_flight_complete_in_order(world):
     tensors = [torch.full((1 + number % 7,), float(number)) for number in range(3_000)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -99,6 +100,7 @@ def test_thousands_in_flight_complete_in_order(world):
         assert tensors[number][0].item() == number * world.size
 
 
+@pytest.mark.sizes(1, 3)
 def test_several_threads_may_each_use_their_own_group(world):
     groups = [dist.new_group() for _ in range(3)]
     sums = {}
@@ -133,7 +135,7 @@ def test_debug_detail_accepts_matching_calls(world, detailed_group):
     dist.barrier(group)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
     ("differing", "agreed", "message"),
     [
@@ -165,6 +167,7 @@ def test_debug_detail_names_the_mismatch(world, last, detailed_group, differing,
         (differing if world.rank == last else agreed)(detailed_group)
 
 
+@pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
 def test_profiles_name_the_operations(world, in_background):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -211,7 +214,7 @@ def test_monitored_barrier_raises_on_the_ranks_that_arrived(world, last):
             dist.monitored_barrier()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(2, 3)
 def test_monitored_barrier_does_not_wait_for_queued_work(world, last):
     """It is there to name the rank for which that waits, within its own time-out."""
     tensor = torch.ones(3)
@@ -332,6 +335,7 @@ def test_inference_tensors(world, mode_outside):
     assert ring.tolist() == [float(world.size > 1)] * 4
 
 
+@pytest.mark.sizes(1, 3)
 def test_meta_tensors(world):
     assert dist.all_reduce(torch.ones(4, device="meta")) is None
 
@@ -369,6 +373,7 @@ def test_empty_and_single_element_tensors(world, place, shape):
     assert torch.equal(values(swapped), values(gathered))
 
 
+@pytest.mark.sizes(1, 3)
 def test_groups_can_be_destroyed_and_created_again(world):
     for _ in range(3):
         group = dist.new_group()

@@ -14,6 +14,8 @@ from kaitian_mpi.engine.setup import check_same_samples, prepare_without_folder
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 
 class Unseeded(nn.Module):
     """Initialised by numpy, whose seed is another on each rank."""

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from kaitian_mpi.mpi.store import MPIStore
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 
 @pytest.fixture
 def store(world):

@@ -25,6 +25,8 @@ from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.step_exchange import StepExchange, StepReport
 from kaitian_mpi.training.trainer import Trainer
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 LENGTH, BATCH = 150, 24
 
 

@@ -16,7 +16,7 @@ SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=60)
 SOON_SEC = 20  # where the time-out is LONG
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = pytest.mark.sizes(2, 3)
 
 
 def add(group=None):
