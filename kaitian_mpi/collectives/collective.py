@@ -96,9 +96,12 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def in_turn(method: Callable[..., None], each: Iterable[tuple[Any, ...]]) -> Call:
     """Return a call of `method` with each of several tuples of arguments, in order."""
-    return partial(_call_each, method, list(each))
+    several = list(each)
+    if len(several) == 1:
+        return partial(method, *several[0])
+    return partial(_call_each, method, several)
 
 
-def _call_each(method: Callable[..., None], each: list[tuple[Any, ...]]) -> None:
-    for arguments in each:
+def _call_each(method: Callable[..., None], several: list[tuple[Any, ...]]) -> None:
+    for arguments in several:
         method(*arguments)

@@ -273,10 +273,8 @@ class AllToAllSingle(LibraryCollective):
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it."""
-        return torch_releases.all_to_all_single(
-            library,
-            *(self.outputs[0], self.inputs[0], *self.splits, self.options),
-        )
+        output, tensor = self.outputs[0], self.inputs[0]
+        return torch_releases.all_to_all_single(library, output, tensor, *self.splits, self.options)
 
     def _counts(self, size: int) -> tuple[list[int], list[int]]:
         received = element_counts(self.outputs[0], self.splits[0], size)
@@ -286,7 +284,6 @@ class AllToAllSingle(LibraryCollective):
 class Barrier(Collective):
     """Wait for every rank."""
 
-    __slots__ = ()
     __slots__ = ()
     name = operator = "barrier"
 
