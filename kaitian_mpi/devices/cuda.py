@@ -42,7 +42,8 @@ class CudaDevice(Accelerator):
 
         AMD's devices have the same torch type, in a torch that was built for them.
         """
-        return super().count() if torch.version.cuda else 0
+        # Not `is_available`, which starts the CUDA driver even in a rank that takes the CPU.
+        return torch.cuda.device_count() if torch.version.cuda else 0
 
     def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether NCCL moves or reduces this type; the rest goes through host memory."""
