@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainers import endless, make_config, make_trainer, timed
 
 import kaitian_mpi
-from kaitian_mpi.elastic.membership import Crew
+from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import wait_quietly
@@ -57,8 +57,8 @@ def agree_alone(world: World) -> float:
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Alternate blocks of steps. Collective."""
-    config, crew = make_config(options.model, options.batch), Crew(world)
-    commit = Stopwatch(crew.commit)
+    config, membership = make_config(options.model, options.batch), Membership(world)
+    commit = Stopwatch(membership.commit)
     ready, plain = make_trainer(config, world, commit), make_trainer(config, world)
     state = ready[0].state
     copy = Stopwatch(state.begin_piece)
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps per block")
     options = parser.parse_args()
     world = kaitian_mpi.init()
-    if not Crew(world).survives:
+    if not Membership(world).survives:
         sys.exit("this job cannot recover from a lost rank: start it with mpirun --with-ft ulfm")
     found = measure(world, options)
     if world.rank == 0:

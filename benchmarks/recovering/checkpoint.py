@@ -21,7 +21,7 @@ from trainers import endless, make_config, make_trainer, timed
 
 import kaitian_mpi
 from kaitian_mpi.benchmark.plan import profile_unmeasured
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
@@ -32,12 +32,12 @@ from kaitian_mpi.training.trainer import Trainer
 WARM_UP = 4
 
 
-def memory_of(config: TrainConfig, trainer: Trainer) -> Memory:
+def metadata_of(config: TrainConfig, trainer: Trainer) -> RunMetadata:
     """Return the run metadata that is saved with the state."""
     places = [info.place for info in trainer.world.infos]
     profiles = {place: profile_unmeasured(config) for place in places}
     shares = trainer.sampler.batch_sizes
-    return Memory(config, profiles, [], "direct", places, shares, [])
+    return RunMetadata(config, profiles, [], "direct", places, shares, [])
 
 
 def is_writing(world: World) -> bool:
@@ -50,14 +50,14 @@ def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str
     """Save every few steps and return the times. Collective."""
     config = make_config(options.model, options.batch)
     trainer, follow_up = make_trainer(config, world)
-    memory, checkpoints = memory_of(config, trainer), Checkpointing(config, folder)
+    metadata, checkpoints = metadata_of(config, trainer), Checkpointing(config, folder)
     steps = endless(trainer, follow_up)
     timed(world, steps, WARM_UP)
     saves, written, normal, after = [], [], [], []
     for _ in range(options.saves):
         wait_quietly(world.comm)
         began, clock = time.perf_counter(), time.time()
-        checkpoints.save(world, trainer.state, memory)
+        checkpoints.save(world, trainer.state, metadata)
         saves.append(time.perf_counter() - began)
         after.append(timed(world, steps, 1))
         while is_writing(world):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kaitian_mpi.backend import BACKEND, SCHEME, registration
 from kaitian_mpi.backend.registration import replace
 from kaitian_mpi.mpi.job_store import close_lost_job_store
-from kaitian_mpi.mpi.world import World, join_world, keep_ranks
+from kaitian_mpi.mpi.world import World, join_world, set_current_world
 from kaitian_mpi.runtime.abort import guard_script
 from kaitian_mpi.runtime.lifecycle import start_mpi
 
@@ -32,26 +32,14 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
     guard_script()
     world = join_world(start_mpi(), devices, emulate_kinds)
     registration.register()
-    dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
+    open_process_group(world)
     return world
 
 
-def go_on_with(world: World, ranks: Sequence[int]) -> World | None:
-    """Put a process group of some ranks in the place of that of all. Collective over `world`.
-
-    Args:
-        world: the ranks so far; their default process group ends.
-        ranks: those to go on with, at least one, in ascending order.
-
-    Returns:
-        The world of these ranks; None on a rank that is not among them, which has no process group
-        any more.
-    """
-    close_process_group()
-    kept = keep_ranks(world, ranks)
-    if kept is not None:
-        dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
-    return kept
+def open_process_group(world: World) -> None:
+    """Make the default process group of these ranks. Collective over them."""
+    set_current_world(world)
+    dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
 
 
 def close_process_group() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kaitian_mpi.balance.optimum import RankCost
@@ -25,58 +25,17 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 
 
+@dataclass(frozen=True)
 class Profiles:
-    """The profile of each rank by its place, the same on every rank.
+    """The profile of each rank by its place, the same on every rank."""
 
-    Attributes:
-        by_place: the profiles.
-        are_remembered: whether they come from an earlier job.
-        min_batch: the fewest samples that the model can train on at once.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._results: dict[str, RankBenchmark] = {}
-        self.by_place: dict[str, Profile] = {}
-        self.are_remembered = False
-        self.min_batch = 1
-
-    @property
-    def are_measured(self) -> bool:
-        """Whether this job has benchmarked its ranks."""
-        return bool(self._results)
-
-    def find_out(
-        self,
-        world: World,
-        made: Ingredients,
-        slowdown: Slowdown,
-        known: Mapping[str, Profile],
-    ) -> None:
-        """Remember, benchmark or, with `--balance off`, assume what the ranks are like. Collective.
-
-        Args:
-            world: all ranks.
-            made: model and data.
-            slowdown: this rank's emulated slowdown.
-            known: the profiles that an earlier job has found out, by place.
-        """
-        self.min_batch = find_min_batch(self._config, world, made.model, made.data.train)
-        places = [info.place for info in world.infos]
-        # An earlier job with `--balance off` has measured nobody.
-        self.are_remembered = set(places) <= set(known) and (
-            self._config.balance == "off" or all(known[place].cost for place in places)
-        )
-        if self.are_remembered:
-            self.by_place = dict(known)
-        elif self._config.balance == "off":
-            self.by_place = {place: profile_unmeasured(self._config) for place in places}
-        else:
-            data, least = made.data.train, self.min_batch
-            results = benchmark_ranks(self._config, world, made.model, data, slowdown, least)
-            self._results = dict(zip(places, results, strict=True))
-            self.by_place = {place: profile_of(result) for place, result in self._results.items()}
-            write_benchmark(world, made, results)
+    by_place: Mapping[str, Profile]
+    min_batch: int = 1
+    """The fewest samples that the model can train on at once."""
+    are_remembered: bool = False
+    """Whether they come from an earlier job."""
+    measured: Mapping[str, RankBenchmark] = field(default_factory=dict)
+    """This job's benchmark, by place; empty where there was none."""
 
     def costs(self, infos: Sequence[RankInfo]) -> list[RankCost] | None:
         """Return what a step costs these ranks; None where any was not measured."""
@@ -84,23 +43,22 @@ class Profiles:
         known = [cost for cost in costs if cost is not None]
         return known if len(known) == len(costs) else None
 
-    def learn(
-        self, world: World, infos: Sequence[RankInfo], costs: Sequence[RankCost] | None
-    ) -> None:
-        """Take over what training has found out about some ranks; all take the same. Collective.
+    def learn(self, world: World, costs: Mapping[str, RankCost]) -> Profiles:
+        """Return these with the costs that training has found; all ranks use the same. Collective.
 
         Args:
-            world: the ranks that shall know it.
-            infos: of the ranks that it is about.
-            costs: of these; None where this rank has nothing to tell.
+            world: the active ranks.
+            costs: by place; empty where this rank knows none.
         """
-        own = costs and {i.place: c.to_json() for i, c in zip(infos, costs, strict=True)}
-        told: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
-        for place, cost in told.items():
-            profile = self.by_place[place]
-            self.by_place[place] = dataclasses.replace(profile, cost=RankCost.from_json(cost))
+        own = {place: cost.to_json() for place, cost in costs.items()}
+        known: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
+        learned = {
+            place: replace(self.by_place[place], cost=RankCost.from_json(cost))
+            for place, cost in known.items()
+        }
+        return replace(self, by_place={**self.by_place, **learned})
 
-    def plan(self, world: World) -> Plan:
+    def plan(self, config: TrainConfig, world: World) -> Plan:
         """Share the global batch by what is known of these ranks. Collective.
 
         Raises:
@@ -108,10 +66,43 @@ class Profiles:
         """
         profiles = [self.by_place[info.place] for info in world.infos]
         with faults_agreed(world.comm):
-            return make_plan(self._config, world, profiles, self.min_batch)
+            return make_plan(config, world, profiles, self.min_batch)
 
     def show(self, world: World, made: Ingredients, plan: Plan) -> None:
-        """Show what the benchmark has found out about these ranks, and their shares."""
+        """Show what the benchmark has found out about these ranks, and their batch sizes."""
         slowed = [describe_slowdown(made.slowdowns[info.world_rank]) for info in world.infos]
-        results = [self._results[info.place] for info in world.infos]
+        results = [self.measured[info.place] for info in world.infos]
         show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
+
+
+def find_profiles(
+    config: TrainConfig,
+    world: World,
+    made: Ingredients,
+    slowdown: Slowdown,
+    known: Mapping[str, Profile],
+) -> Profiles:
+    """Remember, benchmark or, with `--balance off`, assume what the ranks are like. Collective.
+
+    Args:
+        config: the benchmark's settings.
+        world: all ranks.
+        made: model and data.
+        slowdown: this rank's emulated slowdown.
+        known: the profiles that an earlier job has found, by place.
+    """
+    min_batch = find_min_batch(config, world, made.model, made.data.train)
+    places = [info.place for info in world.infos]
+    # An earlier job with `--balance off` has measured none.
+    are_remembered = set(places) <= set(known) and (
+        config.balance == "off" or all(known[place].cost for place in places)
+    )
+    if are_remembered:
+        return Profiles(dict(known), min_batch, are_remembered=True)
+    if config.balance == "off":
+        return Profiles({place: profile_unmeasured(config) for place in places}, min_batch)
+    results = benchmark_ranks(config, world, made.model, made.data.train, slowdown, min_batch)
+    measured = dict(zip(places, results, strict=True))
+    profiles = {place: profile_of(result) for place, result in measured.items()}
+    write_benchmark(world, made, results)
+    return Profiles(profiles, min_batch, measured=measured)

@@ -1,4 +1,4 @@
-"""What a run remembers besides its state, so that it can go on as it was."""
+"""The metadata of a run, saved with its state so that it can be resumed as it was."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kaitian_mpi.benchmark.plan import Profile
 from kaitian_mpi.config import TrainConfig
 
 
-class Memory:
+class RunMetadata:
     """Plain values that are saved with the state.
 
     Attributes:
@@ -57,7 +57,7 @@ class Memory:
         return {**vars(self), "profiles": profiles}
 
     @staticmethod
-    def from_json(content: dict[str, Any]) -> Memory:
+    def from_json(content: dict[str, Any]) -> RunMetadata:
         """Return what `to_json` was made from."""
         profiles = {
             place: Profile(
@@ -67,4 +67,4 @@ class Memory:
             )
             for place, of_place in content["profiles"].items()
         }
-        return Memory(**{**content, "profiles": profiles})
+        return RunMetadata(**{**content, "profiles": profiles})

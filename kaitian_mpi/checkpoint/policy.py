@@ -12,7 +12,7 @@ from typing import Any
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.checkpoint.format import Checkpoint
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
@@ -112,14 +112,14 @@ class Checkpointing:
         return wanted or (every > 0 and step % every == 0)
 
     def save(
-        self, world: World, state: TrainingState, memory: Memory, score: float | None = None
+        self, world: World, state: TrainingState, metadata: RunMetadata, score: float | None = None
     ) -> None:
         """Save the state. Collective.
 
         Args:
             world: the ranks that train.
             state: between two steps.
-            memory: what goes with it.
+            metadata: what goes with it.
             score: how good the model is, if it has just been evaluated; higher is better.
         """
         self.begin()
@@ -127,13 +127,13 @@ class Checkpointing:
         own = gather_bytes(world.comm, to_bytes(state.own()), 0)
         if world.rank == 0:
             parts = [from_bytes(content) for content in own]
-            self._submit(self._writer, state, memory, parts, score)
+            self._submit(self._writer, state, metadata, parts, score)
 
     def prepare_exit(self, state: TrainingState) -> None:
         """Copy the state to the host, for `save_at_exit` in a process without the device."""
         self._exit_copy = copy_to_host(state.shared(), self._writer.take_spare())
 
-    def save_at_exit(self, state: TrainingState, memory: Memory) -> str:
+    def save_at_exit(self, state: TrainingState, metadata: RunMetadata) -> str:
         """Save the last complete step, in a process forked from the one that trains.
 
         Not collective: the state that only other ranks hold is not saved.
@@ -145,7 +145,7 @@ class Checkpointing:
         if step == 0:
             return "no step has completed yet: nothing is saved"
         content = self._exit_copy or without_copy(state.shared())
-        content |= {"own": [], "memory": memory.to_json()}
+        content |= {"own": [], "memory": metadata.to_json()}
         # The checkpoint of this step may still be in writing when the rank is killed; it has the
         # score.
         is_saved = step == self._saved_step
@@ -161,14 +161,14 @@ class Checkpointing:
         return f"step {step} is saved: --resume auto resumes from it"
 
     def begin_course(
-        self, world: World, state: TrainingState, memory: Memory, origin: Path
+        self, world: World, state: TrainingState, metadata: RunMetadata, origin: Path
     ) -> Path | None:
         """Let `--resume auto` return to where the run begins now, not to where it was. Collective.
 
         Args:
             world: the ranks that train.
             state: as it was loaded.
-            memory: what goes with it.
+            metadata: what goes with it.
             origin: the checkpoint that it was loaded from, which the user has named.
 
         Returns:
@@ -181,7 +181,7 @@ class Checkpointing:
         folder, step = None, state.progress.step
         is_own = gather_values(world.comm, self._files.holds(origin))[0]
         if not is_own:
-            self.save(world, state, memory)
+            self.save(world, state, metadata)
         snapshots = self._snapshot_files
         with faults_agreed(world.comm):
             if world.rank == 0:
@@ -206,7 +206,9 @@ class Checkpointing:
                 f"aside: {error.strerror}; name another --run-dir"
             ) from error
 
-    def snapshot(self, world: World, state: TrainingState, memory: Callable[[], Memory]) -> None:
+    def snapshot(
+        self, world: World, state: TrainingState, metadata: Callable[[], RunMetadata]
+    ) -> None:
         """Keep the state in this host's memory, every few steps. Not collective.
 
         After the first step as well, so that a restarted job needs no benchmark.
@@ -216,7 +218,7 @@ class Checkpointing:
         step = state.progress.step
         due = step == 1 or step % self._config.snapshot_every == 0
         if self._snapshots is not None and due and speaks_for_host:
-            self._submit(self._snapshots, state, memory(), [], None)
+            self._submit(self._snapshots, state, metadata(), [], None)
 
     def wait(self) -> None:
         """Wait until everything submitted is on disk or has failed."""
@@ -231,7 +233,7 @@ class Checkpointing:
         except OSError:
             return False
 
-    def keep_in_memory(self, state: TrainingState, memory: Memory) -> str:
+    def keep_in_memory(self, state: TrainingState, metadata: RunMetadata) -> str:
         """Keep the state in this host's memory, since it cannot be written to disk.
 
         Returns:
@@ -241,7 +243,7 @@ class Checkpointing:
         name = self._snapshots_name or secrets.token_hex(8)
         files = SnapshotFiles(snapshot_folder(name))
         writer = self._snapshots or BackgroundWriter(files)
-        self._submit(writer, state, memory, [], None)
+        self._submit(writer, state, metadata, [], None)
         writer.wait()
         return name if files.steps() else ""
 
@@ -256,12 +258,12 @@ class Checkpointing:
     def _submit(
         writer: BackgroundWriter,
         state: TrainingState,
-        memory: Memory,
+        metadata: RunMetadata,
         own: list[dict[str, Any]],
         score: float | None,
     ) -> None:
         content = copy_to_host(state.shared(), writer.take_spare())
-        content |= {"own": own, "memory": memory.to_json()}
+        content |= {"own": own, "memory": metadata.to_json()}
         writer.submit(content, _about(state, score))
 
 

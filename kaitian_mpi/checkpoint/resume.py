@@ -13,9 +13,9 @@ import torch
 from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.checkpoint.format import Checkpoint
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import snapshot_files
-from kaitian_mpi.checkpoint.resume_rules import Renewed, compare_flags
+from kaitian_mpi.checkpoint.resume_rules import Changes, compare_flags
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import AgreedError, UserError
@@ -24,11 +24,11 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """What an earlier job has left."""
 
-    memory: Memory | None = None
+    metadata: RunMetadata | None = None
     """The same on every rank; None where nothing was found, or asked for."""
     progress: dict[str, Any] = field(default_factory=dict)
     """How far the checkpoint is, on every rank: the fields of `Progress`."""
@@ -36,8 +36,6 @@ class Found:
     """The checkpoint, on the one rank that holds it."""
     name: str = ""
     """Where it was."""
-    renewed: frozenset[Renewed] = frozenset()
-    """What the earlier job found out and this one has to find out again."""
 
 
 def find_checkpoint(config: TrainConfig, world: World, run_folder: Path, resume: str) -> Found:
@@ -71,41 +69,40 @@ def find_checkpoint(config: TrainConfig, world: World, run_folder: Path, resume:
         return Found()
     best = told[source]
     return Found(
-        Memory.from_json(best["memory"]),
+        RunMetadata.from_json(best["memory"]),
         best["progress"],
         own.state if own is not None and world.rank == source else None,
         f"{best['name']} on {world.infos[source].host}",
     )
 
 
-def check_resumable(config: TrainConfig, world: World, found: Found, data_set: str) -> list[str]:
+def check_resumable(config: TrainConfig, world: World, found: Found, data_set: str) -> Changes:
     """Check a checkpoint's settings against those of now.
 
     Args:
         config: the settings of this job.
         world: its ranks.
-        found: a checkpoint; what its job knew and this one has to find out again is noted in it.
+        found: a checkpoint.
         data_set: what tells this job's data set from others.
 
     Returns:
-        Lines to say: what has changed, and what becomes of it.
+        What has changed, and what becomes of it.
 
     Raises:
         AgreedError: they are of different runs.
     """
-    memory = found.memory
-    assert memory is not None
-    known = all(info.place in memory.profiles for info in world.infos)
-    changes = compare_flags(memory.config, config, known)
+    metadata = found.metadata
+    assert metadata is not None
+    known = all(info.place in metadata.profiles for info in world.infos)
+    changes = compare_flags(metadata.config, config, known)
     if changes.refused:
         raise AgreedError(changes.refused)
-    if memory.data_set not in ("", data_set):
+    if metadata.data_set not in ("", data_set):
         raise AgreedError(
-            f"the data set: found {data_set}, needed {memory.data_set}, with which the checkpoint "
-            "was made; give the same data, or another --run-dir"
+            f"the data set: found {data_set}, needed {metadata.data_set}, with which the "
+            "checkpoint was made; give the same data, or another --run-dir"
         )
-    found.renewed = changes.renewed
-    return list(changes.lines)
+    return changes
 
 
 def is_over(config: TrainConfig, progress: dict[str, Any]) -> bool:
@@ -175,11 +172,11 @@ def restore(world: World, state: TrainingState, found: Found, seed: int) -> None
     Raises:
         AgreedError: it is of another model.
     """
-    memory, content = found.memory, found.content
-    assert memory is not None
-    is_same_crew = memory.crew == [info.place for info in world.infos]
+    metadata, content = found.metadata, found.content
+    assert metadata is not None
+    is_same_crew = metadata.crew == [info.place for info in world.infos]
     with faults_agreed(world.comm):
-        load_content(state, content, None if is_same_crew else memory.batch_sizes)
+        load_content(state, content, None if is_same_crew else metadata.batch_sizes)
     source = state.even_out(world)
     # A rank that has read a checkpoint and is not heard would have the run begin at step 0.
     assert state.progress.step == found.progress["step"]

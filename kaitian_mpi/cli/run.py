@@ -42,9 +42,9 @@ def main() -> None:
         set_environment(os.environ, comm.rank, hosts, port, run_id)
 
         from kaitian_mpi.backend.startup import use_backend_for
-        from kaitian_mpi.mpi.world import join_world
+        from kaitian_mpi.mpi.world import join_world, set_current_world
 
-        join_world(comm, chosen.devices, chosen.emulate_kinds)
+        set_current_world(join_world(comm, chosen.devices, chosen.emulate_kinds))
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
         run_script(chosen.script, chosen.arguments)
 

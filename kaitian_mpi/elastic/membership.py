@@ -1,7 +1,8 @@
-"""The ranks that train and those that stand by, and how they go on when one is lost.
+"""Which ranks are in the job: the active ones, those on standby, and how they regroup after a loss.
 
-Work is done in pieces, each of which ends with `Crew.commit`: either every rank has done the piece,
-or none has. So after a loss all that live stand at the same point and do the same piece again.
+Work is divided into units, each of which ends with `Membership.commit`: either every active rank
+has done the unit, or none has. So after a loss all ranks that live are at the same point and do the
+same unit again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kaitian_mpi.backend.startup import close_process_group, go_on_with
-from kaitian_mpi.elastic.roles import Roles, plan_recovery, plan_roles
+from kaitian_mpi.backend.startup import close_process_group, open_process_group
+from kaitian_mpi.elastic.standby import Standby, plan_standby, replace_lost
 from kaitian_mpi.errors import CollectiveError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.mpi.world import World, survivors_of
+from kaitian_mpi.mpi.world import World, keep_ranks, survivors_of
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.polling import WakeUp, wait_until, wake_up
 
@@ -24,11 +25,11 @@ Result = TypeVar("Result")
 
 _LOOKING_SEC = 0.05
 _NOTICING_SEC = 0.5
-_MOST_FALSE_ALARMS = 3  # in a row
+_MAX_FALSE_ALARMS = 3  # in a row
 
 
 class NotCommittedError(CollectiveError):
-    """A piece of work that did not come about on every rank; all ranks that live raise it."""
+    """A unit of work that some rank has not done; all ranks that live raise it."""
 
 
 @dataclass
@@ -41,87 +42,88 @@ class Loss:
     noticed: float
     """The same by `time.perf_counter`."""
     step: int | None = None
-    """The step that was begun or done again after it; None until training goes on."""
-    is_told: bool = False
+    """The step that was started or repeated after it; None until training goes on."""
+    is_logged: bool = False
     recovery_sec: float | None = None
-    """From the notice until the interrupted piece of work was done; None until it is."""
+    """From the notice until the interrupted unit of work was done; None until it is."""
 
 
-class Crew:
-    """All ranks of the job that live.
+class Membership:
+    """The ranks of the job that live, and which of them are active.
 
-    Where the job was not started so that it can live on (`mpirun --with-ft ulfm`), a loss ends it,
-    and `commit` costs nothing.
+    The one place that changes the job's ranks, and the default process group with them. Where the
+    job was not started to survive a loss (`mpirun --with-ft ulfm`), a loss ends it, and `commit`
+    costs nothing.
     """
 
-    def __init__(self, whole: World) -> None:
-        """Begin with all ranks at work, which have a default process group."""
-        self.whole = whole
+    def __init__(self, world: World) -> None:
+        """Begin with all ranks active, as members of the default process group."""
+        self.all_ranks = world
         """All ranks that live."""
-        self.world: World | None = whole
-        """Those that train; None on a rank that stands by."""
+        self.active: World | None = world
+        """Those that train; None on a rank on standby."""
         self.losses: list[Loss] = []
-        """What has been survived."""
-        self._roles = Roles()
-        self._has_finished = False
+        """The losses that were survived."""
+        self._standby = Standby()
+        self._is_released = False
         self._false_alarms = 0
 
     @property
     def survives(self) -> bool:
-        """Whether the job lives on when a rank dies."""
+        """Whether the job survives the death of a rank."""
         return ulfm.is_on()
 
     @property
-    def has_reformed(self) -> bool:
-        """Whether those that train are others than all ranks that started."""
-        return bool(self.losses) or self._roles != Roles()
+    def has_changed(self) -> bool:
+        """Whether the active ranks are others than all ranks that started."""
+        return bool(self.losses) or self._standby != Standby()
 
     def attempt(self, work: Callable[[World], Result]) -> Result | None:
-        """Do a piece of work on the ranks that train; do it again after a loss. Collective.
+        """Do work on the active ranks; repeat it after a loss. Collective.
 
         Args:
-            work: collective over the ranks it is given, the ones that train. After a loss it is
-                called again, on fewer ranks or others; what it has committed is done for good.
+            work: collective over the ranks it is given, the active ones. After a loss it is called
+                again, on fewer ranks or others; units that it has committed are done for good.
 
         Returns:
-            What the work returns; None on a rank that stood by until the others were done.
+            What the work returns; None on a rank that was on standby until the others were done.
         """
         while True:
             noticed: Exception
             try:
-                if self.world is None:
-                    if self._stand_by():
+                if self.active is None:
+                    if self._wait_on_standby():
                         return None
-                    raise NotCommittedError("those that train have called")
-                result = work(self.world)
+                    raise NotCommittedError("the active ranks regroup")
+                result = work(self.active)
                 self.commit()
                 return result
             except NotCommittedError as error:
                 noticed = error
             except Exception as error:
-                if not self._may_be_loss(error, self.world or self.whole):
+                if not self._may_be_loss(error, self.active or self.all_ranks):
                     raise
                 noticed = error
                 ulfm.revoke_all()
-                if self.world is not None:
-                    ulfm.agree(self.world.comm, False)
+                if self.active is not None:
+                    ulfm.agree(self.active.comm, False)
             self._regroup(noticed)
-            if self._has_finished:
+            if self._is_released:
                 return None
 
-    def commit(self, well: bool = True) -> None:
-        """End a piece of work. Collective over the ranks that train.
+    def commit(self, ok: bool = True) -> None:
+        """End a unit of work. Collective over the active ranks.
 
         Args:
-            well: whether this rank has done it.
+            ok: whether this rank has done it.
 
         Raises:
             NotCommittedError: some rank has not, or is lost; on every rank.
         """
         if not self.survives:
             return
-        assert self.world is not None
-        if not ulfm.agree(self.world.comm, well):
+        assert self.active is not None
+        if not ulfm.agree(self.active.comm, ok):
             ulfm.revoke_all()
             raise NotCommittedError("a rank is lost")
         self._false_alarms = 0
@@ -130,26 +132,26 @@ class Crew:
                 break
             loss.recovery_sec = time.perf_counter() - loss.noticed
 
-    def set_aside(self, spares: int, left_out: Collection[int]) -> None:
-        """Let some ranks stand by from now on. Collective over all ranks.
+    def put_on_standby(self, spares: int, excluded: Collection[int]) -> None:
+        """Let some ranks be on standby from now on. Collective over all ranks.
 
         Args:
             spares: how many of the last.
-            left_out: positions in `whole` of those that the job is faster without.
+            excluded: numbers in MPI's world of those that the job is faster without.
         """
-        roles = plan_roles(self.whole.infos, spares, left_out)
-        if roles == Roles():
+        standby = plan_standby(self.all_ranks.infos, spares, excluded)
+        if standby == Standby():
             return
-        self._roles = roles
+        self._standby = standby
         try:
-            self.world = go_on_with(self.whole, roles.working(self.whole.infos))
-            well, noticed = True, None
+            self.active = _activate(self.all_ranks, standby)
+            ok, noticed = True, None
         except Exception as error:
-            if not self._may_be_loss(error, self.whole):
+            if not self._may_be_loss(error, self.all_ranks):
                 raise
             ulfm.revoke_all()
-            well, noticed = False, error
-        if self.survives and not ulfm.agree(self.whole.comm, well):
+            ok, noticed = False, error
+        if self.survives and not ulfm.agree(self.all_ranks.comm, ok):
             self._regroup(noticed or NotCommittedError("a rank is lost"))
 
     def begin_step(self, step: int) -> list[RankInfo]:
@@ -160,35 +162,35 @@ class Crew:
         return [info for loss in since for info in loss.lost]
 
     def newly_recovered(self) -> list[Loss]:
-        """Return, once, the losses after which the interrupted piece of work is done by now."""
-        recovered = [loss for loss in self.losses if loss.recovery_sec and not loss.is_told]
+        """Return, once, the losses after which the interrupted unit of work is done by now."""
+        recovered = [loss for loss in self.losses if loss.recovery_sec and not loss.is_logged]
         for loss in recovered:
-            loss.is_told = True
+            loss.is_logged = True
         return recovered
 
     def share_history(self, world: World) -> None:
-        """Let those who stood by know what the losses have cost. Collective over `world`."""
+        """Give ranks that were on standby the times of the losses. Collective over `world`."""
         own = [(loss.step, loss.recovery_sec) for loss in self.losses]
         by_loss = zip(*gather_values(world.comm, own), strict=True)
-        for loss, told in zip(self.losses, by_loss, strict=True):
-            loss.step = next((step for step, _ in told if step is not None), None)
-            loss.recovery_sec = next((sec for _, sec in told if sec is not None), None)
-            loss.is_told = loss.recovery_sec is not None
+        for loss, known in zip(self.losses, by_loss, strict=True):
+            loss.step = next((step for step, _ in known if step is not None), None)
+            loss.recovery_sec = next((sec for _, sec in known if sec is not None), None)
+            loss.is_logged = loss.recovery_sec is not None
 
-    def dismiss(self) -> None:
-        """Let those that stand by leave: the work is done. Collective over all ranks."""
-        if self._has_finished or self._roles == Roles():
+    def release(self) -> None:
+        """Let the ranks on standby leave: the work is done. Collective over all ranks."""
+        if self._is_released or self._standby == Standby():
             return
-        self._has_finished = True
-        if self.world is None:
-            return  # it has stood by until now
+        self._is_released = True
+        if self.active is None:
+            return  # it has been on standby until now
         if self.survives:
-            # Called as for a loss: all or none hear it, whoever dies at this moment.
+            # As for a loss, so that all or none receive it, whichever rank dies at this moment.
             self._false_alarms = 0
             self._regroup(NotCommittedError("the work is done"))
-        elif self.world.rank == 0:
-            trains = self._roles.working(self.whole.infos)
-            wake_up(self.whole.comm, set(range(self.whole.size)).difference(trains))
+        elif self.active.rank == 0:
+            active = self._standby.active(self.all_ranks.infos)
+            wake_up(self.all_ranks.comm, set(range(self.all_ranks.size)).difference(active))
 
     def _may_be_loss(self, error: Exception, world: World) -> bool:
         """Return whether an error may be due to the loss of a rank of this world."""
@@ -198,57 +200,74 @@ class Crew:
             return True
         return ulfm.may_have_lost_ranks(world.comm, _NOTICING_SEC)
 
-    def _stand_by(self) -> bool:
-        """Wait until the others are done, or need this rank; return whether they are done."""
-        comm = self.whole.comm
+    def _wait_on_standby(self) -> bool:
+        """Wait until the others are done, or regroup; return whether they are done."""
+        comm = self.all_ranks.comm
         try:
             return wait_until(WakeUp(comm).has_arrived, longest_nap_sec=_LOOKING_SEC)
         except Exception as error:
-            if not self._may_be_loss(error, self.whole):
+            if not self._may_be_loss(error, self.all_ranks):
                 raise
-        # Somebody is lost: whoever trains calls, unless all of them are lost.
-        trains = self._roles.working(self.whole.infos)
+        # A rank is lost: an active one revokes the communicator, unless all of them are lost.
+        active = self._standby.active(self.all_ranks.infos)
 
         def is_over() -> bool:
             ulfm.make_progress()
-            return comm.Is_revoked() or ulfm.are_lost(comm, trains)
+            return comm.Is_revoked() or ulfm.are_lost(comm, active)
 
         wait_until(is_over, longest_nap_sec=_LOOKING_SEC)
         return False
 
     def _regroup(self, noticed_as: Exception) -> None:
-        """Go on with those that live. Collective over them.
+        """Continue with the ranks that live. Collective over them.
 
         Raises:
-            Exception: `noticed_as`, if nobody is lost, and it is no error that MPI may give by
+            Exception: `noticed_as`, if no rank is lost, and it is no error that MPI may raise by
                 itself, late, after a loss.
         """
         at, noticed = time.time(), time.perf_counter()
-        whole = self.whole
+        alive = self.all_ranks
         while True:
             ulfm.revoke_all()
             close_process_group()
-            whole = survivors_of(whole)
-            lost = [info for info in self.whole.infos if info not in whole.infos]
+            alive = survivors_of(alive)
+            lost = [info for info in self.all_ranks.infos if info not in alive.infos]
             if not lost:
-                self._false_alarms += 1
-                may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.is_loss(noticed_as)
-                if not may_pass or self._false_alarms > _MOST_FALSE_ALARMS:
-                    raise noticed_as
-            roles = plan_recovery(self._roles, whole.infos, lost)
-            world, finished, well = None, False, True
+                self._count_false_alarm(noticed_as)
+            standby = replace_lost(self._standby, alive.infos, lost)
+            active, is_released, ok = None, False, True
             try:
-                finished = any(gather_values(whole.comm, self._has_finished))
-                if not finished:
-                    world = go_on_with(whole, roles.working(whole.infos))
+                is_released = any(gather_values(alive.comm, self._is_released))
+                if not is_released:
+                    active = _activate(alive, standby)
             except Exception as error:
-                if not self._may_be_loss(error, whole):
+                if not self._may_be_loss(error, alive):
                     raise
-                well = False
+                ok = False
                 ulfm.revoke_all()
-            if ulfm.agree(whole.comm, well):
+            if ulfm.agree(alive.comm, ok):
                 break
-        self.whole, self.world, self._roles = whole, world, roles
-        self._has_finished = finished
+        self.all_ranks, self.active, self._standby = alive, active, standby
+        self._is_released = is_released
         if lost:
             self.losses.append(Loss(lost, at, noticed))
+
+    def _count_false_alarm(self, noticed_as: Exception) -> None:
+        """Raise an error that was taken for a loss, unless it may be a late one of an earlier."""
+        self._false_alarms += 1
+        may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.is_loss(noticed_as)
+        if not may_pass or self._false_alarms > _MAX_FALSE_ALARMS:
+            raise noticed_as
+
+
+def _activate(world: World, standby: Standby) -> World | None:
+    """Make a default process group of the ranks of `world` that are not on standby. Collective.
+
+    Returns:
+        These ranks; None on a rank on standby, which has no process group any more.
+    """
+    close_process_group()
+    active = keep_ranks(world, standby.active(world.infos))
+    if active is not None:
+        open_process_group(active)
+    return active

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_lim
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ingredients:
     """Data, model and run folder of one rank."""
 
@@ -51,9 +51,10 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
     with faults_agreed(world.comm):
         # Last, so that a run that cannot start leaves no folder behind.
         given = Path(config.run_dir) if config.run_dir else None
-        made.folder = open_run_folder(config, given, world.rank)
-    made.path = Path(gather_values(world.comm, str(made.folder.path))[0])
-    return made
+        folder = open_run_folder(config, given, world.rank)
+    # A fault would have left the block above on every rank, so the name below is bound.
+    path = Path(gather_values(world.comm, str(folder.path))[0])
+    return replace(made, folder=folder, path=path)
 
 
 def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None:

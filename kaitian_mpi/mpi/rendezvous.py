@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.job_store import open_rendezvous_store
-from kaitian_mpi.mpi.world import World, current_world, join_world
+from kaitian_mpi.mpi.world import World, current_world, join_world, set_current_world
 from kaitian_mpi.runtime.abort import guard_script
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import start_mpi
@@ -28,7 +28,7 @@ def get_or_join_world() -> World:
     world = current_world()
     if world is None:
         guard_script()
-        world = join_world(start_mpi())
+        world = set_current_world(join_world(start_mpi()))
     return world
 
 

@@ -87,8 +87,18 @@ _current: World | None = None
 
 
 def current_world() -> World | None:
-    """Return the world that `join_world` made, if it has."""
+    """Return the ranks that this process's next default process group is of; None before MPI.
+
+    For what torch calls with arguments of its own only. All other code is given the world.
+    """
     return _current
+
+
+def set_current_world(world: World) -> World:
+    """Let the next default process group be of these ranks; return them."""
+    global _current
+    _current = world
+    return world
 
 
 def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = "") -> World:
@@ -103,7 +113,6 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
         AgreedError: a device is missing, a host has more ranks than devices, or the ranks run
             different versions of torch or of this package.
     """
-    global _current
     own = track(comm.Dup())
     host = _host_name()
     launch = read_launch(os.environ)
@@ -139,19 +148,17 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
     )
     infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
     open_job_store(own)
-    _current = World(own, infos, device, choice.index, _use_cores(own), own.size)
-    return _current
+    return World(own, infos, device, choice.index, _use_cores(own), own.size)
 
 
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
-    """Return the world of some of the ranks alone, None on any other rank. Collective over `world`.
+    """Return the world of some of the ranks, None on the others. Collective over `world`.
 
     Args:
         world: the ranks so far.
-        ranks: those to keep, at least one, in ascending order; they are numbered anew, and
-            `RankInfo.world_rank` keeps the number that MPI gave.
+        ranks: those to keep, at least one, in ascending order; they are renumbered, and
+            `RankInfo.world_rank` keeps the number in MPI's world.
     """
-    global _current
     reopen_job_store(world.comm)
     kept = world.rank in ranks
     comm = cast("MPI.Intracomm", world.comm.Split(0 if kept else 1, world.rank))
@@ -159,14 +166,13 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
         comm.Free()
         return None
     infos = tuple(world.infos[rank] for rank in ranks)
-    _current = replace(world, comm=track(comm), infos=infos, threads=_use_cores(comm))
-    return _current
+    return replace(world, comm=track(comm), infos=infos, threads=_use_cores(comm))
 
 
 def survivors_of(world: World) -> World:
     """Return the world of the ranks that live, after a loss. Collective over those.
 
-    They are numbered anew, in the same order.
+    They are renumbered, in the same order.
     """
     comm = track(shrink(world.comm))
     infos = tuple(world.infos[rank] for rank in positions(comm, world.comm))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.errors import StorageError
@@ -19,7 +19,7 @@ def write_results(
     folder: RunFolder,
     checkpoints: Checkpointing,
     state: TrainingState,
-    memory: Callable[[], Memory],
+    metadata: Callable[[], RunMetadata],
     summary: Summary,
 ) -> None:
     """Write the weights, if they are not on disk yet, and then that the run is finished.
@@ -31,7 +31,7 @@ def write_results(
         folder: the run's.
         checkpoints: the run's.
         state: of the last step.
-        memory: what goes with it.
+        metadata: what goes with it.
         summary: of the run.
 
     Raises:
@@ -45,7 +45,7 @@ def write_results(
         folder.write(NAME, replace(summary, finished=True).to_json())
         folder.require(NAME)
     except StorageError as error:
-        kept = _keep(folder, checkpoints, state, memory)
+        kept = _keep(folder, checkpoints, state, metadata)
         raise StorageError(f"training is done, but {error}; {kept}") from error
 
 
@@ -53,14 +53,14 @@ def _keep(
     folder: RunFolder,
     checkpoints: Checkpointing,
     state: TrainingState,
-    memory: Callable[[], Memory],
+    metadata: Callable[[], RunMetadata],
 ) -> str:
     """Keep the state where there is room; return what the user should do."""
     step = state.progress.step
     again = f"make room, and run the same command with --run-dir {folder.path} --resume auto"
     if checkpoints.is_on_disk(step):
         return f"step {step} is in its checkpoint: {again}"
-    name = checkpoints.keep_in_memory(state, memory())
+    name = checkpoints.keep_in_memory(state, metadata())
     if name:
         return f"step {step} is kept in this host's memory: {again} --snapshots {name}"
     return f"there is no room in /dev/shm either: {again}, from the last checkpoint"

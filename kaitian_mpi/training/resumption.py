@@ -1,16 +1,16 @@
-"""How a job takes up a run that an earlier one has left: what it does about it at each stage."""
+"""How a job resumes a run that an earlier job has left: what each stage of the session needs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume import (
     Found,
     check_resumable,
     find_checkpoint,
-    hand_over,
     is_held,
     is_over,
     restore,
@@ -25,125 +25,149 @@ from kaitian_mpi.output.console import say
 from kaitian_mpi.training.summary import NAME, Summary
 
 
-class Resumption:
-    """What an earlier job has left, if anything, and what this one makes of it.
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier job has left, if anything."""
 
-    Every method with a world is collective over it.
+    found: Found = field(default_factory=Found)
+    """Its last checkpoint."""
+    renewed: frozenset[Renewed] = frozenset()
+    """What the earlier job found out and this one has to find out again."""
+    summary: Summary = field(default_factory=Summary)
+    """Its results up to that checkpoint."""
+    is_finished: bool = False
+    """Whether the run is finished, with nothing left to do."""
+    stood_by: bool = False
+    """Whether this rank did not train at first."""
+    begins_course: bool = False
+    """Whether this rank knows that the run leaves its later checkpoints for good."""
 
-    Attributes:
-        summary: what `summary.json` says of the run so far; empty for a new run.
-        was_finished: whether the run is finished, with nothing left to do.
-        stood_by: whether this rank does not train at first.
-    """
-
-    def __init__(self, config: TrainConfig, path: Path) -> None:
-        """Look for nothing yet.
-
-        Args:
-            config: `--resume`, and what is compared with the earlier job's.
-            path: the run's folder.
-        """
-        self._config, self._path = config, path
-        self._found = Found()
-        self._begins_course = False
-        self.summary = Summary()
-        self.was_finished = False
-        self.stood_by = False
-
-    @property
-    def memory(self) -> Memory | None:
-        """What the earlier job knew; None where there is none."""
-        return self._found.memory
-
-    def find(self, world: World, made: Ingredients) -> None:
-        """Look for a checkpoint, if one is asked for, and say what has changed since."""
-        config = self._config
-        found = self._found = find_checkpoint(config, world, self._path, config.resume)
-        if found.memory is not None:
-            lines = check_resumable(config, world, found, made.data_set)
-            earlier = Summary.from_json(gather_values(world.comm, made.folder.read(NAME))[0])
-            if self._is_finished(earlier):
-                self.was_finished, self.summary = True, earlier
-                made.folder.confirm(NAME)  # for kaitian-supervise
-                say(
-                    world,
-                    f"{self._path} is finished ({earlier.epochs} epochs, {earlier.steps} steps)"
-                    ": nothing left to train; more --epochs or --max-steps resume it",
-                )
-                return
-            for line in lines:
-                say(world, line)
-            self.summary = results_until(found.progress["step"], earlier)
-        describe_start(config, world, made.folder)
-
-    def remembers(self, what: Renewed) -> Memory | None:
+    def remembered(self, what: Renewed) -> RunMetadata | None:
         """Return what the earlier job knew, if what it knew of this still holds."""
-        return None if what in self._found.renewed else self._found.memory
+        return None if what in self.renewed else self.found.metadata
 
-    def remembers_exclusion(self, world: World) -> Memory | None:
+    def remembered_exclusion(self, world: World) -> RunMetadata | None:
         """Return the same about the ranks to exclude.
 
-        They were found by comparison with the ranks that trained: without one of those, who knows.
+        They were found by comparison with the ranks that trained: it may not hold without those.
         """
-        memory = self.remembers(Renewed.EXCLUSION)
+        metadata = self.remembered(Renewed.EXCLUSION)
         places = {info.place for info in world.infos}
-        return memory if memory is not None and places.issuperset(memory.crew) else None
+        return metadata if metadata is not None and places.issuperset(metadata.crew) else None
 
-    def hand_over(self, world: World, to: int) -> None:
-        """Have the checkpoint at rank `to`, which trains: the one that read it may be excluded."""
-        self._found = hand_over(world, self._found, to)
 
-    def restore(self, world: World, state: TrainingState, made: Ingredients, lost: bool) -> None:
-        """Begin on the ranks that train, or resume from what was found.
+def find_earlier(config: TrainConfig, setup: Ingredients, world: World) -> Earlier:
+    """Look for a checkpoint, if one is asked for, and log what has changed since. Collective.
 
-        Args:
-            world: the ranks that train.
-            state: of this rank, as it was made.
-            made: whose folder forgets the steps that are trained again.
-            lost: whether ranks of this job have been lost.
-        """
-        resume = self._config.resume
-        if lost and not is_held(world, self._found):
-            # Whoever had read the checkpoint, or had trained, is lost.
-            if not resume or any(gather_values(world.comm, self.stood_by)):
-                resume = "auto"  # the others may have trained since the file that the user names
-            self._found = find_checkpoint(self._config, world, self._path, resume)
-        if self._found.memory is None:
-            state.is_begun = True
-            made.folder.cut_after(-1)
-            return
-        restore(world, state, self._found, self._config.seed)
-        self._begins_course = resume not in ("", "auto")
-        made.folder.cut_after(state.progress.step)
-        say(world, f"resuming from step {state.progress.step} ({self._found.name})")
+    Args:
+        config: `--resume`, and what is compared with the earlier job's settings.
+        setup: of this job.
+        world: all ranks.
 
-    def begin_course(
-        self, world: World, checkpoints: Checkpointing, state: TrainingState, memory: Memory
-    ) -> None:
-        """Leave the course that the run had taken after a checkpoint that the user names, once.
+    Raises:
+        AgreedError: there is none that can be used, or it is of another run.
+    """
+    earlier = _compare(config, setup, world)
+    if earlier.is_finished:
+        setup.folder.confirm(NAME)  # for kaitian-supervise
+        results = earlier.summary
+        say(
+            world,
+            f"{setup.path} is finished ({results.epochs} epochs, {results.steps} steps): nothing "
+            "left to train; more --epochs or --max-steps resume it",
+        )
+    else:
+        describe_start(config, world, setup.folder)
+    return earlier
 
-        Args:
-            world: the ranks that train.
-            checkpoints: of the run.
-            state: as it was restored.
-            memory: what goes with it.
-        """
-        # Not all ranks know: one that stood by may have come in since the state was restored.
-        if not any(gather_values(world.comm, self._begins_course)):
-            return
-        origin = Path(self._config.resume)
-        aside = checkpoints.begin_course(world, state, memory, origin)
-        self._begins_course = False
-        if aside is not None:
-            say(world, f"the run's other checkpoints are in {aside} from now on")
 
-    def _is_finished(self, earlier: Summary) -> bool:
-        """Return whether the run has come to its end, with the results that are in its summary."""
-        progress = self._found.progress
-        has_results = earlier.finished and earlier.steps == progress["step"]
-        return self._config.resume == "auto" and has_results and is_over(self._config, progress)
+def _compare(config: TrainConfig, setup: Ingredients, world: World) -> Earlier:
+    found = find_checkpoint(config, world, setup.path, config.resume)
+    if found.metadata is None:
+        return Earlier()
+    changes = check_resumable(config, world, found, setup.data_set)
+    summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
+    if _is_finished(config, found, summary):
+        return Earlier(found, summary=summary, is_finished=True)
+    for line in changes.lines:
+        say(world, line)
+    return Earlier(found, changes.renewed, results_until(found.progress["step"], summary))
+
+
+def _is_finished(config: TrainConfig, found: Found, summary: Summary) -> bool:
+    """Return whether the run has come to its end, with the results that are in its summary."""
+    has_results = summary.finished and summary.steps == found.progress["step"]
+    return config.resume == "auto" and has_results and is_over(config, found.progress)
 
 
 def results_until(step: int, summary: Summary) -> Summary:
     """Return what a summary says, if it is of no later step than the run resumes from."""
     return summary if summary.steps is not None and summary.steps <= step else Summary()
+
+
+def begin_or_resume(
+    config: TrainConfig,
+    setup: Ingredients,
+    earlier: Earlier,
+    world: World,
+    state: TrainingState,
+    lost: bool,
+) -> Earlier:
+    """Begin on the active ranks, or resume from what was found. Collective.
+
+    Args:
+        config: `--resume`, and the seed.
+        setup: whose folder forgets the steps that are trained again.
+        earlier: what was found.
+        world: the active ranks.
+        state: of this rank, as it was made.
+        lost: whether ranks of this job have been lost.
+
+    Returns:
+        What was found: something else where whoever had read the checkpoint is lost.
+    """
+    resume, found = config.resume, earlier.found
+    if lost and not is_held(world, found):
+        # Whoever had read the checkpoint, or had trained, is lost.
+        if not resume or any(gather_values(world.comm, earlier.stood_by)):
+            resume = "auto"  # the others may have trained since the file that the user names
+        found = find_checkpoint(config, world, setup.path, resume)
+        earlier = replace(earlier, found=found)
+    if found.metadata is None:
+        state.is_begun = True
+        setup.folder.cut_after(-1)
+        return earlier
+    restore(world, state, found, config.seed)
+    setup.folder.cut_after(state.progress.step)
+    say(world, f"resuming from step {state.progress.step} ({found.name})")
+    return replace(earlier, begins_course=resume not in ("", "auto"))
+
+
+def begin_course(
+    config: TrainConfig,
+    earlier: Earlier,
+    world: World,
+    checkpoints: Checkpointing,
+    state: TrainingState,
+    metadata: RunMetadata,
+) -> Earlier:
+    """Leave the later checkpoints of a run that resumes from one that the user names. Collective.
+
+    Args:
+        config: `--resume`.
+        earlier: whose later checkpoints are left, once.
+        world: the active ranks.
+        checkpoints: of the run.
+        state: as it was restored.
+        metadata: what is saved with it.
+
+    Returns:
+        The same, with nothing left to leave.
+    """
+    # Not all ranks know: one that was on standby may have become active since the restore.
+    if not any(gather_values(world.comm, earlier.begins_course)):
+        return earlier
+    aside = checkpoints.begin_course(world, state, metadata, Path(config.resume))
+    if aside is not None:
+        say(world, f"the run's other checkpoints are in {aside} from now on")
+    return replace(earlier, begins_course=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_type_hints
 
 import numpy as np
@@ -35,15 +35,15 @@ class StepReport:
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields in order, as they are exchanged."""
-        return tuple(map(float, astuple(self)))
+        return tuple(float(getattr(self, name)) for name in _FIELDS)
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> StepReport:
         """Return the report that `to_row` was called on."""
-        return cls(*(convert(value) for convert, value in zip(_TYPES, row, strict=True)))
+        return cls(*(kind(value) for kind, value in zip(_FIELDS.values(), row, strict=True)))
 
 
-_TYPES = tuple(get_type_hints(StepReport)[field.name] for field in fields(StepReport))
+_FIELDS: dict[str, type] = get_type_hints(StepReport)  # in the order in which they are exchanged
 
 
 class StepExchange:
@@ -52,8 +52,8 @@ class StepExchange:
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Prepare. Collective over `comm`, as every method is."""
         self._comm = track(comm.Dup())
-        self._own = np.empty(len(_TYPES))
-        self._gathered = np.empty((comm.size, len(_TYPES)))
+        self._own = np.empty(len(_FIELDS))
+        self._gathered = np.empty((comm.size, len(_FIELDS)))
         self._request: MPI.Request | None = None
         close_at_exit(self.close)
 

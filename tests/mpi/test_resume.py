@@ -194,8 +194,8 @@ def test_changed_flags_apply(world, folder, capsys):
     if world.rank == 0:
         out = capsys.readouterr().out
         for name, value in changed.items():
-            assert f"--{name.replace('_', '-')} was " in out
-            assert f"and is {value!r} from here on" in out
+            assert f"--{name.replace('_', '-')} changed from " in out
+            assert f" to {value!r}" in out
     content = newest(folder)
     group = content["optimizer"]["param_groups"][0]
     held = [group[name] for name in ("momentum", "weight_decay", "nesterov")]

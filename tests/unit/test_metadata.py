@@ -5,7 +5,7 @@ import json
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.benchmark.plan import Profile
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
 
@@ -17,7 +17,7 @@ FAILURE = {
 }
 
 
-def make_memory():
+def make_metadata():
     profiles = {
         "a/0/gpu/cuda:0": Profile(RankCost(CostModel(0.001, 1 / 3), 48), "channels_last", "bf16"),
         "a/1/gpu/cuda:1": Profile(RankCost(CostModel(0.0, 2e-4), None), "contiguous", "fp32"),
@@ -25,16 +25,16 @@ def make_memory():
     }
     crew = list(profiles)
     config = TrainConfig(model="cnn", lr=0.3, run_dir="run")
-    return Memory(
+    return RunMetadata(
         config, profiles, [crew[2]], "leader", crew[:2], [100, 156], [FAILURE], "8 + 2 samples"
     )
 
 
 def test_json_round_trip():
-    memory = make_memory()
-    text = json.dumps(memory.to_json())
-    other = Memory.from_json(json.loads(text))
-    assert vars(other) == vars(memory)
+    metadata = make_metadata()
+    text = json.dumps(metadata.to_json())
+    other = RunMetadata.from_json(json.loads(text))
+    assert vars(other) == vars(metadata)
     assert json.dumps(other.to_json()) == text
     assert other.profiles["a/0/gpu/cuda:0"].cost.model.beta_sec == 1 / 3
     assert other.profiles["a/1/gpu/cuda:1"].cost.largest_micro_batch is None
@@ -42,15 +42,15 @@ def test_json_round_trip():
 
 
 def test_to_json_does_not_modify_the_metadata():
-    memory = make_memory()
-    memory.to_json()
-    assert isinstance(memory.profiles["b/0/mlu/cpu"], Profile)
-    assert vars(memory) == vars(make_memory())
+    metadata = make_metadata()
+    metadata.to_json()
+    assert isinstance(metadata.profiles["b/0/mlu/cpu"], Profile)
+    assert vars(metadata) == vars(make_metadata())
 
 
 def test_settings_are_stored_by_name():
-    assert make_memory().config["lr"] == 0.3
-    assert TrainConfig(**make_memory().config) == TrainConfig(model="cnn", lr=0.3, run_dir="run")
+    assert make_metadata().config["lr"] == 0.3
+    assert TrainConfig(**make_metadata().config) == TrainConfig(model="cnn", lr=0.3, run_dir="run")
 
 
 def test_a_cost_survives_a_json_round_trip():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kaitian_mpi.checkpoint.metadata import Memory
+from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.resume import Found, check_resumable, is_over
 from kaitian_mpi.checkpoint.resume_rules import Renewed
 from kaitian_mpi.config import TrainConfig
@@ -19,7 +19,7 @@ DATA = "80 + 20 samples"
 
 
 def check(config=None, found=None, data_set=DATA, **changes):
-    found = found or Found(Memory(THEN, {}, [], "", [], [], [], DATA))
+    found = found or Found(RunMetadata(THEN, {}, [], "", [], [], [], DATA))
     config = config or TrainConfig(**{**asdict(THEN), **changes})
     return check_resumable(config, SimpleNamespace(rank=0, infos=()), found, data_set)
 
@@ -44,27 +44,28 @@ def test_a_checkpoint_of_another_run_is_rejected(changes, message):
 
 
 def test_changed_settings_are_logged():
-    found = Found(Memory(THEN, {}, [], "", [], [], [], DATA))
-    assert check(found=found, lr=0.2, global_batch_size=128) == [
+    changes = check(lr=0.2, global_batch_size=128)
+    assert list(changes.lines) == [
         "--global-batch-size changed from 256 to 128",
         "--lr changed from 0.1 to 0.2",
     ]
-    assert found.renewed == {Renewed.PLAN, Renewed.EXCLUSION}
+    assert changes.renewed == {Renewed.PLAN, Renewed.EXCLUSION}
 
 
 def test_irrelevant_changes_are_not_logged():
-    lines = check(
+    changes = check(
         run_dir="other",
         resume="run/checkpoints/step-00000001.pt",
         snapshots="name",
         emulate_kinds="a,b",
         emulate_slowdown="1:2",
     )
-    assert lines == check() == []
+    assert changes.lines == check().lines == ()
 
 
 def test_a_setting_newer_than_the_checkpoint_counts_as_unchanged():
-    assert check(THEN, Found(Memory({"model": "cnn"}, {}, [], "", [], [], []))) == []
+    found = Found(RunMetadata({"model": "cnn"}, {}, [], "", [], [], []))
+    assert check(THEN, found).lines == ()
 
 
 @pytest.mark.parametrize(
