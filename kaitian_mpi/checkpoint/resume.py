@@ -58,16 +58,16 @@ def find_checkpoint(config: TrainConfig, world: World, run_folder: Path, resume:
         in_memory = _in_memory(config, world) if resume == "auto" else None
     if in_memory is not None and (own is None or in_memory.step > own.step):
         own = in_memory
-    told = gather_values(world.comm, {"damaged": damaged} if own is None else _describe(own))
-    steps = [one.get("step", -1) for one in told]
+    candidates = gather_values(world.comm, {"damaged": damaged} if own is None else _describe(own))
+    steps = [one.get("step", -1) for one in candidates]
     source = steps.index(max(steps))
     if steps[source] < 0:
-        if told[0]["damaged"]:
-            raise AgreedError(told[0]["damaged"])
+        if candidates[0]["damaged"]:
+            raise AgreedError(candidates[0]["damaged"])
         if resume:
             say(world, f"found no checkpoint in {run_folder}: starting from scratch")
         return Found()
-    best = told[source]
+    best = candidates[source]
     return Found(
         RunMetadata.from_json(best["memory"]),
         best["progress"],
@@ -174,17 +174,17 @@ def restore(world: World, state: TrainingState, found: Found, seed: int) -> None
     """
     metadata, content = found.metadata, found.content
     assert metadata is not None
-    is_same_crew = metadata.crew == [info.place for info in world.infos]
+    are_same_ranks = metadata.crew == [info.place for info in world.infos]
     with faults_agreed(world.comm):
-        load_content(state, content, None if is_same_crew else metadata.batch_sizes)
+        load_content(state, content, None if are_same_ranks else metadata.batch_sizes)
     source = state.even_out(world)
     # A rank that has read a checkpoint and is not heard would have the run begin at step 0.
     assert state.progress.step == found.progress["step"]
-    own = [] if content is None or not is_same_crew else content["own"]
-    told = broadcast_bytes(
+    own = [] if content is None or not are_same_ranks else content["own"]
+    content_of_ranks = broadcast_bytes(
         world.comm, to_bytes({"own": own}) if world.rank == source else None, source
     )
-    own = from_bytes(told)["own"]
+    own = from_bytes(content_of_ranks)["own"]
     if len(own) == world.size:
         state.load_own(own[world.rank])
     else:

@@ -1,1 +1,1 @@
-"""Which ranks train, which stand by, and how they regroup after a loss."""
+"""Which ranks are active and which are on standby, and how they regroup after a loss."""

@@ -33,7 +33,7 @@ class World:
     comm: MPI.Intracomm
     """A communicator of our own over all ranks."""
     infos: tuple[RankInfo, ...]
-    """What every rank told about itself, by world rank."""
+    """What every rank reports about itself, by world rank."""
     device_kind: Device
     """What there is to know and do about this rank's kind of device."""
     device_index: int
@@ -55,7 +55,7 @@ class World:
 
     @property
     def info(self) -> RankInfo:
-        """What this rank told the others."""
+        """What this rank reports about itself."""
         return self.infos[self.rank]
 
     @property

@@ -99,6 +99,6 @@ def make_table(title: str) -> Table:
 def show_table(world: World, table: Table) -> None:
     """Print a table from world rank 0."""
     if world.rank == 0:
-        # Plain text of one width: under mpirun neither a terminal nor its width can be told.
+        # Plain text of one width: under mpirun neither a terminal nor its width is known.
         Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
         sys.stdout.flush()

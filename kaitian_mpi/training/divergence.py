@@ -26,8 +26,8 @@ def repair_divergence(world: World, state: TrainingState) -> list[int]:
     Returns:
         The ranks that differed, by the numbers that MPI gave.
     """
-    told = gather_values(world.comm, fingerprint(state))
-    healthy, different = split_by_majority(told)
+    fingerprints = gather_values(world.comm, fingerprint(state))
+    healthy, different = split_by_majority(fingerprints)
     if not different:
         return []
     names = ", ".join(str(world.infos[rank]) for rank in different)

@@ -14,7 +14,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FEWEST, MOST = 3, 256  # of two ends neither can be told; one link after the other is measured
+FEWEST, MOST = 3, 256  # of two ends either may be slow; links are measured one after the other
 _BYTES = 256 << 10
 _REPEATS = 8
 _SLOW_FACTOR = 2.0
@@ -43,10 +43,10 @@ def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
             times.append(time.perf_counter() - start)
         if comm.rank == left:
             mine[link] = min(times)
-    told = {
+    times_of = {
         int(link): sec for of_rank in gather_values(comm, mine) for link, sec in of_rank.items()
     }
-    return [told[link] for link in range(len(ends))]
+    return [times_of[link] for link in range(len(ends))]
 
 
 def end_with_slow_links(links: Sequence[float]) -> tuple[int, float] | None:

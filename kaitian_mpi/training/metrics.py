@@ -51,7 +51,7 @@ class Metrics:
         self.compute_sec = [0.0] * world.size
         self.wait_sec = [0.0] * world.size
         self.steps = 0
-        """How many steps these are of; a recovery begins anew."""
+        """How many steps these sums are of; they start at 0 after a recovery."""
         self._config, self._world, self._folder = config, world, folder
         # Summed where the losses are, so that a step does not wait for its device.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)

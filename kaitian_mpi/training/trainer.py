@@ -75,7 +75,7 @@ class Trainer:
         slowdown: Slowdown,
         commit: Callable[[bool], None] | None = None,
     ) -> None:
-        """Make what belongs to these ranks; the state itself goes on.
+        """Make what belongs to these ranks, for a state that outlives them.
 
         Args:
             config: the settings.
@@ -102,11 +102,11 @@ class Trainer:
         )
         self._micro_batch, self._min_batch = plan.micro_batch_size, plan.min_batch
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
-        # The state is the same everywhere, except the buffers, which shall not be made so.
+        # The state is the same on all ranks, except the buffers, which must stay different.
         self._ddp = DistributedDataParallel(
             state.model, init_sync=False, gradient_as_bucket_view=True, **NO_BUFFERS_IN_FORWARD
         )
-        # By its type it cannot be told here: the import would start MPI, also in the processes
+        # Its type cannot be named here: the import would start MPI, also in the processes
         # that load data, which import the module that their data set comes from.
         self._group = cast("Any", dist.group.WORLD)
         if commit is not None:
