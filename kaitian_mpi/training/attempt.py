@@ -136,7 +136,7 @@ class Attempt:
         else:
             why = "equal shares"
         tell_plan(world, run.setup, plan, step, why)
-        run.summary = run.summary.with_ranks(world, self._state, plan, run.allreduce)
+        run.summary = run.summary.with_ranks(world, self._state, plan, run.algorithm)
         run.write_summary()
 
     def _log_recovery(self, step: int) -> None:

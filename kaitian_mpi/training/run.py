@@ -38,7 +38,7 @@ class Run:
     earlier: Earlier
     """What an earlier job has left."""
     profiles: Profiles
-    allreduce: str
+    algorithm: str
     """How gradients cross device kinds."""
     excluded_places: list[str]
     """The places of the ranks that the job is faster without."""
@@ -67,7 +67,7 @@ class Run:
             self.config,
             dict(self.profiles.by_place),
             self.excluded_places,
-            self.allreduce,
+            self.algorithm,
             [info.place for info in world.infos],
             batch_sizes,
             self.failures(),
@@ -93,9 +93,9 @@ class Run:
     def choose_allreduce_again(self, world: World) -> None:
         """Keep the algorithm that was chosen, where these ranks are of several kinds."""
         if self.membership.has_changed:
-            request = self.config.allreduce if self.allreduce == "direct" else self.allreduce
+            request = self.config.allreduce if self.algorithm == "direct" else self.algorithm
             buckets = gradient_buckets(self.setup.model)
-            self.allreduce = choose_allreduce(request, world, buckets)
+            self.algorithm = choose_allreduce(request, world, buckets)
 
     def plan(self, world: World) -> Plan:
         """Share the global batch, by what has been seen of these ranks last."""

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 class Selection:
     """Which ranks train, and how they sum gradients."""
 
-    allreduce: str
+    algorithm: str
     """How gradients cross device kinds."""
     excluded: Mapping[RankInfo, str]
     """The ranks that the job is faster without, and why."""
@@ -83,7 +83,7 @@ def train(config: TrainConfig, world: World) -> Summary:
         setup=setup,
         earlier=replace(earlier, stood_by=membership.active is None),
         profiles=profiles,
-        allreduce=selection.allreduce,
+        algorithm=selection.algorithm,
         excluded_places=[info.place for info in selection.excluded],
         state=state,
         checkpoints=Checkpointing(config, setup.path),
