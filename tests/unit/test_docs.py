@@ -160,3 +160,16 @@ def test_messages_that_the_documents_quote_are_those_of_the_code(name):
     for message in MESSAGES[name]:
         assert message in page
         assert any(message in text for text in texts), message
+
+
+def test_design_walks_name_existing_functions():
+    text = " ".join((ROOT / "docs/design.md").read_text().split())
+    hops = re.findall(r"\d\. `([\w/]+\.py)`, `([\w.]+)`:", text)
+    assert len(hops) > 20
+    for file, name in hops:
+        scope = ast.parse((ROOT / "kaitian_mpi" / file).read_text()).body
+        for part in name.split("."):
+            kinds = ast.FunctionDef | ast.ClassDef
+            (found,) = [n for n in scope if isinstance(n, kinds) and n.name == part] or [None]
+            assert found is not None, f"{file} has no {name}"
+            scope = found.body
