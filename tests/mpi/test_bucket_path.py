@@ -19,7 +19,7 @@ from kaitian_mpi.mpi import datatypes
 ROOT = Path(kaitian_mpi.__file__).parent
 MAX_FILES = 7
 # Where a thread is done with a bucket: it is in the queue, or becomes a buffer of MPI's.
-HANDED_OVER = (Worker._put.__code__, datatypes.typed.__code__)
+HANDED_OVER = (Worker._put.__code__, datatypes.as_buffer.__code__)
 
 
 class Trace:
