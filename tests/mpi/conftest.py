@@ -30,7 +30,7 @@ def last(world: World) -> int:
 
 @pytest.fixture
 def one_second_group(world: World) -> Iterator[dist.ProcessGroup]:
-    """Return a group of all ranks whose timeout is one second."""
+    """A group of all ranks with a timeout of one second."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     yield group
     dist.destroy_process_group(group)

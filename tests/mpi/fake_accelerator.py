@@ -73,7 +73,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def on_device(tensor: torch.Tensor) -> DeviceTensor:
-    """Put a host tensor's values into the accelerator's memory."""
+    """Copy a host tensor to the accelerator's memory."""
     return DeviceTensor(tensor.clone())
 
 
@@ -83,10 +83,10 @@ def to_host(tensor: DeviceTensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """Make torch know the device type; it has no streams."""
+    """Register the device type with torch; it has no streams."""
     if not hasattr(torch, TYPE):
         module = types.ModuleType(TYPE)
-        module.is_available = lambda: False  # lest torch.distributed.checkpoint ask for its streams
+        module.is_available = lambda: False  # else torch.distributed.checkpoint uses its streams
         module.current_device = lambda: 0
         if HAS_PYTHON_DEVICES:
             backend_registration._setup_privateuseone_for_python_backend(backend_module=module)
@@ -95,5 +95,5 @@ def install() -> None:
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor holds, on the host, wherever it is."""
+    """Return a tensor's values on the host, wherever it is."""
     return to_host(tensor) if isinstance(tensor, DeviceTensor) else tensor

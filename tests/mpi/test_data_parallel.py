@@ -1,4 +1,4 @@
-"""DDP by `data_parallel`: the gradient of the global batch, from what each rank's forwards hold."""
+"""DDP by `data_parallel`: the gradient of the global batch, whatever each rank's share of it."""
 
 import copy
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from kaitian_mpi import data_parallel
 from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.errors import UnsupportedError
 
-# torch's own notes about a static graph and gradients' strides.
+# torch's own warnings about a static graph and gradients' strides.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHARES = [7, 0, 13, 3]
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Network(nn.Module):
-    """A small network that is also given its inputs in other forms."""
+    """A small network that also accepts its inputs in other forms."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 class Data:
-    """The same samples on every rank, of which each step has a share per rank."""
+    """The same samples on every rank; each step assigns each rank a share of them."""
 
     def __init__(self, world, micro_batches=1):
         generator = torch.Generator().manual_seed(5)
@@ -50,7 +50,7 @@ class Data:
         return self._inputs[step], self._labels[step]
 
     def own(self, step):
-        turn = step % len(self._shares)  # another rank is the one without samples
+        turn = step % len(self._shares)  # each step another rank has no samples
         shares = self._shares[turn:] + self._shares[:turn]
         start = sum(shares[: self._rank])
         own = slice(start, start + shares[self._rank])
@@ -147,7 +147,7 @@ def test_two_forwards_before_one_backward(world):
 
 
 def test_forwards_in_evaluation_mode_are_not_counted(world):
-    """Not even those of one rank, in another number on each, or without `no_grad`."""
+    """Also not if their number differs between ranks, or without `no_grad`."""
     data = Data(world)
     model = data_parallel(Network())
 
@@ -176,7 +176,7 @@ def test_a_forward_does_not_wait_for_a_slower_rank(world):
     model = data_parallel(Network(), **NO_BUFFERS_IN_FORWARD)
     token = torch.zeros(1)
     if world.rank == 1:
-        dist.recv(token, 0)  # which rank 0 sends after its forward
+        dist.recv(token, 0)  # rank 0 sends it after its forward
     loss = loss_of(model, data.own(0))
     if world.rank == 0:
         dist.send(token, 1)
@@ -206,7 +206,7 @@ def test_samples_of_counts_the_samples(world):
 
 
 class Branches(nn.Module):
-    """Uses another branch on each rank, and one on none."""
+    """Uses a different branch on each rank, and one on no rank."""
 
     def __init__(self):
         super().__init__()

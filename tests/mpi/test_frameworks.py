@@ -1,4 +1,4 @@
-"""What torch builds on a process group, unmodified, between ranks of two device kinds."""
+"""torch's own libraries on top of a process group, unmodified, between ranks of two device kinds."""
 
 from datetime import timedelta
 
@@ -86,7 +86,7 @@ def test_sparse_all_reduce(world):
 
 
 class OneBranch(nn.Module):
-    """Uses another half of its parameters on each rank."""
+    """Uses a different half of its parameters on each rank."""
 
     def __init__(self, rank):
         super().__init__()
@@ -209,7 +209,7 @@ def in_sync_after_a_break(x, group):
     y = x * 2
     torch._dynamo.graph_break()
     dist.all_reduce(y, group=group)
-    dist.reduce(y, 0, group=group)  # which torch has no traceable form of
+    dist.reduce(y, 0, group=group)  # torch has no traceable form of it
     return y + 1
 
 

@@ -11,7 +11,7 @@ from kaitian_mpi import data_parallel
 from kaitian_mpi.collectives.host import HostOperations
 from kaitian_mpi.errors import CollectiveError
 
-# torch's own note about a future whose callback failed.
+# torch's own warning about a future whose callback failed.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -21,7 +21,7 @@ def filled(value, length=10):
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["async", "sync"])
 def test_collectives_from_a_callback_run_after_earlier_ones(world, in_background):
-    """Also where the future is done on one rank, and not on another, when it is attached."""
+    """Also if the future is already complete on some ranks when the callback is attached."""
     for _ in range(20):
         first, second, third, last = filled(1), filled(10, 2_000), filled(100, 2_000), filled(5)
         work = dist.all_reduce(first, async_op=True)
@@ -84,7 +84,7 @@ def test_an_error_in_a_queued_collective_is_raised_by_wait(world, monkeypatch):
     assert isinstance(work.exception(), OSError)
     with pytest.raises(CollectiveError, match="failed before: broadcast: OSError: planted"):
         dist.all_reduce(filled(1), group=group)
-    dist.barrier()  # other groups go on
+    dist.barrier()  # other groups stay usable
     dist.destroy_process_group(group)
 
 
@@ -110,10 +110,10 @@ WRAPPED = {
 
 @pytest.mark.ranks(2)
 def test_backward_raises_if_a_rank_does_not_arrive(world):
-    """And neither ends the job nor crashes in DDP's reducer."""
+    """It neither ends the job nor crashes in DDP's reducer."""
     last = world.size - 1
     for wrap in WRAPPED.values():
-        group = dist.new_group()  # which may take longer than the time-out
+        group = dist.new_group()  # which may take longer than the timeout
         group.set_timeout(timedelta(seconds=0.5))
         model = wrap(torch.nn.Linear(3, 2), group)
         if world.rank != last:

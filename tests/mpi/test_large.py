@@ -1,4 +1,4 @@
-"""Tensors of more elements than a C int counts. Not run unless asked for: see below."""
+"""Tensors of more elements than a C int can count. Only run on request: see below."""
 
 import os
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 def _room(world):
     if world.size != 2:
         pytest.skip("needs 2 ranks, for whose tensors there is memory")
-    # Agreed on: what is free changes from one rank's look to the next one's.
+    # Agreed between ranks, as the free memory changes from one rank's query to the next one's.
     free_gb = min(gather_values(world.comm, psutil.virtual_memory().available)) / 1e9
     if free_gb < NEEDED_GB:
         pytest.skip(f"needs {NEEDED_GB} GB of free memory, found {free_gb:.1f}")
@@ -37,7 +37,7 @@ _ASCENDING = (torch.arange(_CHUNK + _PERIOD) % _PERIOD).to(torch.uint8)
 
 
 def values(seed, start):
-    """Return a chunk of the endless row of numbers that `seed` stands for, from `start` on."""
+    """Return a chunk of the infinite sequence of numbers of `seed`, from `start` on."""
     first = (start + 7 * seed) % _PERIOD
     return _ASCENDING[first : first + _CHUNK]
 
@@ -58,7 +58,7 @@ def chunks(tensor):
 
 
 def holds(tensor, *seeds, start=0):
-    """Return whether a tensor has the sum of these rows, from `start` on, and nothing else."""
+    """Return whether a tensor is the sum of these sequences from `start` on."""
     return all(
         torch.equal(chunk, sum(values(seed, start + at) for seed in seeds)[: len(chunk)])
         for at, chunk in chunks(tensor)

@@ -8,7 +8,7 @@ SLOW_RANK = 1
 
 
 class SlowLinks:
-    """This rank's messages, each some milliseconds late on the slow rank."""
+    """A communicator whose messages are some milliseconds late on the slow rank."""
 
     def __init__(self, comm):
         self._comm, self.rank, self.size = comm, comm.rank, comm.size

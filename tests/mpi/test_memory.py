@@ -1,4 +1,4 @@
-"""No collective takes more memory than one more tensor, and none for contiguous host tensors."""
+"""Collectives need at most one extra copy of a tensor, and none for contiguous host tensors."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.sizes(1, 3)
 
 MB = 1 << 20
 SIZE = 64 * MB
-# Scratch of a few megabytes, MPI's own buffers, and what Python takes meanwhile.
+# A few megabytes of scratch, MPI's own buffers, and Python's allocations.
 SPARE = 16 * MB
 
 
@@ -22,8 +22,8 @@ def in_memory():
 
 
 def taken(call):
-    """Return how much more memory than before a call has needed at its peak, in bytes."""
-    call()  # what the first call allocates for good
+    """Return a call's peak memory beyond that before it, in bytes."""
+    call()  # for what the first call allocates permanently
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, _ = in_memory()

@@ -19,7 +19,7 @@ def accelerator():
 
 @pytest.fixture(params=["host", "accelerator", "one kind each"])
 def place(request, world):
-    """Return how this rank makes a tensor."""
+    """A function that creates this rank's tensors."""
     on_host = request.param == "host" or (
         request.param == "one kind each" and world.info.kind == "even"
     )
@@ -125,7 +125,7 @@ def test_all_to_all_single_with_splits(world, place):
 
 
 def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
-    """Of which the other ranks, whose own part is small, know nothing."""
+    """The other ranks, whose part is small, do not know that it is."""
     if world.rank == 0:
         monkeypatch.setattr(nonblocking, "LARGEST_COUNT", 16)
     given = [(world.rank + target) % 3 for target in range(world.size)]

@@ -83,11 +83,11 @@ def test_sixteen_bit_floats_are_summed_in_float32_and_rounded_once_a_stage(
     terms = torch.randn(world.size, length, generator=generator).to(dtype)
     tensor = terms[world.rank].clone()
     dist.all_reduce(tensor)
-    # The groups' sums are rounded before they travel; flat has one stage only.
+    # The groups' sums are rounded before they are exchanged; flat has one stage only.
     ranks = [list(range(world.size))] if algorithm == "flat" else [g.ranks for g in world.groups]
     stages = torch.stack([terms[list(r)].float().sum(0).to(dtype) for r in ranks])
     exact = stages.double().sum(0)
-    # At most half a unit in the last place away from the exact sum of what travelled.
+    # At most half a unit in the last place away from the exact sum of the exchanged values.
     spacing = torch.finfo(dtype).eps * exact.abs()
     assert ((tensor.double() - exact).abs() <= 0.5001 * spacing + 1e-6).all()
 

@@ -32,11 +32,11 @@ COMMITS = STEPS + 1  # of an epoch: its steps, and the evaluation
 
 
 class RefusedError(CollectiveError):
-    """What a commit raises here."""
+    """The error that a refused commit raises here."""
 
 
 class Commit:
-    """Refuses at some calls, counted from 0."""
+    """A commit that fails at some calls, counted from 0."""
 
     def __init__(self, refused=()):
         self.refused, self.calls = refused, 0
@@ -57,7 +57,7 @@ def make_model(with_norm):
 
 
 class Run:
-    """A run of two epochs, by as many trainers as it takes."""
+    """A run of two epochs, by as many trainers as needed."""
 
     def __init__(self, world, commit=None, with_norm=False, workers=0, micro_batch_size=None):
         self.world, self.commit = world, commit
@@ -74,7 +74,7 @@ class Run:
             count_steps(self.config, LENGTH, BATCH),
         )
         self.taken = []
-        """This rank's samples of each step that was done."""
+        """This rank's samples in each completed step."""
         self.results = []
         self.refusals = 0
 

@@ -1,4 +1,4 @@
-"""Runs that are resumed, each a whole training on the ranks of the session."""
+"""Resumed runs, each a complete training on the ranks of the session."""
 
 import json
 import math
@@ -27,7 +27,7 @@ STEPS = LENGTH // BATCH
 
 
 class Some(Points):
-    """Some of the points; how many, the environment can say."""
+    """A few data points; the environment can set their number."""
 
     num_classes = 4
 
@@ -49,7 +49,7 @@ def small(num_classes):
 
 @pytest.fixture(autouse=True)
 def every_checkpoint_is_written(monkeypatch):
-    # A slow disk leaves some out, which the tests that cut a run back would miss.
+    # A slow disk skips some checkpoints, which the tests that cut a run back need.
     submit = BackgroundWriter.submit
 
     def submit_and_wait(writer, *args):
@@ -66,7 +66,7 @@ def folder(world, tmp_path):
 
 
 def run(world, folder, **flags):
-    """Train, or go on with it if there is something to go on with; return the summary."""
+    """Train, resuming if there is a checkpoint; return the summary."""
     usual = {
         "model": "test_resume:small",
         "dataset": "test_resume:points",
@@ -84,7 +84,7 @@ def run(world, folder, **flags):
 
 
 def cut_back(world, folder, step):
-    """Let the run be as it was when it died after a step, with lines about more of them."""
+    """Restore a run as if killed after a step, with metrics of later steps."""
     if world.rank == 0:
         for path in folder.glob("checkpoints/step-*"):
             if int(path.name[5:13]) > step:
@@ -125,7 +125,7 @@ def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys
     capsys.readouterr()
     assert run(world, folder, lr=0.3).keys() == first.keys()
     assert contents(folder) == before
-    assert (folder / "summary.json").stat().st_mtime > 1  # it has said again that it is finished
+    assert (folder / "summary.json").stat().st_mtime > 1  # it was written again
     if world.rank == 0:
         out = capsys.readouterr().out
         assert f"{folder} is finished (2 epochs, {2 * STEPS} steps): nothing left to train" in out
@@ -236,7 +236,7 @@ def test_resuming_from_a_file_abandons_later_checkpoints(world, folder):
     run(world, folder, lr=1e-5)
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
     assert (weights_in(folder) - old).abs().max() > 1e-4
-    # A checkpoint of another folder comes to this one, whose own are of another run.
+    # Resumes from a checkpoint of another folder in this one, which holds another run.
     other = folder.with_name("other")
     expected = newest(folder)["model"]["0.weight"]
     run(world, other, resume=str(max(checkpoints.glob("step-*.pt"))), epochs=1)
@@ -283,7 +283,7 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
 
 
 class Loaded:
-    """As much of a training state as `restore` asks for."""
+    """The part of a training state that `restore` uses."""
 
     def __init__(self):
         self.progress, self.content = Progress(0), None

@@ -10,7 +10,7 @@ from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 
-pytestmark = pytest.mark.ranks(2)  # a single kind has nothing to choose
+pytestmark = pytest.mark.ranks(2)  # a single kind has only one algorithm
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, group, monkey
     rounds = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: rounds.append(1) or all_reduce(*a, **k))
-    if is_slow and world.rank == 1:  # as one rank finds it
+    if is_slow and world.rank == 1:  # slow for one rank only
         clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(rounds))
         monkeypatch.setattr(allreduce, "time", clock)
     measured = allreduce.choose_algorithm(group, "auto", [1000], torch.device("cpu"))

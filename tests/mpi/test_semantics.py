@@ -1,4 +1,4 @@
-"""What a caller is told: time-outs, mismatches, profiles, the state of a Work, what is refused."""
+"""What callers see: timeouts, mismatches, profiles, the state of a Work, rejected arguments."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from kaitian_mpi.errors import CollectiveError, MissingRanksError, UnsupportedEr
 
 @pytest.fixture
 def detailed_group(world):
-    """Return a group that compares what the ranks call."""
+    """A group that compares the ranks' calls."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     made = dist.new_group()
@@ -51,7 +51,7 @@ def test_a_timeout_names_the_missing_rank(world, last, one_second_group, call):
     assert 0.9 < time.monotonic() - began < 5
     with pytest.raises(CollectiveError, match=r"this process group failed before: .* rank \d"):
         call(one_second_group, world.size)
-    dist.barrier()  # another group goes on
+    dist.barrier()  # another group stays usable
 
 
 @pytest.mark.sizes(2, 3)
@@ -68,7 +68,7 @@ def test_work_state(world, last):
     tensor, token = torch.ones(4), torch.zeros(1)
     if world.rank == last:
         for rank in range(last):
-            dist.recv(token, rank)  # which they send when they have waited in vain
+            dist.recv(token, rank)  # which they send after their timeout
         dist.all_reduce(tensor)
         return
     work = dist.all_reduce(tensor, async_op=True)
@@ -196,12 +196,12 @@ def test_monitored_barrier_names_the_missing_ranks(world, wait_all_ranks):
     if world.rank > 0:
         with pytest.raises(MissingRanksError, match=f"^Rank {world.rank} successfully reached"):
             dist.monitored_barrier()
-    dist.monitored_barrier()  # it may be tried again
+    dist.monitored_barrier()  # it can be retried
 
 
 @pytest.mark.ranks(2)
 def test_monitored_barrier_raises_on_the_ranks_that_arrived(world, last):
-    """And what they sent meanwhile is not taken for a part of what follows."""
+    """Messages sent meanwhile are not mistaken for part of later collectives."""
     limit = timedelta(seconds=0.2)
     if world.rank != last:
         with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
@@ -216,7 +216,7 @@ def test_monitored_barrier_raises_on_the_ranks_that_arrived(world, last):
 
 @pytest.mark.sizes(2, 3)
 def test_monitored_barrier_does_not_wait_for_queued_work(world, last):
-    """It is there to name the rank for which that waits, within its own time-out."""
+    """Its purpose is to name the rank that the queued work waits for, within its own timeout."""
     tensor = torch.ones(3)
     if world.rank != last:
         work = dist.all_reduce(tensor, async_op=True)
@@ -241,7 +241,7 @@ def test_monitored_barrier_of_another_backend_is_unchanged(world):
     group = dist.new_group(backend="gloo")
     dist.monitored_barrier(group, timeout=timedelta(seconds=30))
     if world.rank == 0 and world.size > 1:
-        # In gloo's own words, with the address of the other side.
+        # gloo's own message, with the peer's address.
         with pytest.raises(RuntimeError, match="failed to pass monitoredBarrier") as told:
             dist.monitored_barrier(group, timeout=timedelta(seconds=0.2))
         assert not isinstance(told.value, MissingRanksError)
@@ -303,7 +303,7 @@ def test_tensors_that_require_grad_are_accepted(world):
 
 @pytest.mark.parametrize("mode_outside", [True, False])
 def test_inference_tensors(world, mode_outside):
-    """Also where another thread, or code outside of the mode, writes them."""
+    """Also if another thread or code outside the mode writes to them."""
     with torch.inference_mode():
         strided = [torch.zeros(4, 2)[:, 0].fill_(1.0) for _ in range(2)]
         narrow = torch.ones(300_000, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the ranks make by themselves, before training, is made the same on all of them."""
+"""Before training, model and data are made the same on all ranks."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.sizes(1, 3)
 
 
 class Unseeded(nn.Module):
-    """Initialised by numpy, whose seed is another on each rank."""
+    """A model initialized by numpy, with a different seed on each rank."""
 
     def __init__(self, num_classes=10):
         super().__init__()
@@ -39,7 +39,7 @@ class Unseeded(nn.Module):
 
 
 def values_of(model):
-    """Return all of a model's numbers as plain values."""
+    """Return all parameters and buffers of a model as Python values."""
     tensors = (*model.parameters(), *model.buffers())
     return [torch.view_as_real(t).tolist() if t.is_complex() else t.tolist() for t in tensors]
 

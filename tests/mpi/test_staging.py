@@ -1,4 +1,4 @@
-"""Tensors that MPI cannot reach cross through host memory, on every path."""
+"""Tensors that MPI cannot access are staged through host memory, on every path."""
 
 import fake_accelerator
 import pytest

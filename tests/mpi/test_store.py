@@ -132,7 +132,7 @@ def test_large_values_and_many_threads(store, world):
 
 
 def test_torch_distributed_can_be_initialized_many_times(world):
-    """Its own default group is replaced and, at the end, made anew for the other tests."""
+    """The default group is destroyed and, at the end, created again for the other tests."""
     dist.destroy_process_group()
     for count in range(20):
         dist.init_process_group("kaitian", init_method="mpi://")

@@ -21,7 +21,7 @@ def test_split_into_groups_and_lanes(world):
     assert comms.lanes == 1
     assert comms.own.kind == kinds[world.rank]
     assert comms.group.size == (1 if world.rank == 1 else world.size - 1)
-    # The leaders are ranks 0 and 1; only they are in the one lane there is.
+    # The leaders are ranks 0 and 1; only they are in the single lane.
     assert (comms.lane is not None) == (world.rank in (0, 1))
     if comms.lane is not None:
         assert positions(comms.lane, world.comm) == [0, 1]

@@ -1,5 +1,4 @@
-"""Training steps whose plan changes, or whose shares are cut, give the same weights and lose no
-sample."""
+"""Changing plans and splitting shares into micro-batches gives the same weights, loses no sample."""
 
 import itertools
 import math
@@ -31,7 +30,7 @@ LENGTH, BATCH = 150, 24
 
 
 class Points(Dataset):
-    """Sample i is made from i; its label tells a class."""
+    """Sample i is generated from i, and its label is a class."""
 
     def __init__(self, length=LENGTH):
         self.length = length
@@ -66,7 +65,7 @@ def make_trainer(world, shares, micro_batch_size=None, workers=0):
 
 
 def train(trainer, plans=None):
-    """Train two epochs; set plans by step. Return the samples this rank took, and the weights."""
+    """Train two epochs, setting plans by step. Return this rank's samples, and the weights."""
     taken = []
     step_on = trainer.step
 
@@ -99,7 +98,7 @@ def reverse(world):
 
 
 def by_step(world, taken):
-    """Return the samples of each step, of all ranks."""
+    """Return the samples of all ranks, by step."""
     ranks = gather_values(world.comm, taken)
     return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
@@ -116,7 +115,7 @@ def test_changing_plans_in_mid_epoch_loses_and_repeats_no_sample(world, workers)
         assert sorted(itertools.chain(*of_epoch)) == list(range(LENGTH))
     assert (other - weights).abs().max() < 1e-12
     if world.size > 1:
-        # Batches that a worker has fetched already are of the plan before, on every rank.
+        # Batches that workers have already fetched follow the previous plan on every rank.
         ahead = 2 * workers
         sizes = [len(indices) for indices in taken]
         assert sizes[1 + ahead] == uneven(world)[world.rank]
@@ -138,7 +137,7 @@ def test_a_rank_without_samples_takes_part(world):
 
 
 class Batches(nn.Module):
-    """Notes the sizes of its batches, and cannot train on a batch of one."""
+    """Records the sizes of its batches and cannot train on a batch of one."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +175,7 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     assert max(model.trained) <= max(micro_batch_size or 99, 3)
     trained = gather_values(world.comm, sum(model.trained))
     assert sum(trained) == length
-    # What fits the memory in training is the most in an evaluation, too.
+    # An evaluation does not use larger batches than fit the memory in training.
     assert max(model.evaluated, default=0) <= (micro_batch_size or 64)
 
 
@@ -214,7 +213,7 @@ def running_mean(world, shares, micro_batch_size=None, plans=None):
     norm = nn.BatchNorm1d(3, momentum=0.2).double()
 
     def see(model, inputs):
-        if model.training:  # not where a rank without samples takes part in the sum
+        if model.training:  # not for ranks without samples, which only take part in the sum
             norm.running_mean += norm.momentum * (inputs[0].mean(0) - norm.running_mean)
 
     trainer.state.model.register_forward_pre_hook(see)

@@ -12,7 +12,7 @@ from kaitian_mpi.engine.evaluation import evaluate
 
 
 class Numbers(Dataset):
-    """Sample i is the number i, its class i % 3."""
+    """Sample i is the number i with class i % 3."""
 
     def __init__(self, length):
         self.length = length
@@ -26,7 +26,7 @@ class Numbers(Dataset):
 
 
 class Parity(nn.Module):
-    """Says class 0 with certainty for even numbers, class 1 for odd ones."""
+    """Predicts class 0 with certainty for even numbers, class 1 for odd ones."""
 
     def forward(self, x):
         odd = x[:, 0].long() % 2
@@ -52,7 +52,7 @@ def test_pooled_statistics_equal_those_of_all_samples(world):
     model = nn.Sequential(norm)
     own = whole[start : start + counts[world.rank]]
     norm(own)
-    # torch's running variance is the unbiased one; compare mixtures of the biased.
+    # torch's running variance is unbiased; pooling applies to the biased one.
     norm.running_var.mul_((len(own) - 1) / len(own))
     RunningStatistics(model).pool(counts[world.rank] / sum(counts))
     assert torch.allclose(norm.running_mean, whole.mean(0), rtol=1e-12)
@@ -79,7 +79,7 @@ PLANS = [[6, 2, 1, 3], [1, 0, 9, 2], [0, 5, 5, 2], [2, 2, 2, 2], [0, 0, 0, 4]]
 
 @pytest.mark.parametrize("most", [None, 2])
 def test_pooled_means_equal_those_of_one_device(world, most):
-    """Steps of unlike sizes whose plan changes, one of them of rank 3's alone, or nobody's."""
+    """Steps of different sizes with changing plans; in one, only rank 3 or no rank has samples."""
     generator = torch.Generator().manual_seed(1)
     norm = nn.BatchNorm1d(3, momentum=0.3).double()
     statistics = RunningStatistics(nn.Sequential(norm))
@@ -92,7 +92,7 @@ def test_pooled_means_equal_those_of_one_device(world, most):
         statistics.before_step(step, len(own), sum(plan))
         for part in own.split(cut(len(own), most)) if len(own) else ():
             statistics.before_batch(len(part))
-            # By hand, as a single sample has no variance.
+            # Computed here, as a single sample has no variance.
             norm.running_mean += norm.momentum * (part.mean(0) - norm.running_mean)
     statistics.pool(part=123.0)
     assert (norm.running_mean - expected).abs().max() < 1e-12

@@ -1,4 +1,4 @@
-"""Every wait ends: it names who is waited for in vain, and ending a group needs nobody."""
+"""Every wait ends: errors name the missing rank, and destroying a group needs no other rank."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from kaitian_mpi.mpi import retired
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=60)
-SOON_SEC = 20  # where the time-out is LONG
+SOON_SEC = 20  # if the timeout is LONG
 
 pytestmark = pytest.mark.sizes(2, 3)
 
@@ -41,7 +41,7 @@ def test_groups_may_be_destroyed_in_any_order(world):
     assert add() == world.size
     own = {id(group.comms) for group in groups}
     deadline = time.monotonic() + SOON_SEC
-    while own & {id(comms) for _, comms in retired._retired}:  # not yet given back to MPI
+    while own & {id(comms) for _, comms in retired._retired}:  # not yet freed
         retired.free_retired()
         assert time.monotonic() < deadline
 
@@ -76,7 +76,7 @@ def test_waiting_for_a_rank_that_has_destroyed_the_group_raises(world, last, len
             rf"^rank {last} of {world.size} ended the group before all_reduce #2",
         )
         assert took < SOON_SEC
-    add()  # only the last rank ends the group while others wait in it
+    add()  # only the last rank destroys the group while others wait in it
     if world.rank != last:
         dist.destroy_process_group(group)
     assert add() == world.size
@@ -118,7 +118,7 @@ def test_a_groups_timeout_can_be_changed(world, last):
     else:
         named = rf"^timed out after 1 s in all_reduce #2: waiting for rank {last} of {world.size}"
         assert seconds_until_error(lambda: add(group), named) < SOON_SEC
-    add()  # nobody ends the group while others still wait in it
+    add()  # no rank destroys the group while others still wait in it
     dist.destroy_process_group(group)
     assert add() == world.size
 
@@ -151,7 +151,7 @@ def test_a_receive_from_a_rank_that_has_destroyed_the_group_raises(world, last):
         dist.destroy_process_group(group)
     elif world.rank == last:
         time.sleep(0.5)
-        dist.recv(torch.zeros(1), 0, group=group)  # sent before the end
+        dist.recv(torch.zeros(1), 0, group=group)  # sent before the group was destroyed
         took = seconds_until_error(
             lambda: dist.recv(torch.zeros(1), 0, group=group),
             rf"^waiting for a message from rank 0 of {world.size}, which has ended the group$",
@@ -167,7 +167,7 @@ def test_a_receive_cancelled_by_destroying_its_group_fails(world, last):
     work = dist.irecv(torch.zeros(3), (world.rank + 1) % world.size, group=group)
     began = time.monotonic()
     dist.destroy_process_group(group)
-    assert time.monotonic() - began < 4  # less than a message on its way would be given
+    assert time.monotonic() - began < 4  # less than the grace for a message in flight
     assert work.is_completed()
     assert not work.is_success()
     with pytest.raises(CollectiveError, match=r"^the group ended while it waited for a message"):
@@ -175,7 +175,7 @@ def test_a_receive_cancelled_by_destroying_its_group_fails(world, last):
 
 
 def test_new_group_times_out_if_a_rank_does_not_arrive(world, last):
-    """The rank that comes late is told the same, and the next group is made."""
+    """The rank that arrives late gets the same error, and the next group can be created."""
     began = time.monotonic()
     if world.rank == last:
         add()
@@ -209,7 +209,7 @@ def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(
 ):
     call(one_second_group, world.size)
     if world.rank == last:
-        add()  # when the others have given up
+        add()  # after the others have timed out
         took = seconds_until_error(
             lambda: call(one_second_group, world.size),
             rf"^rank {last} of {world.size} came too late to \w+ #2: the others timed out",
@@ -225,20 +225,20 @@ def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(
 
 
 def test_waiting_for_a_tcp_store_key_does_not_block_a_collective(world, last):
-    """Its client answers one thread at a time, and the collective's must not need it."""
+    """The store's client serves one thread at a time, so the collective must not need it."""
     dist.destroy_process_group()
     port = world.comm.bcast(_free_port() if world.rank == 0 else None)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     numbers = {"rank": world.rank, "world_size": world.size, "timeout": LONG}
     dist.init_process_group("kaitian", init_method="env://", **numbers)
     store = dist.distributed_c10d._get_default_store()
-    tensor = torch.ones(300_000)  # so many that it cannot be done without rank 0's thread
+    tensor = torch.ones(300_000)  # so large that it cannot complete without rank 0's thread
     if world.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
         assert store.get("hello") == b"x"  # set after the collective
         work.wait()
     else:
-        time.sleep(1.5)  # rank 0 has noted by then that it waits
+        time.sleep(1.5)  # by then rank 0 has recorded that it waits
         dist.all_reduce(tensor)
         if world.rank == last:
             store.set("hello", "x")

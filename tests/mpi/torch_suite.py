@@ -75,7 +75,7 @@ class Suite:
     def __init__(
         self, comm: Any, backend: str, decorators: str, path: Path | None, quiet: bool
     ) -> None:
-        """Load them. Collective.
+        """Load the test bodies. Collective.
 
         Args:
             comm: the ranks.
@@ -110,12 +110,12 @@ class Suite:
         return list(unittest.TestLoader().getTestCaseNames(self._case))
 
     def run(self, name: str) -> str:
-        """Run one test on all ranks; print and return what came of it: pass, fail or skip."""
+        """Run one test on all ranks; print and return the result: pass, fail or skip."""
         began = time.monotonic()
         folder = self._fresh_folder()
         self._record({"test": name, "result": "unfinished"}, by=0)
         result = self._agree(name, began, self._attempt(name, lambda: self._body(name, folder)))
-        # Only now, when the result is known: after a failure this may hang.
+        # Only after the result is known: after a failure this may hang.
         end = self._agree(name, began, self._attempt(name, self._tear_down), only_failure=True)
         if self._comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +140,7 @@ class Suite:
     def _agree(self, name: str, began: float, own: Line, *, only_failure: bool = False) -> str:
         wait_quietly(self._comm)
         order = ("fail", "pass", "skip")
-        # The first failure is the cause of others, which then waited in vain.
+        # The first failure causes the others, which are timeouts.
         line = min(
             gather_values(self._comm, own),
             key=lambda line: (order.index(line["result"]), line["seconds"]),
@@ -189,7 +189,7 @@ class Suite:
             dist.destroy_process_group()
 
     def _fresh_folder(self) -> str:
-        """Make what the tests share files in. Collective."""
+        """Create the folder in which the tests share files. Collective."""
         folder = tempfile.mkdtemp() if self._comm.rank == 0 else ""
         for name in ("barrier", "test_dir", "init_dir") if folder else ():
             Path(folder, name).mkdir()
@@ -202,7 +202,7 @@ class Suite:
 
 
 def _stand_in_for_expecttest() -> None:
-    """Let torch's test cases load without `expecttest`, of which these tests use nothing."""
+    """Let torch's test cases load without `expecttest`, which these tests do not use."""
     module: Any = types.ModuleType("expecttest")
     module.TestCase, module.ACCEPT = unittest.TestCase, False
     with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, full disks and spoiled files; the writer in the background too."""
+"""Checkpoints survive kills, full disks and corrupt files, also in the background writer."""
 
 import contextlib
 import errno
@@ -66,7 +66,7 @@ DAMAGED = "checkpoint step-00000120.pt is damaged and ignored: "
 
 @pytest.fixture(autouse=True)
 def silence(request, caplog):
-    """Fail a test that logs anything, unless it asks for the log."""
+    """Fail a test that logs anything, unless it requests caplog."""
     yield
     if not {"caplog", "ignored"} & set(inspect.signature(request.function).parameters):
         assert [record.getMessage() for record in caplog.get_records("call")] == []
@@ -82,7 +82,7 @@ def names(folder):
 
 @pytest.fixture
 def two(tmp_path):
-    """A folder with the checkpoints of steps 100 and 120."""
+    """A folder with checkpoints of steps 100 and 120."""
     files = CheckpointFiles(tmp_path, keep=2)
     for step in (100, 120):
         files.write(small(step), {"step": step, "epoch": 1})
@@ -152,7 +152,7 @@ def spoil(path, change):
 
 @pytest.fixture
 def ignored(caplog):
-    """Return a function that returns the step that is found and the log lines about others."""
+    """Return a function that loads the newest checkpoint: its step, and log lines about others."""
 
     def search(files):
         caplog.clear()
@@ -250,7 +250,7 @@ def test_a_newer_format_is_an_error(two, ignored):
         two.newest_good()
     with pytest.raises(UserError, match=reason):
         two.load(path.with_suffix(".pt"))
-    two.write(small(140), {"step": 140})  # counts it among the others
+    two.write(small(140), {"step": 140})  # counts it towards `keep`
     assert two.steps() == [120, 140]
 
 
@@ -395,7 +395,7 @@ def test_later_checkpoints_are_set_aside_not_deleted(two):
 
 
 def fill_disk_after(monkeypatch, size):
-    """Let os.write take so many bytes in all."""
+    """Let os.write accept only so many bytes in total."""
     real, left = os.write, [size]
 
     def write(descriptor, data):
@@ -427,7 +427,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_intact(two, monkeypatch):
 def test_disk_full_inside_torch_save(two, monkeypatch, size):
     before = names(two.folder)
     fill_disk_after(monkeypatch, size)
-    with pytest.raises(OSError, match="No space left"):  # not what torch makes of it
+    with pytest.raises(OSError, match="No space left"):  # not torch's own error
         two.write({"weights": torch.ones(1_000_000)}, {"step": 140})
     assert names(two.folder) == before
 
@@ -500,7 +500,7 @@ def test_files_are_synced_before_rename_and_before_old_ones_are_removed(two, mon
 
 
 def die_at(monkeypatch, number):
-    """Have this call that changes the disk, and all after it, do nothing but raise."""
+    """Make this disk-modifying call and all later ones raise without effect."""
     count = [0]
 
     def watch(name):
@@ -542,7 +542,7 @@ def test_dying_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
         assert len(names(files.folder)) == 2 * keep
         number += 1
     assert number > 10
-    assert found.about["value"] == 7  # the last time, it lived
+    assert found.about["value"] == 7  # the last attempt survived
 
 
 KILLS = """
@@ -555,7 +555,7 @@ from kaitian_mpi.checkpoint.writer import BackgroundWriter
 torch.set_num_threads(1)
 files = CheckpointFiles(Path(sys.argv[1]), keep=1)
 
-def write(attempt):  # every other one is of the step before, again
+def write(attempt):  # every other attempt repeats the step before
     state = {str(i): torch.full((10_000,), float(attempt)) for i in range(60)}
     begin = time.perf_counter()
     files.write(state, {"step": attempt // 2, "attempt": attempt})
@@ -597,7 +597,7 @@ def test_random_kills_and_exit_without_close(tmp_path):
 
 
 class GatedFiles(CheckpointFiles):
-    """Writes when the gate is open."""
+    """Writes only while the gate is open."""
 
     def __init__(self, folder, keep):
         super().__init__(folder, keep)
@@ -750,4 +750,4 @@ def test_copying_to_the_host_is_fast():
         begin = time.perf_counter()
         copy = copy_to_host(state, into=copy)
         times.append(time.perf_counter() - begin)
-    assert min(times) < 0.05  # 2 ms where nothing else runs
+    assert min(times) < 0.05  # 2 ms on an idle machine

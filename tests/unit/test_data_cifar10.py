@@ -175,7 +175,7 @@ def pickles(tmp_path: Path) -> Path:
 
 
 class Call:
-    """Pickles as a call of any function."""
+    """Pickles as a call of an arbitrary function."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args

@@ -25,7 +25,7 @@ def make_data() -> Augmented:
     return Augmented(arrays, "crop-flip", seed=0)
 
 
-# A worker takes seconds to import torch, so one test does all that needs one.
+# A worker takes seconds to import torch, so one test covers everything that needs one.
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_index_list_is_a_batch(workers: int) -> None:
     data = make_data()

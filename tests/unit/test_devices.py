@@ -104,7 +104,7 @@ def test_emulated_slowdown():
 def test_slowdown_sleeps_in_proportion():
     slowdown = Slowdown(((0, 3.0),))
     slowdown.start()
-    time.sleep(0.2)  # waiting is not computing
+    time.sleep(0.2)  # waiting does not count as computing
     begin = time.thread_time()
     while time.thread_time() - begin < 0.05:
         pass

@@ -1,4 +1,4 @@
-"""What samples of a data set are compared by."""
+"""Digests of data sets, by which ranks compare their samples."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from kaitian_mpi.datasets.factory_data import Collated
 
 
 class Samples(Dataset):
-    """Sample i is [i, i], its class i % 3; augmented at random if asked for."""
+    """Sample i is [i, i] with class i % 3, optionally with random augmentation."""
 
     def __init__(self, order, is_random=False):
         self.order, self.is_random = list(order), is_random

@@ -1,4 +1,4 @@
-"""Who is right where ranks differ, and what tells that they do."""
+"""Fingerprints that detect diverged ranks, and the choice of the correct ones."""
 
 import copy
 
@@ -31,7 +31,7 @@ def test_the_majority_is_right_and_in_a_tie_the_lowest_rank(values, healthy, dif
 
 
 def make_state(dtype=torch.float32):
-    """A model after a step, so that there is momentum."""
+    """A model after one step, so that the optimizer has momentum."""
     torch.manual_seed(1)
     layers = nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(11, 3)
     model = nn.Sequential(*layers).to(dtype)

@@ -1,4 +1,4 @@
-"""What the documents promise: the commands' reference, links, and commands that can be parsed."""
+"""The documentation is correct: the CLI reference, links, and commands that parse."""
 
 import ast
 import re
@@ -61,7 +61,7 @@ def commands(path):
 
 
 def anchor(heading):
-    """Return the fragment by which a heading is linked to."""
+    """Return the link fragment of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
 
 
@@ -111,7 +111,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_lines_are_short(path):
-    """Rows of tables cannot be broken; the README's fit all the same."""
+    """Table rows cannot be wrapped, but those of the README are short enough."""
     for line in path.read_text().splitlines():
         is_row = line.startswith("|") and path.name != "README.md"
         assert len(line) <= 120 or is_row, line
@@ -130,7 +130,7 @@ def test_documented_files_exist(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_documented_scripts_have_the_flags_shown(path):
-    """Those of benchmarks/ and examples/, by their sources: to run them takes minutes."""
+    """Checks the sources of benchmarks/ and examples/, as running them takes minutes."""
     quoted = re.findall(r"`([^`\n]+)`", path.read_text()) + prose_and_code(path)[1]
     for command in quoted:
         match = re.search(r"((?:benchmarks|examples)/\S+\.py)( .*)?$", command.split("  #")[0])

@@ -1,4 +1,4 @@
-"""A slow data set is loaded in pieces, each of which the watchdog counts as progress."""
+"""A slow data set is loaded in pieces that the watchdog counts as progress."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kaitian_mpi.engine import evaluation
 
 
 class Slow(Dataset):
-    """Data whose samples take a time each, by a clock of its own."""
+    """Data whose samples take a fixed time each on a fake clock."""
 
     def __init__(self, sample_sec):
         self.sample_sec, self.now, self.asked = sample_sec, 0.0, []

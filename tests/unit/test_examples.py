@@ -1,4 +1,4 @@
-"""The documents show what the examples are."""
+"""The documentation matches the examples."""
 
 import difflib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which ranks a job is faster without."""
+"""Which ranks are excluded because a job is faster without them."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def make_world(kinds, hosts):
 
 @pytest.fixture
 def leave_out(monkeypatch):
-    """Decide with an allreduce that costs `seconds(ranks)`; also tell which were measured."""
+    """Decide with an allreduce that costs `seconds(ranks)`; also return the measured sets."""
 
     def decide(world, costs, seconds, batch=64):
         measured = []
@@ -53,7 +53,7 @@ def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
     assert (
         "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s" in left_out[1]
     )
-    assert measured == []  # one kind and one host: nothing to weigh
+    assert measured == []  # one kind and one host: nothing to compare
 
 
 def test_a_kind_that_costs_more_communication_than_it_computes_is_excluded(leave_out):

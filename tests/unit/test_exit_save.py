@@ -1,4 +1,4 @@
-"""Saving at a signal, in real processes that are killed at once: what mpirun does to its ranks."""
+"""Saving on a signal, in real processes killed right after it, as mpirun does to its ranks."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ import pytest
 from kaitian_mpi.runtime.launcher import SUPERVISED
 
 LONGEST_SEC = 30
-GRACE_SEC = 0.75  # mpirun gives less; but this machine may be busy with other tests
+GRACE_SEC = 0.75  # mpirun allows less, but this machine may be busy with other tests
 
-# Its state are two numbers, which are the same except while it is changed.
+# Its state is two numbers, which are equal except during an update.
 RANK = """
 import hashlib, sys, threading, time
 from pathlib import Path
@@ -30,7 +30,7 @@ def save():
     Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")
     return f"step {state[0]} is saved"
 exit_save = ExitSave(lock, save)
-if where == "outside":  # the limit on the fork begins after it, however busy the machine is
+if where == "outside":  # the time limit starts after the fork, however busy the machine is
     pause_if_late = exit_save._pause_if_late
     def pause_after_fork():
         while not exit_save._child:
@@ -46,7 +46,7 @@ with last_words(exit_save.run, exit_save.interrupt):
                 hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # seconds without Python
             if where == "inside" and state[0] == 3:
                 print("ready", flush=True)
-                for _ in range(20):  # longer than this process has to live
+                for _ in range(20):  # longer than this process lives
                     time.sleep(0.1)
                 if fails:
                     raise ValueError("planted")
@@ -58,7 +58,7 @@ with last_words(exit_save.run, exit_save.interrupt):
 
 
 def end(folder, where, how, grace_sec=GRACE_SEC):
-    """Run such a rank, and end it as mpirun does; return what has been saved, and stderr."""
+    """Run such a rank and end it as mpirun does; return what it saved, and stderr."""
     saved = folder / "saved"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OMPI_COMM_WORLD")}
     rank = subprocess.Popen(
@@ -99,7 +99,7 @@ def test_a_failed_update_is_not_saved(tmp_path):
     assert err.splitlines()[1:] == ["program: nothing could be saved: planted"]
 
 
-# Ends its rank as mpirun does.
+# Starts a rank and ends it as mpirun does.
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -112,7 +112,7 @@ time.sleep(float(sys.argv.pop(1)))
 os.killpg(rank.pid, signal.SIGKILL)
 """
 
-# Has a terminal, and watches a command as a shell with job control does.
+# Has a terminal and waits for a command like a shell with job control.
 SHELL = """
 import fcntl, os, subprocess, sys, termios
 terminal = os.openpty()[1]
@@ -131,7 +131,7 @@ print(shown)
         ("outside", False, 0),
         ("one call", False, 1),  # the main thread cannot fork in time
         ("large", False, 1),  # a fork takes too long
-        ("outside", True, 1),  # it is the supervisor that waits
+        ("outside", True, 1),  # the supervisor waits instead
     ],
 )
 def test_the_launcher_is_stopped_only_where_the_state_would_be_lost(

@@ -103,7 +103,7 @@ def test_seeds_are_limited_to_what_torch_accepts_on_every_rank():
 
 @pytest.mark.parametrize("name", ["data_dir", "run_dir", "benchmark_cache", "resume"])
 def test_a_tilde_expands_to_the_home_folder(name, monkeypatch):
-    """A shell expands it in `--flag ~/x`, and leaves it alone in `--flag=~/x`."""
+    """A shell expands it in `--flag ~/x`, but not in `--flag=~/x`."""
     monkeypatch.setenv("HOME", "/home/me")
     assert getattr(TrainConfig(**{name: "~/x"}), name) == "/home/me/x"
     assert getattr(TrainConfig(**{name: "./~/x"}), name) == "./~/x"
@@ -138,7 +138,7 @@ def test_an_unreadable_data_folder_is_a_one_line_error(tmp_path, monkeypatch, pa
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("link")
     (tmp_path / "closed").mkdir(mode=0)
-    if os.geteuid() == 0:  # whom nothing is closed to
+    if os.geteuid() == 0:  # root can read everything
         scandir = os.scandir
 
         def scan(folder):

@@ -1,4 +1,4 @@
-"""Processes that write checkpoints in one folder, and who waits for whom."""
+"""Processes that write checkpoints to the same folder wait for each other."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from kaitian_mpi.checkpoint.folder_lock import wait_for_writer, writing_in
 
 LONGEST_SEC = 30
 
-# Writes `done` in the folder as the last thing before it gives the folder free.
+# Writes `done` to the folder just before it releases the lock.
 WRITER = """
 import sys, time
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_waiting_for_no_writer_creates_nothing(tmp_path, name, caplog):
     assert list(tmp_path.iterdir()) == []
 
 
-# Stands for mpirun and a rank of it: the process that saves the rank's state outlives both.
+# Stands for mpirun and one rank; the process that saves the rank's state outlives both.
 MPIRUN = """#!/bin/sh
 mkdir -p run/checkpoints
 trap 'exit 7' INT TERM

@@ -1,4 +1,4 @@
-"""Forecasts: hand-computed cases, properties, and what a missing measurement does."""
+"""Forecasts: hand-computed cases, properties, and missing measurements."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ def one_each(cohorts):
     return [dataclasses.replace(c, ranks=1) for c in cohorts for _ in range(c.ranks)]
 
 
-# Buckets and what of them shows.
+# Buckets and their exposed communication.
 
 
 def test_ddp_buckets_are_1_mib_then_25_mib():
@@ -417,7 +417,7 @@ def test_the_error_for_an_unmeasured_kind_lists_the_measured_ones():
 
 
 def least_seconds(call, enough, times=5):
-    """Return the least CPU time of several calls: a busy host makes single ones much longer."""
+    """Return the minimum CPU time of several calls: on a busy host single calls take longer."""
     least = math.inf
     for _ in range(times):
         began = time.process_time()

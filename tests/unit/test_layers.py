@@ -1,4 +1,4 @@
-"""Imports go only down the floors of the house."""
+"""Imports only go down the layers of the package."""
 
 import ast
 import graphlib
@@ -8,7 +8,7 @@ from pathlib import Path
 import kaitian_mpi
 
 ROOT = Path(kaitian_mpi.__file__).parent
-# From the top; a room imports only from those below it.
+# From the top; a package imports only from those below it.
 FLOORS = (
     "cli",
     "supervision",
@@ -31,7 +31,7 @@ FLOORS = (
     "config",
     "errors",
 )
-MAX_FILES = 15  # of a room, without its __init__.py
+MAX_FILES = 15  # per package, without its __init__.py
 MAX_SHARE = 0.15  # of the package's lines
 
 

@@ -1,4 +1,4 @@
-"""Whose links are slow, from the times of a ring's links."""
+"""Finding the rank with slow links from the times of a ring's links."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loading processes end with the rank that started them, however it ends."""
+"""Data loader workers exit with their rank, however it ends."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ LIMIT_SEC = 30
 
 
 class Identities:
-    """A data set whose samples are the processes that load them."""
+    """A data set whose samples are the ids of the processes that load them."""
 
     def __len__(self):
         return 8

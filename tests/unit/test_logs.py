@@ -1,4 +1,4 @@
-"""What is logged is shown: one format, one configuration, in the commands alone."""
+"""Logging has one format and one configuration, made by the commands only."""
 
 import ast
 import logging

@@ -1,4 +1,4 @@
-"""The meeting of ranks before they make a group: threads stand for the ranks."""
+"""The rendezvous of ranks before they create a group, with threads as ranks."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ def nobody(missing):
 
 
 def come(store, size, after, limit=30.0, departed=nobody):
-    """Let ranks come after so many seconds each; return what each got, or was told."""
+    """Let each rank arrive after so many seconds; return each rank's result or error."""
     outcomes = {}
 
     def run(rank, seconds):

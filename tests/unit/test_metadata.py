@@ -1,4 +1,4 @@
-"""What a run remembers outlives its process."""
+"""The metadata of a run survives a JSON round trip."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The fewest samples that a model trains on, and that nothing below it is computed."""
+"""The smallest batch that a model can train on, and that no smaller one is computed."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from kaitian_mpi.models import build_model
 
 
 class Standardised(nn.Module):
-    """Divides by the batch's standard deviation: of one sample it is no number."""
+    """Divides by the batch's standard deviation, which is NaN for one sample."""
 
     def forward(self, x):
         flat = x.flatten(1)

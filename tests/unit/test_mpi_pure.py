@@ -1,4 +1,4 @@
-"""The parts of the MPI floor that need no MPI."""
+"""The parts of the MPI layer that need no MPI."""
 
 import pytest
 

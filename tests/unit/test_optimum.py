@@ -1,4 +1,4 @@
-"""The optimal split, against every split there is and by its properties."""
+"""The optimal split, compared with every possible split and by its properties."""
 
 import itertools
 import math
@@ -91,7 +91,7 @@ def test_a_faster_rank_never_gets_less(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_optimum_is_within_one_sample_of_the_relaxed_one(seed):
-    """Which cuts samples anywhere: T with sum((T - alpha_i) / beta_i) = G over the ranks in use."""
+    """Fractional samples: T such that sum((T - alpha_i) / beta_i) = G over the ranks in use."""
     chance = random.Random(seed)
     costs = [cost(chance.random(), 0.01 + chance.random()) for _ in range(8)]
     total = chance.randint(1, 500)
@@ -139,7 +139,7 @@ def test_a_hundred_thousand_ranks_take_less_than_a_second(min_batch):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("where", ["alpha_sec", "beta_sec"])
 def test_invalid_costs_are_rejected(bad, where):
-    """The search for a split would not end, or would give anything."""
+    """Otherwise the search would not end or would return a meaningless split."""
     costs = [cost(1.0, 1.0), cost(*((bad, 1.0) if where == "alpha_sec" else (1.0, bad)))]
     with pytest.raises(ValueError, match=f"{where}: found {bad}, needed .*, and finite"):
         fastest_split(costs, 64)

@@ -238,7 +238,7 @@ def test_ranks_without_a_sample_are_counted_by_kind(run):
 
 
 def test_estimates_are_marked_and_names_printed_verbatim(run, bench_path):
-    name = "[/cpu]:mlu:"  # which would mean something to the library that prints tables
+    name = "[/cpu]:mlu:"  # which is markup to the library that prints tables
     content = json.loads(bench_path.read_text())
     content["emulated"] = False
     content["ranks"].append(content["ranks"][3] | {"rank": 4, "kind": name})
@@ -319,7 +319,7 @@ def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
     [("cpu", False), ("cpu,cpu", True), ("gpu,mlu", True), ("gpu,gpu,mlu", True)],
 )
 def test_the_command_suggested_by_kaitian_bench_works(tmp_path, kinds, works):
-    """A command that would fail is not advised."""
+    """A command that would fail is not suggested."""
     names = kinds.split(",")
     cost = AllreduceCost(1e-5, 1e-9)
     found = Bench(

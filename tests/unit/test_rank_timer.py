@@ -1,4 +1,4 @@
-"""Timing one rank and finding what fits its memory, with a model that runs out of it."""
+"""Timing one rank and finding the batch that fits its memory, with a model that runs out of it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ STEP_SEC, SAMPLE_SEC = 1e-2, 1e-4
 
 
 class Clock:
-    """Stands still, except for what is added to it."""
+    """A clock that only moves when seconds are added."""
 
     now = 0.0
 
@@ -37,7 +37,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """Have steps alone take time, so that a busy machine does not count."""
+    """Let only steps take time, so that load on the machine has no effect."""
     times = SimpleNamespace(perf_counter=CLOCK, thread_time=CLOCK)
     monkeypatch.setattr(rank_timer, "time", times)
 
@@ -83,7 +83,7 @@ class Data(Dataset):
 
 
 class Hungry(nn.Module):
-    """Takes no more than so many samples at once, and no fewer; and time, by the clock."""
+    """Accepts only batches within limits and takes time on the fake clock."""
 
     def __init__(self, most, device=None, least=1):
         super().__init__()
@@ -274,4 +274,4 @@ def test_results_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
     kept.replace(file)
     owner = file.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    assert (make_cache(tmp_path).read() is None) == (owner != 0)  # what root wrote is good
+    assert (make_cache(tmp_path).read() is None) == (owner != 0)  # files of root are trusted

@@ -1,4 +1,4 @@
-"""When plans change while training, in simulated jobs."""
+"""Changes of plan during training, in simulated jobs."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def test_the_monitors_error_shrinks_with_more_steps():
 
 
 class Job:
-    """Ranks whose steps take what their true costs say, times a factor, times noise."""
+    """Simulated ranks: step time is the true cost times a slowdown factor times noise."""
 
     def __init__(self, speeds, noise, seed, measured_off=0.05):
         self.random = random.Random(seed)

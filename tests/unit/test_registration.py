@@ -1,4 +1,4 @@
-"""What `import torch` does where the package is installed, in processes of their own."""
+"""The effects of `import torch` where the package is installed, in subprocesses."""
 
 import json
 import os
@@ -28,7 +28,7 @@ print(json.dumps({
 }))
 """
 
-# The numbers of threads after each call, above torch's own.
+# The number of threads after each call, minus torch's own.
 THREADS = """
 import torch
 
@@ -101,7 +101,7 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else():
 
 
 def test_registering_takes_negligible_time():
-    """CPU time: a busy machine does not add to it, but may be slower, and as much for torch."""
+    """Compares CPU times: a busy machine slows both imports down by the same factor."""
     tries = []
     while len(tries) < 5 and not any(map(is_quick, tries)):
         tries.append(json.loads(run(TIMED, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout))

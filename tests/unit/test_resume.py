@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this run, and whether the run has come to its end."""
+"""Whether a checkpoint belongs to this run, and whether the run is finished."""
 
 from dataclasses import asdict
 from types import SimpleNamespace

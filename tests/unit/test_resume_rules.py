@@ -1,4 +1,4 @@
-"""What every flag means that is given another value when a run is resumed."""
+"""The effect of every flag that has another value when a run is resumed."""
 
 import re
 from dataclasses import asdict, fields
@@ -23,7 +23,7 @@ UNSAID = {
     "run_dir": "other",
     "snapshots": "name",
 }
-# name: another value, what is determined again, and the end of the line about it
+# name: another value, what is determined again, and the end of the log line
 APPLIES = {
     "augment": ("none", set(), ""),
     "workers": (2, set(), ""),
@@ -55,7 +55,7 @@ APPLIES = {
     "log_interval": (1.0, set(), ""),
     "log_level": ("debug", set(), ""),
 }
-# name: another value, what it has found out again, and why it is ignored
+# name: another value, what is determined again, and why it is ignored
 IGNORED = {
     "batch_size": (32, PLAN, "it is used with --batch-policy paper only"),
     "benchmark_seconds": (3.0, set(), "no rank is benchmarked; all ranks have been"),

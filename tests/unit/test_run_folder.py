@@ -1,4 +1,4 @@
-"""What a run folder does with a disk that is full, and with folders that cannot be made."""
+"""Run folders on full disks, and folders that cannot be created."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ MODEL = "checkpoints/model.pt"
 
 
 class State:
-    """A state of step 26, as far as it is written."""
+    """The written part of a state at step 26."""
 
     progress = Progress(total_steps=26, step=26, epoch=2, is_done=True)
 
@@ -50,7 +50,7 @@ def memory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def full(monkeypatch):
-    """Return what makes a disk full, for files of some names."""
+    """Return a function that makes the disk full for files of some names."""
 
     def fill(*names):
         real_open = Path.open
@@ -101,7 +101,7 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full
     assert "bytes needed, " in text
     assert " free); step 26 is kept in this host's memory: make room, and run the same" in text
     assert caught.value.exit_code == 74
-    # What was good before is still there, and so is what is new.
+    # Earlier valid files are still there, and so are the new ones.
     assert summary_in(tmp_path / "run")["finished"] is False
     assert torch.load(tmp_path / "run" / MODEL)["weight"].sum() == 0
     (snapshots,) = memory.iterdir()
@@ -163,7 +163,7 @@ def test_a_partial_line_does_not_corrupt_the_next(tmp_path, monkeypatch, caplog)
 
 
 def test_jobs_started_simultaneously_get_different_folders(tmp_path):
-    """Processes that make a folder of the same name at the same moment."""
+    """Processes that create a folder of the same name at the same moment."""
     script = (
         "import sys, time; from pathlib import Path; "
         "from kaitian_mpi.output.folders import make_new_folder; "

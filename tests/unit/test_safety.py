@@ -13,7 +13,7 @@ import kaitian_mpi
 
 ROOT = Path(kaitian_mpi.__file__).parent
 
-# Modules whose reading runs what is read.
+# Modules whose loading functions can execute code.
 UNPICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 FORBIDDEN = {
     *("eval", "exec", "compile", "__import__"),
@@ -30,7 +30,7 @@ MPI_PICKLING = {
     *("mprobe", "improbe", "bcast", "gather", "scatter", "allgather", "alltoall", "reduce"),
     *("allreduce", "scan", "exscan", "neighbor_allgather", "neighbor_alltoall"),
 }
-# What has such a method and is no communicator, beside modules and `self`.
+# Objects that have such a method but are no communicators, besides modules and `self`.
 NO_COMMUNICATORS = {
     *("host", "super()"),  # HostOperations
     "library",  # a vendor's process group
@@ -39,8 +39,7 @@ NO_COMMUNICATORS = {
     "state",  # WeightedSum, in DDP's hook
     *("config", "self.config"),  # TrainConfig: --allreduce
 }
-# A restricted Unpickler is the way to read CIFAR-10's Python version; test_data_cifar10.py attacks
-# it.
+# CIFAR-10's Python version needs a restricted Unpickler, which test_data_cifar10.py attacks.
 ADMITTED = {
     "datasets/cifar10_pickle.py": {"pickle", "pickle.Unpickler", "pickle.UnpicklingError"},
     "checkpoint/format.py": {"pickle", "pickle.UnpicklingError"},  # to catch it
@@ -48,14 +47,14 @@ ADMITTED = {
 
 
 def dotted(node: ast.expr) -> str:
-    """Return `a.b.c` for a name or an attribute of one; another expression stands as it is."""
+    """Return `a.b.c` for a name or an attribute of one; other expressions as source text."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return ast.unparse(node)
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Return what the names that a file imports stand for."""
+    """Return the full names of the names that a file imports."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,7 +72,7 @@ def is_constant(node: ast.expr | None, value: bool) -> bool:
 
 
 class Search(ast.NodeVisitor):
-    """Collects what a file does that it should not, as full names."""
+    """Collects the full names of unsafe functions that a file uses."""
 
     def __init__(self, source: str) -> None:
         tree = ast.parse(source)

@@ -1,4 +1,4 @@
-"""LoadAdaptiveSampler: each epoch exactly once, whatever the plans."""
+"""LoadAdaptiveSampler: each sample once per epoch, whatever the plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_ranks(
 
 
 def take(samplers: list[LoadAdaptiveSampler]) -> list[list[list[int]]]:
-    """Return [step][rank] -> indices, of what is left of the epoch."""
+    """Return [step][rank] -> indices for the rest of the epoch."""
     return [list(step) for step in zip(*samplers, strict=True)]
 
 

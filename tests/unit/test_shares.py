@@ -1,4 +1,4 @@
-"""Whole shares of a whole number."""
+"""Apportionment of samples in integer shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals to processes that a rank has forked, in real processes."""
+"""Signals to children that a rank has forked, in real processes."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ print("still there")
 
 @pytest.mark.parametrize(("number", "code"), [(15, -15), (2, 7)], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_to_a_forked_child_does_not_reach_the_rank(number, code):
-    """The child's handlers are Python's usual ones, and the rank goes on."""
+    """The child has Python's default handlers, and the rank keeps running."""
     command = [sys.executable, "-c", RANK, str(number)]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=LONGEST_SEC, check=False

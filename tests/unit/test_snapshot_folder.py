@@ -1,4 +1,4 @@
-"""Snapshots in /dev/shm are this user's alone: what another may have put there is not read."""
+"""Snapshots in /dev/shm are private: files that another user may have put there are not read."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ STATE = {"weight": torch.full((2,), 666.0)}
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """A place that is shared with others, as /dev/shm is."""
+    """A place that is shared with other users, like /dev/shm."""
     monkeypatch.setattr(folders, "MEMORY", tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     return tmp_path
@@ -29,7 +29,7 @@ def files_of(name="job"):
 
 
 def planted(folder, mode):
-    """Put a good snapshot where the job will look, as anybody could."""
+    """Put a valid snapshot where the job will look for one, as any user could."""
     folder.mkdir()
     CheckpointFiles(folder, keep=1).write(STATE, {"step": 60})
     folder.chmod(mode)
@@ -84,7 +84,7 @@ def test_a_symlink_to_a_good_folder_is_rejected(memory):
 
 
 def test_a_folder_created_by_another_user_in_a_race_is_rejected(memory, monkeypatch):
-    """The folder appears between the look and the making."""
+    """The folder appears between the check and the creation."""
     folder = memory / "kaitian-job-host"
     looks = iter([False])
     monkeypatch.setattr(folders, "is_private", lambda path: next(looks, None) or is_private(path))

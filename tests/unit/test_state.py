@@ -1,4 +1,4 @@
-"""The state of training: what goes with it, what comes back, and what is undone."""
+"""The training state: what is saved, what is restored, and what is rolled back."""
 
 import copy
 
@@ -163,7 +163,7 @@ def test_an_interrupted_transaction_is_rolled_back():
 def test_a_committed_transaction_is_not_rolled_back():
     state = make_state()
     before = buffers(state)
-    state.undo_piece()  # nothing has begun
+    state.undo_piece()  # no transaction has begun
     assert equal(before, buffers(state))
     state.begin_piece()
     train(state, 1)

@@ -1,4 +1,4 @@
-"""Which rank is slow, and why, from what ranks tell of their steps."""
+"""Detecting stragglers, and why they are slow, from the step times that ranks report."""
 
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
@@ -7,7 +7,7 @@ from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, Slownes
 
 
 def watch(steps, told, ranks=3, costs=()):
-    """Feed steps 1, 2, … and return what begins or ends, as (step, rank, kind, begins)."""
+    """Feed steps 1, 2, … and return the events as (step, rank, kind, begins)."""
     watch = SlownessWatch(ranks, costs)
     seen = []
     for step in range(1, steps + 1):
@@ -73,7 +73,7 @@ def test_a_higher_cost_per_sample_of_a_smaller_share_is_not_reported():
 def test_slow_data_loading_is_distinguished_from_slow_computing():
     def told(_):
         steps = even()
-        steps[2] = RankStep(1, 32, 0.45, 0.01)  # 0.15 of them for its batch
+        steps[2] = RankStep(1, 32, 0.45, 0.01)  # 0.15 s of these for its batch
         return steps, [0.0, 0.0, 0.15]
 
     watched, _ = watch(20, told)

@@ -1,4 +1,4 @@
-"""The command line of a supervised job: taken apart and put together again."""
+"""Parsing and rebuilding the command line of a supervised job."""
 
 import pytest
 
@@ -42,7 +42,7 @@ from kaitian_mpi.supervision.probe import find_agent, is_local, probe_command
         ("-genv A 1 -ppn 2 -n 4", 4, [], []),
         ("--wdir /tmp/kaitian-train -np 2", 2, [], []),
         ("--with-ft ulfm --hostfile hf -np 2", 2, ["hf"], []),
-        # Behind the first word that is no option stands another program's.
+        # Words after the first non-option belong to another program.
         ("-np 2 taskset -c 0,1", 2, [], []),
         ("numactl -H -n 1", None, [], []),
     ],
@@ -127,7 +127,7 @@ def test_values_are_replaced_in_place_and_keep_their_form(names, values, line):
     assert parse_command(words).replaced(names, values).words == line.split()
 
 
-# Whom to ask, and how.
+# Which hosts to probe, and how.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Hostfiles and host lists of a supervised job: read, chosen from, and written without some."""
+"""Hostfiles and host lists of a supervised job: parsing, filtering, and removing hosts."""
 
 import pytest
 

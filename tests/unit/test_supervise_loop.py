@@ -1,4 +1,4 @@
-"""When a supervised job is started again, and when not: the loop in a world of fakes."""
+"""When a supervised job is restarted and when not: the loop with fakes for all effects."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from kaitian_mpi.supervision.supervisor import supervise
 
 
 class Run:
-    """One run of mpirun: how it ends, what it leaves, and who answers after it."""
+    """One run of mpirun: how it ends, what it leaves, and which hosts are lost."""
 
     def __init__(self, code=1, seconds=60, step=0, finished=False, lost="", signal=0):
         self.code, self.seconds, self.step = code, seconds, step
@@ -24,7 +24,7 @@ class Run:
 
 
 class World:
-    """Runs what was planned, and remembers what was asked of it."""
+    """Plays the planned runs and records the calls."""
 
     def __init__(self, folder, *runs):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""How long hosts are waited for that do not answer."""
+"""How long a probe waits for hosts that do not respond."""
 
 import time
 
@@ -14,7 +14,7 @@ case $1 in dead) exec sleep 60 ;; slow) sleep 0.7 ;; refusing) exit 255 ;; esac
 
 @pytest.fixture
 def agent(tmp_path):
-    """Something in ssh's place: its hosts are named by how they answer."""
+    """A fake ssh; the names of its hosts say how they respond."""
     path = tmp_path / "agent"
     path.write_text(AGENT)
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`kaitian-supervise` as a process, with a small script in the place of mpirun."""
+"""`kaitian-supervise` as a process, with a small script in place of mpirun."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from kaitian_mpi.supervision.job_marks import environment, ranks_live_on
 from kaitian_mpi.supervision.starts import Job
 
 LONGEST_SEC = 30
-# Keeps count of its calls and of its words, then does what the test wants of it.
+# Records its calls and arguments, then runs the test's script.
 MPIRUN = """#!/bin/sh
 call=$(($(cat calls 2>/dev/null || echo 0) + 1))
 echo $call > calls
@@ -99,7 +99,7 @@ def test_exit_code_0_without_a_finished_summary_is_restarted(place):
     assert json.loads((place / "here" / "summary.json").read_text())["steps"] == 9
 
     code, _, err = run(place, script, "-np", "2", "kaitian-train", "--run-dir=here")
-    assert (code, calls(place)) == (0, 6)  # what it said before does not count
+    assert (code, calls(place)) == (0, 6)  # earlier summaries do not count
     assert err.endswith("kaitian-supervise: finished after 3 starts\n")
 
 
@@ -238,7 +238,7 @@ def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, en
     ids=["lives there", "does not", "no answer", "no other host", "cannot live on"],
 )
 def test_a_job_with_live_ranks_on_other_hosts_is_not_terminated(place, options, hosts, is_ended):
-    """198.51.100.5 has a rank of every job that it is asked for, the others have none."""
+    """198.51.100.5 reports a rank of every job that it is asked about, the others none."""
     script = """[ $call = 2 ] && { summary 9 true; exit 0; }
     OMPI_COMM_WORLD_RANK=0 sleep 0.7
     exec > nowhere 2>&1
@@ -257,7 +257,7 @@ def test_a_job_with_live_ranks_on_other_hosts_is_not_terminated(place, options, 
 
 
 def test_ranks_are_found_by_their_job_mark(tmp_path):
-    """By the command that is run on a host: here, by a shell as over there."""
+    """Runs the command for remote hosts in a local shell."""
     (tmp_path / "agent").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     (tmp_path / "agent").chmod(0o755)
     words = parse_command(["kaitian-train"])

@@ -1,4 +1,4 @@
-"""What a supervised job looks like without some of its hosts."""
+"""The command of a supervised job without some of its hosts."""
 
 from pathlib import Path
 
@@ -59,9 +59,9 @@ def test_ranks_never_exceed_slots(ranks, left, fewer):
         ("aabc", "a", 2, [2, 3]),
         ("aabc", "ac", 1, [2]),
         ("aabc", "", 4, [0, 1, 2, 3]),
-        ("aaaa", "a", 4, [0, 1, 2, 3]),  # they move to a host that was idle
+        ("aaaa", "a", 4, [0, 1, 2, 3]),  # they move to an idle host
         ("aaabb", "a", 3, [0, 3, 4]),
-        ("abab", "a", 1, [1]),  # fewer slots than ranks: not all that are safe stay
+        ("abab", "a", 1, [1]),  # fewer slots than ranks: not all surviving ranks fit
     ],
 )
 def test_ranks_of_lost_hosts_are_dropped(placed, lost, ranks, kept):
@@ -242,7 +242,7 @@ def test_snapshots_named_by_the_user_are_kept():
 
 
 def test_the_snapshot_name_is_in_no_command_line():
-    """Other users of a host can read its processes' command lines."""
+    """Other users of a host can read the command lines of its processes."""
     job = make_job("mpirun -np 2 kaitian-train")
     assert job.owns_snapshots
     assert not any("beef" in word for word in plan_start(job, frozenset(), False, "new").words)

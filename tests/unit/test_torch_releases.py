@@ -1,4 +1,4 @@
-"""What differs between torch's releases: the names of a vendor library's own methods."""
+"""Differences between torch releases: the names of a vendor backend's methods."""
 
 import pytest
 from torch._C._distributed_c10d import AllgatherOptions
@@ -9,7 +9,7 @@ OPTIONS = AllgatherOptions()
 
 
 class Library:
-    """A vendor's process group that has some methods."""
+    """A vendor's process group that has only some methods."""
 
     def __init__(self, *names):
         self.called = []

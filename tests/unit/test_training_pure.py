@@ -1,4 +1,4 @@
-"""The parts of training that need no other rank."""
+"""The parts of training that need no other ranks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The releases of torch and Python that users are promised, and the scripts that choose another."""
+"""The documented torch and Python versions, and the scripts that select another one."""
 
 import os
 import re
@@ -83,7 +83,7 @@ def test_ci_has_read_permission_only_and_pins_its_actions():
             assert (
                 re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", "")) or "run" in step
             )
-            # What an event brings is no part of a shell command.
+            # Untrusted event data must not be part of a shell command.
             assert "${{" not in step.get("run", "")
 
 

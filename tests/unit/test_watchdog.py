@@ -1,4 +1,4 @@
-"""The watchdog: its decisions as tables, its effects on real processes."""
+"""The watchdog: its decisions as tables, and its effects on real processes."""
 
 import os
 import re
@@ -165,7 +165,7 @@ def test_the_limit_follows_the_median_of_recent_steps():
 
 
 class Rank:
-    """A process with a watchdog, and what they said."""
+    """A process with a watchdog, and the output of both."""
 
     def __init__(self, body: str, limit: float = 0.5, options: str = ", follow_launcher=False"):
         script = RANK.format(limit=limit, options=options, body=body)
@@ -173,7 +173,7 @@ class Rank:
         self.pid, self.watchdog = map(int, self.process.stdout.readline().split())
 
     def wait(self) -> tuple[int, str, str]:
-        """Return the exit code and the output; fails if rank or watchdog live on."""
+        """Return the exit code and the output; fail if rank or watchdog keeps running."""
         out, err = self.process.communicate(timeout=LONGEST_SEC)
         wait_until(lambda: is_gone(self.watchdog))
         return self.process.returncode, out, err
@@ -213,7 +213,7 @@ def rank():
 
     yield begin
     for one in started:
-        # An ended child that nobody has waited for keeps its number, so nobody else is hit.
+        # A zombie keeps its pid, so no other process can be hit.
         if one.process.poll() is None:
             one.process.kill()
             one.process.communicate(timeout=LONGEST_SEC)
@@ -237,7 +237,7 @@ def test_a_hanging_rank_is_killed(rank):
     hangs = {
         "watchdog.enter('forward', step=12)\nwhile True: pass": "in forward of step 12, the limit",
         "watchdog.enter('backward')\ntime.sleep(60)": "in backward, the limit is 0.5 s (--step-",
-        # re does not let go of the interpreter's lock, and never ends here.
+        # re does not release the GIL, and never ends here.
         "import re; watchdog.enter('forward', step=3)\nre.match('(a*)*b', 'a' * 60)": (
             "(running, but a call holds the GIL), last in forward of step 3"
         ),

@@ -1,4 +1,4 @@
-"""The thread of a process group, its order and its errors; without MPI."""
+"""The worker thread of a process group: order and errors, without MPI."""
 
 import threading
 from functools import partial
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Queue:
-    """A worker that writes down what it carries out, and does nothing before `gate` is set."""
+    """A worker that records what it runs, and waits until `gate` is set."""
 
     def __init__(self):
         self.worker = Worker("test", SideStreams())
@@ -87,7 +87,7 @@ def test_a_callback_that_waits_for_itself_gets_an_error(queue):
 
 
 def test_work_submitted_by_a_native_callback_is_queued(queue):
-    """Such as one of `torch.futures.collect_all`, which knows nothing of the order."""
+    """Such as a callback of `torch.futures.collect_all`, which ignores the order."""
     asked = []
     queue.give("before")
     both = torch.futures.collect_all([queue.held.get_future()])

@@ -1,4 +1,4 @@
-"""An accelerator with streams, in Python: what it is given runs later, in the order of a stream.
+"""An accelerator with streams, in Python: operations run asynchronously, in stream order.
 
 Each stream is a thread. What changes a tensor in place, and copies, are queued on the current
 stream of the thread that asks, as on a GPU; what makes a new tensor waits for that stream first.
@@ -40,7 +40,7 @@ _local = threading.local()
 
 
 class Stream:
-    """Runs what it is given, one after the other."""
+    """Runs operations asynchronously, in the order of submission."""
 
     def __init__(self, device: object = None) -> None:
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
@@ -68,7 +68,7 @@ class Stream:
 
 
 class Event:
-    """A point in the order of a stream."""
+    """An event recorded on a stream."""
 
     def __init__(self, stream: Stream | None = None, enable_timing: bool = False) -> None:
         self.reached: threading.Event | None = None
@@ -117,7 +117,7 @@ def stream(chosen: Stream):
 
 
 class Memory:
-    """What a tensor and its views hold."""
+    """The storage of a tensor and its views."""
 
     def __init__(self, content: torch.Tensor) -> None:
         self.recorded: list[Stream] = []
@@ -191,7 +191,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def _divided_as_on_a_gpu(func, args, kwargs):
-    """Turn the division by a number into a multiplication, which rounds otherwise, as CUDA does."""
+    """Divide by multiplying with the reciprocal, which rounds differently, as CUDA does."""
     if func not in DIVISIONS or kwargs.get("rounding_mode") is not None:
         return func, args, kwargs
     by = torch.as_tensor(args[1])
@@ -220,12 +220,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def on_device(tensor: torch.Tensor) -> DeviceTensor:
-    """Put a host tensor's values into the accelerator's memory."""
+    """Copy a host tensor to the accelerator's memory."""
     return DeviceTensor(tensor.clone())
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor holds once the current stream is done, on the host."""
+    """Wait for the current stream and return a tensor's values on the host."""
     if not isinstance(tensor, DeviceTensor):
         return tensor
     current_stream().synchronize()
@@ -250,7 +250,7 @@ def _synchronize(device: object = None) -> None:
 
 
 def install() -> torch.library.Library:
-    """Make torch know the device type; keep what it returns."""
+    """Register the device type with torch; keep what it returns."""
     global default_stream, reaper
     default_stream, reaper = Stream(), Stream()
     module = types.ModuleType(TYPE)

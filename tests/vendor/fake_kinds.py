@@ -18,7 +18,7 @@ fake_library.register()
 
 
 class VendorDevice(Accelerator):
-    """A fake accelerator; each process has a device of its own, whatever its number."""
+    """A fake accelerator; each process has its own device, whatever its index."""
 
     kind = "vendor"
     torch_type = fake_device.TYPE
@@ -48,6 +48,6 @@ class VendorDevice(Accelerator):
 
 
 class OtherVendorDevice(VendorDevice):
-    """The same of another vendor, whose library does not talk to the first one's."""
+    """A device kind of another vendor, whose library cannot talk to the first one's."""
 
     kind = "vendor2"

@@ -1,4 +1,4 @@
-"""A vendor's collective library for the fake accelerator, with the manners of NCCL.
+"""A vendor's collective library for the fake accelerator that behaves like NCCL.
 
 It takes tensors of its device alone, of the types that torch's ProcessGroupNCCL knows, contiguous
 and one at a time. A call returns when it is queued on the library's own stream, which first waits
@@ -45,7 +45,7 @@ HEADER_BYTES = 128
 _LATER_SEC = 1e-3  # by which a stream goes on after what it waited for
 
 calls: list[str] = []
-"""The operations this rank has given to the library, in order."""
+"""The operations that this rank has submitted to the library, in order."""
 
 _tokens = itertools.count()
 
@@ -329,12 +329,12 @@ class LibraryWork(Work):
 
 
 def create(store: dist.Store, rank: int, size: int, timeout) -> Library:
-    """Make a communicator, for torch's registry of backends."""
+    """Create a communicator, for torch's registry of backends."""
     return Library(store, rank, size)
 
 
 def register() -> None:
-    """Make torch know the library as a backend."""
+    """Register the library as a torch backend."""
     dist.Backend.register_backend(NAME, create, devices=[fake_device.TYPE])
 
 

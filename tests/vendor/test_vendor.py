@@ -1,4 +1,4 @@
-"""A kind with a vendor's library beside ranks without one, or beside another vendor's."""
+"""Ranks with a vendor's library together with ranks without one or of another vendor."""
 
 import copy
 import threading
@@ -21,7 +21,7 @@ from kaitian_mpi.engine.clock import StepClock
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.exchange import gather_values
 
-# The last four are not the vendor's: they cross through host memory.
+# The last four are not supported by the vendor: they are staged through host memory.
 TYPES = (
     torch.float32,
     torch.float64,
@@ -41,7 +41,7 @@ SUMMED = TYPES[:7]
 
 @pytest.fixture(params=["own device", "half of the ranks on the host"])
 def put(request, world):
-    """Return how this rank makes a tensor of a host tensor's values."""
+    """A function that creates this rank's tensors from host tensors."""
     half = request.param != "own device" and world.rank % 2 == 0
     on_host = world.info.kind == "cpu" or half
     return (lambda tensor: tensor.clone()) if on_host else on_device
@@ -293,7 +293,7 @@ def test_premul_sum_works_where_all_ranks_have_one_vendor(world, put):
 
 
 class Held:
-    """Keeps the current stream from going on inside a `with`."""
+    """Blocks the current stream inside a `with`."""
 
     def __enter__(self):
         self._go = threading.Event()
@@ -312,7 +312,7 @@ def test_an_operation_runs_after_work_queued_on_the_callers_stream(
         with Held():
             tensor.add_(world.rank + 1)
             work = dist.all_reduce(tensor, async_op=True)
-            time.sleep(0.05)  # in which it would begin, were it not to wait
+            time.sleep(0.05)  # long enough to start if it did not wait
         work.wait()
         tensor.mul_(2)  # after it, on the caller's stream
         assert torch.equal(values(tensor), torch.full((length,), 2.0 * factor(world)))
@@ -327,11 +327,11 @@ def test_a_futures_result_is_complete(world, device_of, algorithm):
 @pytest.mark.ranks(2)
 def test_a_receive_writes_after_work_queued_on_the_callers_stream(world, device_of):
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    with fake_device.stream(Stream()):  # the default stream is every thread's own to begin with
+    with fake_device.stream(Stream()):  # each thread has its own default stream
         received = device_of(torch.zeros(1_000))
         sent = dist.isend(device_of(torch.full((1_000,), world.rank + 1.0)), right)
         with Held():
-            received.fill_(-1)  # of an earlier use of the same memory
+            received.fill_(-1)  # stands for an earlier use of the same memory
             work = dist.irecv(received, left)
             dist.barrier()
         work.wait()
@@ -365,12 +365,12 @@ def test_the_vendor_library_sees_all_groups_in_the_callers_order(world, put):
     fake_library.calls.clear()
     works, tensors = [], []
     for number in range(30):
-        # Of a type that the library lacks, every third goes through host memory.
+        # Every third has a dtype that the library lacks and goes through host memory.
         dtype = torch.int16 if number % 3 == 2 else torch.int32
         tensors.append(put(torch.full((1 + number,), world.rank + 1, dtype=dtype)))
         works.append(dist.all_reduce(tensors[-1], group=groups[number % 2 + 1], async_op=True))
     called = list(fake_library.calls)
-    assert called == ["allreduce"] * 20  # at once, not when a worker comes to them
+    assert called == ["allreduce"] * 20  # immediately, not when a worker gets to them
     for work in works:
         work.wait()
     for tensor in tensors:
@@ -380,7 +380,7 @@ def test_the_vendor_library_sees_all_groups_in_the_callers_order(world, put):
 
 
 def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm):
-    """And its memory used again by what the caller's stream is given next."""
+    """And its memory may be reused by later work on the caller's stream."""
     total = device_of(torch.zeros(40_000 * world.size))
     own = device_of(torch.full((40_000,), world.rank + 1.0))
     summed = device_of(torch.full((40_000,), 1.0))
@@ -392,7 +392,7 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm):
         del summed, own
     for work in works:
         work.wait()
-    # Whatever runs on another stream than the caller's has told the allocator so.
+    # Work on another stream than the caller's must be recorded with the allocator.
     assert world.info.kind == "cpu" or total.memory.recorded
     expected = torch.arange(1.0, world.size + 1).repeat_interleave(40_000)
     assert torch.equal(values(total), expected)
@@ -460,13 +460,13 @@ def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
 
 
 def test_division_on_the_fake_device_rounds_differently():
-    """What a test above relies on."""
+    """A test above relies on this."""
     tensor = torch.arange(1.0, 1_000.0)
     assert not torch.equal(values(on_device(tensor).div_(3)), tensor / 3)
 
 
 def test_streams_run_asynchronously():
-    """What the tests above rely on."""
+    """The tests above rely on this."""
     tensor = on_device(torch.zeros(3))
     side = Stream()
     with Held():
