@@ -1,4 +1,4 @@
-"""torch's own libraries on top of a process group, unmodified, between ranks of two device kinds."""
+"""torch libraries on top of a process group, unmodified, between ranks of two device kinds."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""Changing plans and splitting shares into micro-batches gives the same weights, loses no sample."""
+"""Changing plans and splitting shares into micro-batches keeps the weights and loses no sample."""
 
 import itertools
 import math
