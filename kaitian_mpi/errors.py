@@ -9,7 +9,7 @@ OPERATION = "{operation}"
 """Placeholder for the name of the operation in a `CollectiveError`: its raiser may not know it."""
 
 
-def listed_ranks(ranks: Sequence[int], size: int) -> str:
+def format_ranks(ranks: Sequence[int], size: int) -> str:
     """Return `rank 2 of 4` or `ranks 1, 3 of 4`; if `ranks` is empty, `a rank of 4`."""
     if not ranks:
         return f"a rank of {size}"

@@ -31,7 +31,7 @@ from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.trainer import Trainer
 
@@ -123,7 +123,7 @@ class Bench:
 
 def timed(world: World, steps: Iterator[None], count: int) -> float:
     """Return the slower rank's seconds per step over the next `count` steps. Collective."""
-    wait_quietly(world.comm)
+    sleeping_barrier(world.comm)
     start = time.perf_counter()
     for _ in range(count):
         next(steps)
@@ -142,7 +142,7 @@ class Alone:
 
     def samples_per_sec(self, world: World, seconds: float) -> float:
         """Train for about `seconds`, at the same time as the other rank. Collective."""
-        wait_quietly(world.comm)
+        sleeping_barrier(world.comm)
         start, done = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
             self._step()

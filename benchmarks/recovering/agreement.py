@@ -23,7 +23,7 @@ import kaitian_mpi
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.ulfm import agree
 
 WARM_UP = 4
@@ -48,7 +48,7 @@ def agree_alone(world: World) -> float:
     """Return the median seconds of an agreement at which all ranks arrive together. Collective."""
     seconds = []
     for _ in range(ALONE):
-        wait_quietly(world.comm)
+        sleeping_barrier(world.comm)
         began = time.perf_counter()
         agree(world.comm, True)
         seconds.append(time.perf_counter() - began)

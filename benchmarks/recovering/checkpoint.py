@@ -26,7 +26,7 @@ from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.trainer import Trainer
 
 WARM_UP = 4
@@ -55,7 +55,7 @@ def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str
     timed(world, steps, WARM_UP)
     saves, written, normal, after = [], [], [], []
     for _ in range(options.saves):
-        wait_quietly(world.comm)
+        sleeping_barrier(world.comm)
         began, clock = time.perf_counter(), time.time()
         checkpoints.save(world, trainer.state, metadata)
         saves.append(time.perf_counter() - began)
@@ -93,7 +93,7 @@ def main() -> None:
     world = kaitian_mpi.init()
     with tempfile.TemporaryDirectory(prefix="kaitian-checkpoint-") as folder:
         found = measure(world, Path(folder), options)
-        wait_quietly(world.comm)
+        sleeping_barrier(world.comm)
     if world.rank == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.trainer import Step, Trainer
 
@@ -65,7 +65,7 @@ def endless(trainer: Trainer, follow_up: StepFollowUp) -> Iterator[Step]:
 
 def timed(world: World, steps: Iterator[Step], count: int) -> float:
     """Return the slowest rank's seconds per step over the next `count` steps. Collective."""
-    wait_quietly(world.comm)
+    sleeping_barrier(world.comm)
     began = time.perf_counter()
     for _ in range(count):
         next(steps)

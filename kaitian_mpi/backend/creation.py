@@ -12,10 +12,10 @@ import torch.distributed as dist
 from kaitian_mpi.backend.meeting import Party, clear, meet
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.job_store import departed_ranks, job_store
-from kaitian_mpi.mpi.rendezvous import check_launched, world_of_size
-from kaitian_mpi.mpi.retired import free_retired
-from kaitian_mpi.mpi.topology import positions, split_by_kind, subset
+from kaitian_mpi.mpi.job_store import finished_ranks, job_store
+from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
+from kaitian_mpi.mpi.retired import free_retired_comms
+from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
 from kaitian_mpi.mpi.world import World, current_world
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -40,8 +40,8 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
 
     clear(options.store, _party(options, ""))  # to make a communicator all came out of the meeting
-    free_retired()
-    places = positions(comm, world.comm)
+    free_retired_comms()
+    places = translate_ranks(comm, world.comm)
     comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
     group_store = job_store().view(f"group {unique}")
@@ -60,11 +60,11 @@ def _own_device(world: World, group: list[int]) -> OwnDevice:
 
 def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
     """Return a communicator of all ranks, in the script's order, which may not be MPI's."""
-    check_launched(options.group_size)
+    check_world_size(options.group_size)
     # Before MPI starts, where it has not: that waits for every rank, too.
     world = current_world()
     unique = _meet(options, "init_process_group", lambda _: _departed(world))
-    world = world_of_size(options.group_size)
+    world = world_with_size_check(options.group_size)
     ranks = gather_values(world.comm, options.group_rank)
     if sorted(ranks) != list(range(world.size)):
         raise AgreedError(
@@ -81,7 +81,7 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
         _check_all_ranks(len(members))
     comms = getattr(default, "comms", None)  # of a default group over kaitian
     if world is not None and comms is not None:
-        places = positions(comms.world, world.comm)
+        places = translate_ranks(comms.world, world.comm)
 
         def departed(missing: list[int]) -> list[int]:
             gone = _departed(world)
@@ -91,7 +91,7 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
         return world, subset(comms.world, members, str(options.group_id)), unique
     # The default group's ranks may be in another order than MPI's, of which it knows nothing.
     unique = _meet(options, "new_group", lambda _: [])
-    world = world or world_of_size(len(members))
+    world = world or world_with_size_check(len(members))
     options.store.set(f"mpi/{options.group_rank}", str(world.rank))
     keys = [f"mpi/{rank}" for rank in range(len(members))]
     members = [int(rank) for rank in options.store.multi_get(keys)]
@@ -107,7 +107,7 @@ def _party(options: Any, name: str) -> Party:
 
 
 def _departed(world: World | None) -> list[int]:
-    return [] if world is None else departed_ranks(world.comm)
+    return [] if world is None else finished_ranks(world.comm)
 
 
 def _check_all_ranks(group_size: int) -> None:

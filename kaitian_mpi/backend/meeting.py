@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.errors import CollectiveError, listed_ranks
+from kaitian_mpi.errors import CollectiveError, format_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -88,14 +88,14 @@ def _wait(store: dist.Store, party: Party, departed: Callable[[list[int]], list[
             missing = _missing(store, party)
             failure = (
                 f"timed out after {limit_sec:g} s in {party.name}: "
-                f"waiting for {listed_ranks(missing, party.size)}"
+                f"waiting for {format_ranks(missing, party.size)}"
             )
         elif now - looked > _LOOKING_SEC:
             looked = now
             left = departed(_missing(store, party))
             if left:
                 failure = (
-                    f"{party.name}: {listed_ranks(left, party.size)} left the job before coming "
+                    f"{party.name}: {format_ranks(left, party.size)} left the job before coming "
                     "here; every rank must call it"
                 )
         if failure:  # unless the last rank has come at this moment

@@ -20,9 +20,9 @@ import torch
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.collectives.staging import SideStreams, Streams, from_host, to_host
 from kaitian_mpi.collectives.work import Queued
-from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, listed_ranks
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
-from kaitian_mpi.runtime.abort import end_with_traceback
+from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import abandon, nap
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _UnderWay:
 
     def awaited(self, size: int) -> str:
         """Return what it waits for, in words."""
-        who = "any rank" if self.peer == ANY_SOURCE else listed_ranks([self.peer], size)
+        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
         return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
 
 
@@ -197,7 +197,7 @@ class Mailbox:
         try:
             self._look()
         except BaseException:  # without this thread nobody's messages would come any more
-            end_with_traceback("messages failed:\n")
+            abort_with_traceback("messages failed:\n")
 
     def _look(self) -> None:
         """Help messages along and finish them, asleep in between, until closed."""

@@ -54,10 +54,10 @@ from kaitian_mpi.collectives.vendor import OwnDevice, VendorLibrary
 from kaitian_mpi.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.messages import ANY_SOURCE
-from kaitian_mpi.mpi.retired import retire
+from kaitian_mpi.mpi.retired import retire_comms
 from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms
-from kaitian_mpi.runtime.lifecycle import close_at_exit, closed_early
+from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.ulfm import is_revoked
 
 
@@ -113,7 +113,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         )
         self._monitored_barrier = MonitoredBarrier(comms.world)
         self._closed = False
-        close_at_exit(self.shutdown)
+        register_close(self.shutdown)
 
     @property
     def pg_name(self) -> str:
@@ -318,7 +318,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        closed_early(self.shutdown)
+        unregister_close(self.shutdown)
         self._run = _refuse
         self._worker.close()
         self._library.close()
@@ -328,7 +328,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         self._arrivals.leave()
         # Of a collective that has failed, and of a message nobody received, MPI is not done.
         if is_done and not self.is_broken:
-            retire(self.comms)
+            retire_comms(self.comms)
 
 
 def _refuse(collective: Collective) -> Work:

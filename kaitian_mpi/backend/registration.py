@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kaitian_mpi.backend import BACKEND, SCHEME, device_types
-from kaitian_mpi.runtime.threads import note_threads
+from kaitian_mpi.runtime.threads import record_default_threads
 
 
 def register() -> None:
@@ -28,7 +28,7 @@ def register() -> None:
     for device_type in [name for name, backend in defaults.items() if backend == BACKEND]:
         del defaults[device_type]
     register_rendezvous_handler(SCHEME, _rendezvous)
-    note_threads()
+    record_default_threads()
     admit_to_monitored_barrier()
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from kaitian_mpi.backend import BACKEND, SCHEME, registration
 from kaitian_mpi.backend.registration import replace
-from kaitian_mpi.mpi.job_store import close_lost_job_store
+from kaitian_mpi.mpi.job_store import close_job_store_after_loss
 from kaitian_mpi.mpi.world import World, join_world, set_current_world
-from kaitian_mpi.runtime.abort import guard_script
-from kaitian_mpi.runtime.lifecycle import start_mpi
+from kaitian_mpi.runtime.abort import install_abort_hook
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 
 def init(devices: str = "auto", emulate_kinds: str = "") -> World:
@@ -29,8 +29,8 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
     Raises:
         UserError: a device is missing, a host has more ranks than devices, or there is no MPI.
     """
-    guard_script()
-    world = join_world(start_mpi(), devices, emulate_kinds)
+    install_abort_hook()
+    world = join_world(initialize_mpi(), devices, emulate_kinds)
     registration.register()
     open_process_group(world)
     return world
@@ -49,7 +49,7 @@ def close_process_group() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    close_lost_job_store()
+    close_job_store_after_loss()
 
 
 def use_backend_for(names: Iterable[str]) -> None:

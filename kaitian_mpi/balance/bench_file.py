@@ -16,7 +16,7 @@ from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.errors import UserError
 
 VERSION = 1
-MOST_SAMPLES = 10**9  # in a global batch
+MAX_SAMPLES = 10**9  # in a global batch
 _MAX_BYTES = 2**42  # 10**12 float32 parameters
 _MAX_SEC = 1e9  # so that no sum overflows
 _MIN_SEC = 1e-12  # per sample, so that no rate overflows
@@ -178,7 +178,7 @@ def _bench_from_json(root: _Node) -> Bench:
         model=root["model"].text(),
         emulated=root["emulated"].flag(),
         gradient_bytes=root["gradient_bytes"].whole(0, _MAX_BYTES),
-        global_batch_size=root["global_batch_size"].whole(1, MOST_SAMPLES),
+        global_batch_size=root["global_batch_size"].whole(1, MAX_SAMPLES),
         ranks=ranks,
         measured=tuple(
             _allreduce_from_json(node, rank_counts) for node in root["allreduce"].items()
@@ -189,13 +189,13 @@ def _bench_from_json(root: _Node) -> Bench:
 def _rank_from_json(node: _Node) -> BenchRank:
     limit = node["largest_micro_batch"]
     return BenchRank(
-        rank=node["rank"].whole(0, MOST_SAMPLES),
+        rank=node["rank"].whole(0, MAX_SAMPLES),
         host=node["host"].text(),
         kind=node["kind"].text(),
         device=node["device"].text(),
         cost=RankCost(
             _model_from_json(node),
-            None if limit.value is None else limit.whole(1, MOST_SAMPLES),
+            None if limit.value is None else limit.whole(1, MAX_SAMPLES),
         ),
         fit_error=node["fit_error"].number(),
     )

@@ -17,7 +17,7 @@ from kaitian_mpi.balance.communication import (
     exposed_seconds,
 )
 from kaitian_mpi.balance.optimum import RankCost, samples_within, shortest_time
-from kaitian_mpi.balance.planner import with_slopes
+from kaitian_mpi.balance.planner import with_positive_slopes
 from kaitian_mpi.balance.scaling import scale_allreduce
 from kaitian_mpi.errors import UserError
 
@@ -167,15 +167,15 @@ class SubsetForecasts:
         rate = self.whole.samples_per_sec
         gain = self.gain(kind)
         if gain is None:
-            return f"with {kind} {show_rate(rate)} samples/s: the only kind"
+            return f"with {kind} {format_rate(rate)} samples/s: the only kind"
         verdict = "worth it" if gain >= _MIN_GAIN else "not worth it"
         return (
-            f"with {kind} {show_rate(rate)} samples/s, without {show_rate(rate / (1 + gain))}: "
+            f"with {kind} {format_rate(rate)} samples/s, without {format_rate(rate / (1 + gain))}: "
             f"{verdict} ({gain:+.0%})"
         )
 
 
-def show_rate(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """Format a rate with three significant digits or more and thousands separators."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
@@ -248,7 +248,7 @@ def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:
     return counts
 
 
-def scaled_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
+def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
     """Return the ranks of a larger world, which take the costs of the measured ranks in turn.
 
     Args:
@@ -281,7 +281,7 @@ def _with_slopes(cohorts: Sequence[Cohort], global_batch_size: int) -> list[Coho
     ranks = sum(cohort.ranks for cohort in cohorts)
     # The samples that one rank of each cohort would have together at equal shares.
     samples = max(1, round(global_batch_size * len(cohorts) / ranks))
-    costs = with_slopes([cohort.cost for cohort in cohorts], samples)
+    costs = with_positive_slopes([cohort.cost for cohort in cohorts], samples)
     return [
         c if c.cost is cost else dataclasses.replace(c, cost=cost)
         for c, cost in zip(cohorts, costs, strict=True)

@@ -28,7 +28,7 @@ def plan_fastest(
         UserError: there are too few samples for the ranks.
     """
     _check_enough(global_batch_size, len(costs), min_batch)
-    costs = with_slopes(costs, global_batch_size)
+    costs = with_positive_slopes(costs, global_batch_size)
     shares = fastest_split(costs, global_batch_size, min_batch)
     if min(shares) > 0:
         return shares
@@ -46,9 +46,7 @@ def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[i
     return apportion(global_batch_size, [1] * ranks)
 
 
-def plan_batches_as_paper(
-    scores: Sequence[float], batch_size: int, min_batch: int = 1
-) -> list[int]:
+def plan_by_paper(scores: Sequence[float], batch_size: int, min_batch: int = 1) -> list[int]:
     """Return batch_i = round(batch_size x score_i), at least `min_batch` (arXiv 2505.10183).
 
     The global batch size, their sum, grows with the number of devices.
@@ -56,7 +54,7 @@ def plan_batches_as_paper(
     return [max(min_batch, round(batch_size * score)) for score in scores]
 
 
-def with_slopes(costs: Sequence[RankCost], global_batch_size: int) -> list[RankCost]:
+def with_positive_slopes(costs: Sequence[RankCost], global_batch_size: int) -> list[RankCost]:
     """Return costs with a positive time per sample, as `fastest_split` requires.
 
     A fit to noisy times may be constant; it is replaced, keeping the time of an equal share.

@@ -11,7 +11,7 @@ from statistics import median
 
 from kaitian_mpi.balance.monitor import SpeedMonitor
 from kaitian_mpi.balance.optimum import RankCost
-from kaitian_mpi.balance.planner import plan_fastest, with_slopes
+from kaitian_mpi.balance.planner import plan_fastest, with_positive_slopes
 
 _MIN_GAIN = 0.05
 _MIN_GAIN_OF_REFINING = 0.02
@@ -76,7 +76,7 @@ class Rebalancer:
         self.batch_sizes = list(batch_sizes)
         self._global_batch_size = sum(batch_sizes)
         self._min_batch = min_batch
-        self._costs = with_slopes(costs, self._global_batch_size)
+        self._costs = with_positive_slopes(costs, self._global_batch_size)
         self._monitors = [SpeedMonitor() for _ in costs]
         self._planned_logs = [0.0 for _ in costs]
         self._waits: deque[float] = deque(maxlen=_WAIT_WINDOW)

@@ -28,7 +28,7 @@ _LARGE_PART, _SMALL_PART = 0.20, 0.10
 
 
 @dataclass(frozen=True)
-class Slowness:
+class SlowPeriod:
     """A period in which a rank is, or was, slow for one reason."""
 
     rank: int
@@ -42,7 +42,7 @@ class Slowness:
     """None while it lasts."""
 
 
-class SlownessWatch:
+class StragglerDetector:
     """Finds slow ranks from the step times that all ranks exchange; every rank finds the same.
 
     - compute: a rank takes at least 1.25 times as long for its share as in its first ten steps
@@ -63,14 +63,14 @@ class SlownessWatch:
         per_sample = RankCost(CostModel(0.0, 1.0))
         self._step = 0
         self._times = [_Times(cost) for cost in costs or [per_sample] * ranks]
-        self._current: dict[tuple[str, int], Slowness] = {}
+        self._current: dict[tuple[str, int], SlowPeriod] = {}
         self._signs: dict[tuple[str, int], int] = {}
-        self.found: list[Slowness] = []
+        self.found: list[SlowPeriod] = []
         """All slow periods so far, ended or not, in the order they were found."""
 
     def observe(
         self, step: int, steps: Sequence[RankStep], data_sec: Sequence[float]
-    ) -> list[Slowness]:
+    ) -> list[SlowPeriod]:
         """Add a step's times of all ranks; return the slow periods that start or end with it.
 
         Args:
@@ -86,7 +86,7 @@ class SlownessWatch:
         seen = [*self._compute(), *self._data(), *self._communication()]
         return [change for sign in seen if (change := self._follow(step, *sign)) is not None]
 
-    def name(self, slow: Slowness, rank: int, text: str) -> Slowness:
+    def name(self, slow: SlowPeriod, rank: int, text: str) -> SlowPeriod:
         """Set the rank and text of a slow period that has just started."""
         named = replace(slow, rank=rank, text=text)
         self._current[slow.kind, slow.rank] = named
@@ -129,7 +129,7 @@ class SlownessWatch:
 
     def _follow(
         self, step: int, kind: str, rank: int, amount: float, high: float, low: float, text: str
-    ) -> Slowness | None:
+    ) -> SlowPeriod | None:
         """Return a slowness that starts or ends now: only one that has persisted for some steps."""
         key = kind, rank
         known = self._current.get(key)
@@ -139,7 +139,7 @@ class SlownessWatch:
             return None
         self._signs[key] = 0
         if known is None:
-            begun = Slowness(rank, kind, max(1, step - _NOTICED_AFTER), amount, text)
+            begun = SlowPeriod(rank, kind, max(1, step - _NOTICED_AFTER), amount, text)
             self._current[key] = begun
             self.found.append(begun)
             return begun

@@ -18,7 +18,7 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.polling import sleeping_barrier
 
 if TYPE_CHECKING:
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
@@ -157,7 +157,7 @@ def measure_allreduce(
         seconds = [time_allreduce(group, size // 4, world.device) for size in sizes]
         if not is_world:
             dist.destroy_process_group(group)
-    wait_quietly(world.comm)  # ranks that take no part wait here without spinning
+    sleeping_barrier(world.comm)  # ranks that take no part wait here without spinning
     gathered = gather_values(world.comm, seconds)
     return fit_allreduce(sizes, next(values for values in gathered if values is not None))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.forecast import Cohort, forecast
 from kaitian_mpi.balance.optimum import RankCost, fastest_split
-from kaitian_mpi.balance.planner import with_slopes
+from kaitian_mpi.balance.planner import with_positive_slopes
 from kaitian_mpi.benchmark.allreduce import measure_allreduce
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
@@ -17,7 +17,7 @@ from kaitian_mpi.output.console import say
 _MIN_GAIN = 0.05  # no device is excluded for less
 
 
-def ranks_to_leave_out(
+def ranks_to_exclude(
     config: TrainConfig,
     world: World,
     costs: Sequence[RankCost],
@@ -38,7 +38,7 @@ def ranks_to_leave_out(
         min_batch: the smallest share other than 0.
     """
     batch = config.global_batch_size
-    left_out = _without_share(with_slopes(costs, batch), batch, min_batch)
+    left_out = _without_share(with_positive_slopes(costs, batch), batch, min_batch)
     kept = [rank for rank in range(world.size) if rank not in left_out]
     if len(kept) == 1:
         return left_out
@@ -70,7 +70,7 @@ def ranks_to_leave_out(
     return left_out | worst
 
 
-def tell_left_out(world: World, left_out: dict[int, str]) -> None:
+def log_excluded(world: World, left_out: dict[int, str]) -> None:
     """Log which ranks are excluded, and why."""
     for rank, why in left_out.items():
         say(world, f"{world.infos[rank]} is excluded: {why}; --keep-all keeps it")

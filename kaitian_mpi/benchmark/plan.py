@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.balance.optimum import RankCost
-from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
+from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.benchmark.ranks import RankBenchmark, scores_of
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
@@ -16,7 +16,7 @@ from kaitian_mpi.engine.setup import Ingredients
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 
-BY_BENCHMARK = "the benchmark"
+FROM_BENCHMARK = "the benchmark"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def make_plan(
     times = [cost.model.seconds(share) for cost in costs]
     by_rank = scores(times) if measured else [1.0] * world.size
     if config.batch_policy == "paper":
-        shares = plan_batches_as_paper(by_rank, config.batch_size, min_batch)
+        shares = plan_by_paper(by_rank, config.batch_size, min_batch)
     elif measured:
         shares = plan_fastest(costs, config.global_batch_size, min_batch)
     else:
@@ -119,9 +119,9 @@ def make_plan(
     )
 
 
-def tell_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
+def record_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
     """Record a plan in plan.jsonl, and log it unless the benchmark's table has shown it."""
-    if why != BY_BENCHMARK:
+    if why != FROM_BENCHMARK:
         say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
     made.folder.append("plan.jsonl", {"step": step, "batch_sizes": plan.batch_sizes, "why": why})
 

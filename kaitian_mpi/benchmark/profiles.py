@@ -20,7 +20,7 @@ from kaitian_mpi.benchmark.ranks import RankBenchmark, benchmark_ranks, show_ben
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
 from kaitian_mpi.engine.setup import Ingredients
-from kaitian_mpi.mpi.exchange import faults_agreed, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 
@@ -65,7 +65,7 @@ class Profiles:
             AgreedError: it is too small for so many ranks.
         """
         profiles = [self.by_place[info.place] for info in world.infos]
-        with faults_agreed(world.comm):
+        with agree_on_errors(world.comm):
             return make_plan(config, world, profiles, self.min_batch)
 
     def show(self, world: World, made: Ingredients, plan: Plan) -> None:

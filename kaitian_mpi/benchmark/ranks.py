@@ -15,10 +15,10 @@ from kaitian_mpi.benchmark.cache import BenchmarkCache
 from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.mpi.exchange import faults_agreed, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import make_table, show_table
-from kaitian_mpi.runtime.polling import Arrival, wait_quietly
+from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 
 
@@ -71,7 +71,7 @@ def benchmark_ranks(
         with torch.random.fork_rng(devices=[]):
             timer = RankTimer(config, world, model, data, slowdown, min_batch)
             own = _measure(world, timer)
-        with faults_agreed(world.comm):
+        with agree_on_errors(world.comm):
             cache.write(own)
     assert own is not None
     results = gather_values(world.comm, asdict(own))
@@ -125,12 +125,12 @@ def show_benchmark(
 def _measure(world: World, timer: RankTimer) -> Measured:
     # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
     # that is done keeps computing until the last one is done.
-    wait_quietly(world.comm)
-    with faults_agreed(world.comm):
+    sleeping_barrier(world.comm)
+    with agree_on_errors(world.comm):
         try:
             measured = timer.measure()
         finally:
-            arrival = Arrival(world.comm)
+            arrival = NonblockingBarrier(world.comm)
         while not arrival.complete():
             timer.keep_busy()
         enter_phase("comparing the benchmarks", waits=True, limited=False)

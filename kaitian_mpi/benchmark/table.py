@@ -9,8 +9,8 @@ from kaitian_mpi.balance.communication import MeasuredAllreduce, ddp_buckets
 from kaitian_mpi.balance.forecast import (
     SubsetForecasts,
     forecast_subsets,
-    scaled_cohorts,
-    show_rate,
+    format_rate,
+    scale_cohorts,
     subsets,
 )
 from kaitian_mpi.benchmark.allreduce import choose_allreduce, gradient_buckets, measure_allreduce
@@ -21,7 +21,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
 from kaitian_mpi.engine.setup import Ingredients, prepare_without_folder
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import faults_agreed
+from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import make_table, say, show_table, show_topology
 from kaitian_mpi.output.files import save_json
@@ -62,7 +62,7 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
     _show_ranks(config, world, made, results, forecasts)
     _show_allreduce(world, found)
     _show_forecasts(world, found, forecasts)
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         if target is not None and world.rank == 0:
             save_json(target, bench_to_json(found, {"forecasts": _to_json(forecasts)}))
             say(world, f"written to {target}; {advice(target, found)}")
@@ -78,7 +78,7 @@ def advice(target: Path, found: Bench) -> str:
     """
     kind = found.ranks[0].kind
     try:
-        cohorts = scaled_cohorts(found.cohorts(), {kind: _EXAMPLE_RANKS})
+        cohorts = scale_cohorts(found.cohorts(), {kind: _EXAMPLE_RANKS})
         buckets = ddp_buckets(found.gradient_bytes)
         forecast_subsets(cohorts, found.global_batch_size, buckets, found.measured)
     except UserError:
@@ -142,7 +142,7 @@ def _show_forecasts(world: World, found: Bench, forecasts: SubsetForecasts) -> N
     for kinds, cast in forecasts.forecasts.items():
         table.add_row(
             " + ".join(kinds),
-            show_rate(cast.samples_per_sec),
+            format_rate(cast.samples_per_sec),
             f"{1e3 * cast.step_sec:.1f}",
             f"{cast.efficiency:.0%}",
             _shortened(cast.batch_sizes),

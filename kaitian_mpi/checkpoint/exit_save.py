@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from kaitian_mpi.engine.state_lock import StateLock
-from kaitian_mpi.runtime.launcher_pause import leave_job, pause_launcher
-from kaitian_mpi.runtime.signals import line_of, open_launcher_stderr
+from kaitian_mpi.runtime.launcher_pause import detach_from_job, pause_launcher
+from kaitian_mpi.runtime.signals import open_launcher_stderr, output_line
 
 _STDERR = 2
 _PATIENCE_SEC = 0.05
@@ -59,7 +59,7 @@ class ExitSave:
             A line on what was saved; None if the child has printed it.
         """
         self._ask()
-        pause = pause_launcher(even_if_shown=_is_large())
+        pause = pause_launcher(even_if_visible=_is_large())
         if pause < 0:
             late = threading.Timer(_PATIENCE_SEC, self._pause_if_late)
             late.daemon = True
@@ -87,7 +87,7 @@ class ExitSave:
         main thread is in the update of a large tensor, in which Python's signal handlers wait.
         """
         if not self._child:
-            pause_launcher(even_if_shown=True)
+            pause_launcher(even_if_visible=True)
 
     def _ask(self) -> None:
         self._lock.on_acquired = self._save_unchanged
@@ -109,7 +109,7 @@ class ExitSave:
             if self._child == 0:
                 self._lock.on_acquired = None
                 os.dup2(stderr, _STDERR)
-                leave_job()
+                detach_from_job()
                 # A fork has none of the threads that the rank computes with.
                 torch.set_num_threads(1)
                 in_child()
@@ -122,7 +122,7 @@ class ExitSave:
         except BaseException as fault:
             words = f"nothing could be saved: {type(fault).__name__}: {fault}"
         with suppress(OSError):
-            os.write(_STDERR, line_of(words))
+            os.write(_STDERR, output_line(words))
         os._exit(0)
 
 

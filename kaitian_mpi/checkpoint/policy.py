@@ -17,7 +17,7 @@ from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, withou
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import faults_agreed, gather_bytes, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.folders import (
     is_private,
@@ -183,7 +183,7 @@ class Checkpointing:
         if not is_own:
             self.save(world, state, metadata)
         snapshots = self._snapshot_files
-        with faults_agreed(world.comm):
+        with agree_on_errors(world.comm):
             if world.rank == 0:
                 folder = self._leave_other_courses(step, origin if is_own else None)
             if snapshots is not None and is_private(snapshots.folder):

@@ -19,7 +19,7 @@ from kaitian_mpi.checkpoint.resume_rules import Changes, compare_flags
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.exchange import broadcast_bytes, faults_agreed, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 
@@ -52,7 +52,7 @@ def find_checkpoint(config: TrainConfig, world: World, run_folder: Path, resume:
             checkpoint, or another version of this package has written it.
     """
     own, damaged = None, ""
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         if world.rank == 0 and resume:
             own, damaged = _on_disk(config, run_folder, resume)
         in_memory = _in_memory(config, world) if resume == "auto" else None
@@ -175,7 +175,7 @@ def restore(world: World, state: TrainingState, found: Found, seed: int) -> None
     metadata, content = found.metadata, found.content
     assert metadata is not None
     are_same_ranks = metadata.crew == [info.place for info in world.infos]
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         load_content(state, content, None if are_same_ranks else metadata.batch_sizes)
     source = state.even_out(world)
     # A rank that has read a checkpoint and is not heard would have the run begin at step 0.

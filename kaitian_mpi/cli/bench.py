@@ -10,12 +10,12 @@ from pathlib import Path
 from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, check_file_can_be_written
-from kaitian_mpi.mpi.exchange import faults_agreed
-from kaitian_mpi.runtime.abort import abort_guard, label, told_once
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.runtime.abort import abort_on_error, label, report_once
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import start_mpi
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
-from kaitian_mpi.runtime.watchdog import setup_limit, start_watching
+from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
 
 PROGRAM = "kaitian-bench"
 FLAGS = (
@@ -35,16 +35,16 @@ def main() -> None:
             make_parser().print_help()
         return
     handle_signals(PROGRAM)
-    with abort_guard(PROGRAM):
-        with told_once():
+    with abort_on_error(PROGRAM):
+        with report_once():
             chosen = make_parser().parse_args(arguments)
         target = Path(chosen.json).expanduser() if chosen.json else None
         config = config_of(chosen, FLAGS)
         configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
-        watchdog = start_watching(setup_limit(0))
-        comm = start_mpi()
+        watchdog = start_watchdog(setup_limit(0))
+        comm = initialize_mpi()
         check_before_loading(config, comm)
-        with faults_agreed(comm):
+        with agree_on_errors(comm):
             if comm.rank == 0 and target is not None:
                 check_file_can_be_written("--json", str(target))
         # Imported late: torch takes seconds to load.

@@ -14,14 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kaitian_mpi.balance.bench_file import MOST_SAMPLES, Bench, read_bench
+from kaitian_mpi.balance.bench_file import MAX_SAMPLES, Bench, read_bench
 from kaitian_mpi.balance.communication import ddp_buckets
 from kaitian_mpi.balance.forecast import (
     Forecast,
     SubsetForecasts,
     forecast_subsets,
-    scaled_cohorts,
-    show_rate,
+    format_rate,
+    scale_cohorts,
 )
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
@@ -99,18 +99,18 @@ def plan_job(path: Path, world_text: str, global_batch_size: int | None) -> Job:
         UserError: an argument or the file is wrong.
     """
     world = parse_world(world_text)
-    if global_batch_size is not None and not 1 <= global_batch_size <= MOST_SAMPLES:
+    if global_batch_size is not None and not 1 <= global_batch_size <= MAX_SAMPLES:
         raise UserError(
-            f"--global-batch-size: found {global_batch_size}, needed 1 to {MOST_SAMPLES}; "
+            f"--global-batch-size: found {global_batch_size}, needed 1 to {MAX_SAMPLES}; "
             "correct it or leave it out"
         )
     bench = read_bench(path)
-    cohorts = scaled_cohorts(bench.cohorts(), world)
+    cohorts = scale_cohorts(bench.cohorts(), world)
     origin = "as given"
     if global_batch_size is None:
         measured = bench.global_batch_size
         scaled = round(measured * sum(world.values()) / len(bench.ranks))
-        global_batch_size = min(max(1, scaled), MOST_SAMPLES)
+        global_batch_size = min(max(1, scaled), MAX_SAMPLES)
         origin = f"the benchmark's {measured:,} for {_count(len(bench.ranks), 'rank')}, scaled"
     subsets = forecast_subsets(
         cohorts, global_batch_size, ddp_buckets(bench.gradient_bytes), bench.measured
@@ -205,7 +205,8 @@ def show(job: Job) -> None:
     console.print(f"global batch: {job.global_batch_size:,} samples ({job.batch_origin})")
     console.print(_kind_table(kind_rows(whole), ranks))
     console.print(
-        f"forecast: {show_rate(whole.samples_per_sec)} samples/s, efficiency {whole.efficiency:.0%}"
+        f"forecast: {format_rate(whole.samples_per_sec)} samples/s, "
+        f"efficiency {whole.efficiency:.0%}"
     )
     console.print(
         f"step: {_ms(whole.step_sec)} ms = {_ms(whole.compute_sec)} ms of computing + "
@@ -282,7 +283,7 @@ def _advice(subsets: SubsetForecasts) -> list[str]:
     """Return each kind's worth, the best choice of kinds, and what was guessed."""
     best = subsets.forecasts[subsets.best]
     lines = [f"{kind}: {subsets.worth(kind)}" for kind in subsets.kinds]
-    lines.append(f"best: {' + '.join(subsets.best)}, {show_rate(best.samples_per_sec)} samples/s")
+    lines.append(f"best: {' + '.join(subsets.best)}, {format_rate(best.samples_per_sec)} samples/s")
     lines += [f"note: {note}" for note in subsets.notes[:_MOST_NOTES]]
     if len(subsets.notes) > _MOST_NOTES:
         lines.append(f"note: {len(subsets.notes) - _MOST_NOTES} more guesses are in the JSON")

@@ -9,7 +9,7 @@ from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_kinds, parse_slowdown
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import faults_agreed
+from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.runtime import ulfm
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
     Raises:
         AgreedError: a value does not suit the number of ranks, or a folder is missing on a host.
     """
-    with faults_agreed(comm):
+    with agree_on_errors(comm):
         parse_kinds(config.emulate_kinds, comm.size)
         parse_slowdown(config.emulate_slowdown, comm.size)
         if config.spares:

@@ -17,9 +17,9 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.runtime.abort import abort_guard, label
+from kaitian_mpi.runtime.abort import abort_on_error, label
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import start_mpi
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 PROGRAM = "kaitian-run"
 
@@ -31,12 +31,12 @@ def main() -> None:
         if read_launch(os.environ).world_rank == 0:
             make_parser().print_help()
         return
-    with abort_guard(PROGRAM):
+    with abort_on_error(PROGRAM):
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, label(), read_launch(os.environ).world_rank)
         if not os.path.isfile(chosen.script):
             raise UserError(f"found no script {chosen.script}; name the file to run")
-        comm = start_mpi()
+        comm = initialize_mpi()
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)

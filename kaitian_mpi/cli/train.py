@@ -8,11 +8,11 @@ import sys
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading
-from kaitian_mpi.runtime.abort import abort_guard, label, told_once
+from kaitian_mpi.runtime.abort import abort_on_error, label, report_once
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import leave_after_loss, start_mpi
+from kaitian_mpi.runtime.lifecycle import exit_after_loss, initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
-from kaitian_mpi.runtime.watchdog import setup_limit, start_watching
+from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
 
 PROGRAM = "kaitian-train"
 
@@ -25,12 +25,12 @@ def main() -> None:
             make_parser(PROGRAM).print_help()
         return
     handle_signals(PROGRAM)
-    with abort_guard(PROGRAM):
-        with told_once():
+    with abort_on_error(PROGRAM):
+        with report_once():
             config = parse_config(PROGRAM, arguments)
         configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
-        watchdog = start_watching(setup_limit(config.step_timeout))
-        check_before_loading(config, start_mpi())
+        watchdog = start_watchdog(setup_limit(config.step_timeout))
+        check_before_loading(config, initialize_mpi())
         # Imported late: torch takes seconds to load.
         import torch.distributed as dist
 
@@ -42,7 +42,7 @@ def main() -> None:
             dist.destroy_process_group()
         if watchdog is not None:
             watchdog.close()
-        leave_after_loss()
+        exit_after_loss()
 
 
 if __name__ == "__main__":

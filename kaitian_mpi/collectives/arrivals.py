@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.errors import OPERATION, CollectiveError, listed_ranks
+from kaitian_mpi.errors import OPERATION, CollectiveError, format_ranks
 from kaitian_mpi.runtime.polling import abandon, wait_for
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ArrivalTracker:
         missing = [rank for rank in range(self._comm.size) if not self._reached("arrived", rank)]
         text = (
             f"timed out after {self._timeout_sec:g} s in {OPERATION} #{self._calls}: "
-            f"waiting for {listed_ranks(missing, self._comm.size)}; "
+            f"waiting for {format_ranks(missing, self._comm.size)}; "
             "give the group a longer timeout if it is only slow"
         )
         self._store.set("failure", text)
@@ -131,7 +131,7 @@ class ArrivalTracker:
         missing = [rank for rank in left if not self._reached("left", rank)]
         if missing:
             raise CollectiveError(
-                f"{listed_ranks(missing, size)} ended the group before {OPERATION} #{self._calls}, "
+                f"{format_ranks(missing, size)} ended the group before {OPERATION} #{self._calls}, "
                 "by destroy_process_group or the end of its script"
             )
 

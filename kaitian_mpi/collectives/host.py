@@ -37,7 +37,7 @@ class HostOperations:
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Leave the reduction in `tensor` on every rank."""
-        if nonblocking.is_short_sum(tensor):
+        if nonblocking.is_short_reduction(tensor):
             host = to_host(tensor)
             wide = op.widened(host)
             self._complete(nonblocking.allreduce(self._comm, wide, op), wide)
@@ -94,7 +94,7 @@ class HostOperations:
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
         host, given = to_host(output, read=False), to_host(tensor)
-        if nonblocking.suits_all_gather(self._comm, host):
+        if nonblocking.use_nonblocking_all_gather(self._comm, host):
             self._complete(nonblocking.all_gather(self._comm, host, given), host, given)
         else:
             self._arrive()
@@ -129,7 +129,7 @@ class HostOperations:
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
         host, given = to_host(output, read=False), to_host(tensor)
-        if nonblocking.is_short_sum(given):
+        if nonblocking.is_short_reduction(given):
             wide_given = op.widened(given)
             wide = host if wide_given is given else host.to(wide_given.dtype)
             request = nonblocking.reduce_scatter(self._comm, wide, wide_given, op)

@@ -36,11 +36,11 @@ class GroupCollectives(Protocol):
     rank: int
     size: int
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
+    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of `tensor` to group rank r."""
         ...
 
-    def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of `tensor` from group rank r to every rank of the group."""
         ...
 
@@ -52,13 +52,13 @@ class HostGroup:
         self._comm = comms.group
         self.rank, self.size = comms.group.rank, comms.group.size
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
+    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of `tensor` to group rank r."""
-        host_collectives.reduce_shares(self._comm, tensor, shares, op)
+        host_collectives.reduce_pieces(self._comm, tensor, shares, op)
 
-    def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of `tensor` from group rank r to every rank of the group."""
-        host_collectives.spread_shares(self._comm, tensor, shares)
+        host_collectives.gather_pieces(self._comm, tensor, shares)
 
 
 class HybridOperations(HostOperations):
@@ -90,7 +90,7 @@ class HybridOperations(HostOperations):
     def allreduce_in_lanes(self, tensor: torch.Tensor, op: Reduction, lanes: int) -> None:
         """Allreduce in each group, and across the groups in so many equal shares."""
         self._arrive()
-        vendor = self._vendor.group_for([tensor.dtype], op.undivided.kind)
+        vendor = self._vendor.group_for([tensor.dtype], op.without_division.kind)
         # Without a vendor's library a group works in host memory, on its ranks' copies.
         lent = to_host(tensor) if vendor is None else vendor.lend(tensor.detach())
         _allreduce(self.comms, vendor or self._host_group, lent.view(-1), op, lanes)
@@ -118,9 +118,9 @@ def _allreduce(
             _allreduce(comms, group, wide, op, lanes)
             piece.copy_(wide)
         return
-    total = op.undivided
+    total = op.without_division
     shares = split_evenly(tensor.numel(), lanes)
-    group.reduce_shares(tensor, shares, total)
+    group.reduce_pieces(tensor, shares, total)
     if comms.lane is not None and group.rank < len(shares):
         lane = comms.lane
 
@@ -131,7 +131,7 @@ def _allreduce(
 
         own = tensor.split(shares)[group.rank]
         relay_in_chunks(host_collectives.allreduce_chunks(lane, own), exchange)
-    group.spread_shares(tensor, shares)
+    group.gather_pieces(tensor, shares)
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

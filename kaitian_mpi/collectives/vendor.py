@@ -151,7 +151,7 @@ class VendorGroup:
         written = {id(tensor) for tensor in collective.result}
         return VendorCall(works, [loan for key, loan in loans.items() if key in written])
 
-    def reduce_shares(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
+    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
         if self.size == 1:
             return
@@ -160,7 +160,7 @@ class VendorGroup:
             options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
             self._backend.reduce([piece], options).wait()
 
-    def spread_shares(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
         if self.size == 1:
             return

@@ -17,7 +17,7 @@ from kaitian_mpi.collectives.staging import SideStreams, Streams, writing
 from kaitian_mpi.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.abort import end_with_traceback, say_labelled
+from kaitian_mpi.runtime.abort import abort_with_traceback, write_labelled
 
 Call = Callable[[], None]
 
@@ -157,7 +157,7 @@ class Worker:
             self._thread, self._is_closing = None, False
         failed, self._failed = self._failed, None
         if failed is not None and not failed.is_error_seen:
-            say_labelled(f"a collective failed that nobody waited for: {failed.exception()}")
+            write_labelled(f"a collective failed that nobody waited for: {failed.exception()}")
 
     def _is_own_thread(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
@@ -200,7 +200,7 @@ class Worker:
                 with self._turn:
                     self._do(task)
         except BaseException:  # without this thread nobody's collectives would come any more
-            end_with_traceback("collectives failed:\n")
+            abort_with_traceback("collectives failed:\n")
 
     def _next_queued(self) -> _Task | None:
         """Return the next task without waiting for one; None if there is none."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def random_words(seed: int, epoch: int, indices: Sequence[int]) -> NDArray[np.uint64]:
+def random_bits(seed: int, epoch: int, indices: Sequence[int]) -> NDArray[np.uint64]:
     """Return 64 random bits for each sample index, independent of the other indices.
 
     This is splitmix64 (Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number

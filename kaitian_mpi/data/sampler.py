@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from kaitian_mpi.balance.shares import apportion, merge_small
-from kaitian_mpi.data.counter_random import random_words
+from kaitian_mpi.data.counter_random import random_bits
 from kaitian_mpi.errors import UserError
 
 
@@ -25,7 +25,7 @@ def samples_of_step(remaining: int, global_batch_size: int, min_batch: int = 1) 
     return remaining if remaining < global_batch_size + min_batch else global_batch_size
 
 
-def count_steps_of_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
+def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
     """Return the number of steps that this many samples take."""
     steps, rest = divmod(samples, global_batch_size)
     return steps + (rest >= min_batch) if steps else min(samples, 1)
@@ -156,7 +156,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of steps left in this epoch with the current plan."""
         left = len(self.dataset) - self.position
-        return count_steps_of_epoch(left, self.global_batch_size, self.min_batch)
+        return steps_per_epoch(left, self.global_batch_size, self.min_batch)
 
     def samples_of_step(self, position: int) -> int:
         """Return how many samples all ranks together take in the step at `position`."""
@@ -212,5 +212,5 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             return torch.arange(len(self.dataset))
         # Mixed, not added, so that seed 0 at epoch 1 differs from seed 1 at epoch 0. torch's CPU
         # generator uses only the low 32 bits.
-        word = int(random_words(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
+        word = int(random_bits(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))

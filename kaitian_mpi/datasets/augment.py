@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from kaitian_mpi.data.counter_random import random_words
+from kaitian_mpi.data.counter_random import random_bits
 from kaitian_mpi.datasets.arrays import ImageArrays
 
 KINDS = ("crop", "crop-flip")
@@ -51,14 +51,16 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         chosen = torch.tensor(indices, dtype=torch.int64)
         images = self.arrays.images[chosen]
-        top, left, flipped = draw_shifts(self.seed, self.epoch, indices, images.shape[2] // 8)
+        top, left, flipped = draw_crops_and_flips(
+            self.seed, self.epoch, indices, images.shape[2] // 8
+        )
         images = crop(images, top, left)
         if self.kind == "crop-flip":
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
         return self.arrays.normalise(images), self.arrays.labels[chosen]
 
 
-def draw_shifts(
+def draw_crops_and_flips(
     seed: int, epoch: int, indices: Sequence[int], pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the random crop and flip of each of n samples.
@@ -67,7 +69,7 @@ def draw_shifts(
         The top row and left column of the crop in the padded image, int64 [n] from 0 to 2 * `pad`,
         and whether to flip, bool [n].
     """
-    words = random_words(seed, epoch, indices)
+    words = random_bits(seed, epoch, indices)
     # Each number is scaled from 31 bits of its own: the bias is below 2 * pad / 2**31.
     choices, low_31 = np.uint64(2 * pad + 1), np.uint64(0x7FFF_FFFF)
     top = ((words & low_31) * choices) >> np.uint64(31)

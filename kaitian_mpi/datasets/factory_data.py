@@ -14,7 +14,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.factory import load_factory, one_line
 
 
-class Collated(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class CollatedDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Wraps a map-style dataset of (input, class) pairs; indexed by a list of sample indices.
 
     Args:
@@ -53,7 +53,9 @@ def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.tensor([operator.index(label) for _, label in pairs])
 
 
-def load_user_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated, Collated, int]:
+def load_user_data(
+    spec: str, data_dir: str, val_split: float
+) -> tuple[CollatedDataset, CollatedDataset, int]:
     """Load the training and validation data from a user's factory.
 
     The factory is called without arguments, or with `data_dir=` if it takes that and one is given.
@@ -78,7 +80,7 @@ def load_user_data(spec: str, data_dir: str, val_split: float) -> tuple[Collated
     if len(parts) == 1:
         split = shuffled_split(len(parts[0]), val_split)
         parts = tuple(Subset(parts[0], indices.tolist()) for indices in split)
-    return Collated(parts[0]), Collated(parts[1]), classes
+    return CollatedDataset(parts[0]), CollatedDataset(parts[1]), classes
 
 
 def _call(spec: str, data_dir: str) -> Any:

@@ -12,7 +12,7 @@ from kaitian_mpi.errors import UserError
 _log = logging.getLogger(__name__)
 
 
-def held_out_count(length: int, fraction: float) -> int:
+def holdout_size(length: int, fraction: float) -> int:
     """Return how many of `length` samples to hold out: rounded, leaving neither part empty.
 
     Raises:
@@ -35,7 +35,7 @@ def shuffled_split(length: int, fraction: float) -> tuple[torch.Tensor, torch.Te
     Raises:
         UserError: there are fewer than two samples.
     """
-    train = length - held_out_count(length, fraction)
+    train = length - holdout_size(length, fraction)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
     return order[:train], order[train:]
 
@@ -48,7 +48,7 @@ def hold_out_shuffled(arrays: ImageArrays, fraction: float) -> tuple[ImageArrays
 
 def hold_out_last(arrays: ImageArrays, fraction: float) -> tuple[ImageArrays, ImageArrays]:
     """Split images into training and validation sets, the last ones for validation."""
-    held_out = held_out_count(len(arrays), fraction)
+    held_out = holdout_size(len(arrays), fraction)
     _log.info("no test set: validating on the last %d of %d samples", held_out, len(arrays))
     train = len(arrays) - held_out
     return arrays.subset(slice(train)), arrays.subset(slice(train, None))

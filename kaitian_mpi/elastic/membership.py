@@ -198,13 +198,13 @@ class Membership:
             return False
         if ulfm.is_loss(error) or isinstance(error, CollectiveError):
             return True
-        return ulfm.may_have_lost_ranks(world.comm, _NOTICING_SEC)
+        return ulfm.loss_detected_within(world.comm, _NOTICING_SEC)
 
     def _wait_on_standby(self) -> bool:
         """Wait until the others are done, or regroup; return whether they are done."""
         comm = self.all_ranks.comm
         try:
-            return wait_until(WakeUp(comm).has_arrived, longest_nap_sec=_LOOKING_SEC)
+            return wait_until(WakeUp(comm).has_arrived, max_nap_sec=_LOOKING_SEC)
         except Exception as error:
             if not self._may_be_loss(error, self.all_ranks):
                 raise
@@ -213,9 +213,9 @@ class Membership:
 
         def is_over() -> bool:
             ulfm.make_progress()
-            return comm.Is_revoked() or ulfm.are_lost(comm, active)
+            return comm.Is_revoked() or ulfm.have_failed(comm, active)
 
-        wait_until(is_over, longest_nap_sec=_LOOKING_SEC)
+        wait_until(is_over, max_nap_sec=_LOOKING_SEC)
         return False
 
     def _regroup(self, noticed_as: Exception) -> None:

@@ -18,7 +18,7 @@ from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
-from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder, RunFolder, open_run_folder
 from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_limit
@@ -48,7 +48,7 @@ def prepare(config: TrainConfig, world: World) -> Ingredients:
         AgreedError: a rank cannot, or the ranks' data or models differ.
     """
     made = prepare_without_folder(config, world)
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         # Last, so that a run that cannot start leaves no folder behind.
         given = Path(config.run_dir) if config.run_dir else None
         folder = open_run_folder(config, given, world.rank)
@@ -78,7 +78,7 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
     Raises:
         AgreedError: a rank cannot, or the ranks' data or models differ.
     """
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
         if any(map(is_slowed, slowdowns)) and not world.device_kind.is_host:
             raise UserError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.sampler import count_steps_of_epoch
+from kaitian_mpi.data.sampler import steps_per_epoch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation, make_optimizer
@@ -99,9 +99,9 @@ def count_steps(
     left = 0
     if done.epoch < config.epochs:
         rest = samples - done.position
-        left = count_steps_of_epoch(rest, global_batch_size, min_batch)
+        left = steps_per_epoch(rest, global_batch_size, min_batch)
         epochs = config.epochs - done.epoch - 1
-        left += epochs * count_steps_of_epoch(samples, global_batch_size, min_batch)
+        left += epochs * steps_per_epoch(samples, global_batch_size, min_batch)
     if config.max_steps:
         left = min(left, max(0, config.max_steps - done.step))
     return done.step + left

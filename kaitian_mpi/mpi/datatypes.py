@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from kaitian_mpi.errors import UnsupportedError
 
-LARGEST_COUNT = 1 << 30
+MAX_COUNT = 1 << 30
 """The most elements in one MPI call, because its counts are C ints."""
 
 WIDER: dict[torch.dtype, torch.dtype] = {
@@ -77,7 +77,7 @@ class Reduction:
         return tensor if self.mpi_supports(tensor.dtype) else tensor.to(WIDER[tensor.dtype])
 
     @property
-    def undivided(self) -> Reduction:
+    def without_division(self) -> Reduction:
         """The same reduction, but the sum for an average."""
         return _OPERATIONS[dist.ReduceOp.SUM] if self.is_average else self
 
@@ -143,7 +143,7 @@ def as_buffer(tensor: torch.Tensor) -> Buffer:
 
 def as_raw_buffer(tensor: torch.Tensor) -> Buffer:
     """Return a contiguous host tensor of any dtype and size as an MPI buffer, to be moved as is."""
-    if tensor.numel() > LARGEST_COUNT:
+    if tensor.numel() > MAX_COUNT:
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return memory, _one_of(tensor.nbytes)
     return as_unit_buffer(tensor, tensor.element_size())
@@ -166,7 +166,7 @@ def absolute_type(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
 @functools.cache
 def _one_of(size_bytes: int) -> MPI.Datatype:
     """Return an MPI datatype of this many bytes, for sizes that do not fit a C int."""
-    blocks, remainder = divmod(size_bytes, LARGEST_COUNT)
-    block = MPI.BYTE.Create_contiguous(LARGEST_COUNT)
-    offsets = [0, blocks * LARGEST_COUNT]
+    blocks, remainder = divmod(size_bytes, MAX_COUNT)
+    block = MPI.BYTE.Create_contiguous(MAX_COUNT)
+    offsets = [0, blocks * MAX_COUNT]
     return MPI.Datatype.Create_struct([blocks, remainder], offsets, [block, MPI.BYTE]).Commit()

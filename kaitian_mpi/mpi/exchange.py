@@ -71,7 +71,7 @@ def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:
 
 
 @contextmanager
-def faults_agreed(comm: MPI.Comm) -> Iterator[None]:
+def agree_on_errors(comm: MPI.Comm) -> Iterator[None]:
     """Raise any rank's `UserError` from the block as the same `AgreedError` on every rank.
 
     Its exit code is the highest of the ranks' errors.
@@ -87,10 +87,10 @@ def faults_agreed(comm: MPI.Comm) -> Iterator[None]:
     gathered = gather_values(comm, (fault, code))
     faults = [text for text, _ in gathered]
     if any(faults):
-        raise AgreedError(describe_faults(faults), max(code for _, code in gathered))
+        raise AgreedError(join_errors(faults), max(code for _, code in gathered))
 
 
-def describe_faults(faults: list[str]) -> str:
+def join_errors(faults: list[str]) -> str:
     """Join the error messages of all ranks ("" for none), in rank order, into one line."""
     if len(set(faults)) == 1:
         return faults[0]

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from kaitian_mpi.mpi import pairwise
 from kaitian_mpi.mpi.datatypes import (
-    LARGEST_COUNT,
+    MAX_COUNT,
     SUM,
     WIDER,
     Reduction,
@@ -66,10 +66,10 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
 
 def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
     """Reduce `tensor` over all ranks, with the result on rank `root`; unchanged elsewhere."""
-    reduce_shares(comm, tensor, [0] * root + [tensor.numel()], op)
+    reduce_pieces(comm, tensor, [0] * root + [tensor.numel()], op)
 
 
-def reduce_shares(
+def reduce_pieces(
     comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: Reduction = SUM
 ) -> None:
     """Reduce piece r of `tensor` to rank r of `comm`, in place; its other pieces are unchanged.
@@ -109,11 +109,11 @@ def reduce_scatter(
     op.divide_average(result, comm.size)
 
 
-def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+def gather_pieces(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -> None:
     """Copy piece r of `tensor` from rank r of `comm` to every rank, in place (an all-gather)."""
     if comm.size == 1:
         return
-    if len(shares) > 1 and tensor.numel() <= LARGEST_COUNT:
+    if len(shares) > 1 and tensor.numel() <= MAX_COUNT:
         counts = [*shares, *[0] * (comm.size - len(shares))]
         memory, kind = as_raw_buffer(tensor)
         comm.Allgatherv(MPI.IN_PLACE, (memory, counts, kind))
@@ -124,7 +124,7 @@ def spread_shares(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
 
 def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
     """Gather every rank's `tensor`, all of equal length, into `gathered`; any dtype and size."""
-    if gathered.numel() <= LARGEST_COUNT:
+    if gathered.numel() <= MAX_COUNT:
         comm.Allgather(as_raw_buffer(tensor), as_raw_buffer(gathered))
         return
     pieces = gathered.view(-1).split(tensor.numel())

@@ -53,26 +53,26 @@ def open_rendezvous_store(timeout: timedelta) -> MPIStore:
     return _rendezvous_store
 
 
-def close_lost_job_store() -> None:
+def close_job_store_after_loss() -> None:
     """Close the store if a rank is lost: the server may have run on that rank."""
     if _store is not None and not _store.link.is_closed and _store.link.is_lost:
         _store.close()
 
 
-def departed_ranks(comm: MPI.Intracomm) -> list[int]:
+def finished_ranks(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks of `comm` whose script has ended.
 
     Raises:
         RankLostError: a rank has died, so waiting for the others may never end.
     """
-    if ulfm.is_on() and ulfm.may_have_lost_ranks(comm, 0):
+    if ulfm.is_on() and ulfm.loss_detected_within(comm, 0):
         from kaitian_mpi.errors import RankLostError
 
         raise RankLostError("a rank is lost")
     departed = job_store().departed()
     if not departed:
         return []
-    from kaitian_mpi.mpi.topology import positions
+    from kaitian_mpi.mpi.topology import translate_ranks
 
-    store_ranks = positions(comm, job_store().link.comm)
+    store_ranks = translate_ranks(comm, job_store().link.comm)
     return [rank for rank, store_rank in enumerate(store_ranks) if store_rank in departed]

@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 
 from kaitian_mpi.mpi.datatypes import (
-    LARGEST_COUNT,
+    MAX_COUNT,
     Reduction,
     absolute_type,
     as_buffer,
@@ -27,7 +27,7 @@ from kaitian_mpi.mpi.datatypes import (
 _SHORT_BYTES = 64 << 10
 
 
-def is_short_sum(tensor: torch.Tensor) -> bool:
+def is_short_reduction(tensor: torch.Tensor) -> bool:
     """Return whether a reduction of `tensor` is short enough for a nonblocking collective."""
     return tensor.nbytes <= _SHORT_BYTES
 
@@ -52,9 +52,9 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> MPI.Request:
     return comm.Ibcast(as_raw_buffer(tensor), root)
 
 
-def suits_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
+def use_nonblocking_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
     """Return whether to use a nonblocking all-gather; two ranks exchange long parts faster."""
-    fits = gathered.numel() <= LARGEST_COUNT
+    fits = gathered.numel() <= MAX_COUNT
     return fits and (comm.size > 2 or gathered.nbytes <= _SHORT_BYTES)
 
 
@@ -88,7 +88,7 @@ def _by_rank(
     own datatype, which contains the piece's address. Each rank may decide this independently.
     """
     offsets = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
-    if tensor.nbytes <= LARGEST_COUNT:
+    if tensor.nbytes <= MAX_COUNT:
         memory, kind = as_unit_buffer(tensor, tensor.element_size())
         return memory, list(counts), offsets[:-1], [kind] * len(counts)
     pieces = list(itertools.pairwise(offsets))

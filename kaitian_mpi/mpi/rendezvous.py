@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.job_store import open_rendezvous_store
 from kaitian_mpi.mpi.world import World, current_world, join_world, set_current_world
-from kaitian_mpi.runtime.abort import guard_script
+from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import start_mpi
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 if TYPE_CHECKING:
     from kaitian_mpi.mpi.store import MPIStore
@@ -27,12 +27,12 @@ def get_or_join_world() -> World:
     """
     world = current_world()
     if world is None:
-        guard_script()
-        world = set_current_world(join_world(start_mpi()))
+        install_abort_hook()
+        world = set_current_world(join_world(initialize_mpi()))
     return world
 
 
-def world_of_size(size: int | None) -> World:
+def world_with_size_check(size: int | None) -> World:
     """Return the world after checking its size; initialize MPI and join it if not done yet.
 
     The first call is collective over all ranks that mpirun started.
@@ -43,13 +43,13 @@ def world_of_size(size: int | None) -> World:
     Raises:
         UserError: MPI has a different number of ranks.
     """
-    check_launched(size)
+    check_world_size(size)
     world = get_or_join_world()
     _check_size(world.size if size is None else size, world.size)
     return world
 
 
-def check_launched(size: int | None) -> None:
+def check_world_size(size: int | None) -> None:
     """Check the world size given to torch before MPI is initialized.
 
     Initializing MPI would wait for ranks that may never start.
@@ -80,7 +80,7 @@ def rendezvous(
     """
     if size is None and read_launch(os.environ).world_size == 1:
         size = _size_of_other_launcher()
-    world = world_of_size(size)
+    world = world_with_size_check(size)
     store = open_rendezvous_store(timeout or DEFAULT_TIMEOUT)
     yield store, world.rank if rank is None else rank, world.size
 

@@ -23,11 +23,11 @@ _lock = threading.Lock()
 _retired: list[tuple[MPI.Request, GroupComms]] = []
 
 
-def retire(comms: GroupComms) -> None:
+def retire_comms(comms: GroupComms) -> None:
     """Free communicators once every rank has retired them. Does not block."""
     from mpi4py import MPI
 
-    free_retired()
+    free_retired_comms()
     try:
         request = comms.messages.Ibarrier()
     except MPI.Exception as error:
@@ -38,7 +38,7 @@ def retire(comms: GroupComms) -> None:
         _retired.append((request, comms))
 
 
-def free_retired() -> None:
+def free_retired_comms() -> None:
     """Free the communicators that every rank has retired by now. Not collective, does not block."""
     with _lock:
         _retired[:] = [(request, comms) for request, comms in _retired if _is_kept(request, comms)]

@@ -27,10 +27,10 @@ from kaitian_mpi.mpi.store_server import (
     pack,
     unpack,
 )
-from kaitian_mpi.runtime.lifecycle import close_at_exit, closed_early
+from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.tags import STORE_REPLIES, STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import is_loss, is_revoked, track
+from kaitian_mpi.runtime.ulfm import is_loss, is_revoked, track_comm
 
 _MAX_NAP_SEC = 5e-3
 
@@ -40,7 +40,7 @@ class StoreLink:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Start the server on rank 0 of `comm`. Collective."""
-        self.comm = track(comm.Dup())
+        self.comm = track_comm(comm.Dup())
         """The ranks that share the store."""
         self.is_closed = False
         self._tags = itertools.count()
@@ -100,7 +100,7 @@ class StoreLink:
         self.comm.Send([request, MPI.BYTE], 0, STORE_REQUEST)
         status = MPI.Status()
         # The probed message stays for this receive: no other thread waits for this tag.
-        wait_until(lambda: self.comm.Iprobe(0, tag, status), longest_nap_sec=_MAX_NAP_SEC)
+        wait_until(lambda: self.comm.Iprobe(0, tag, status), max_nap_sec=_MAX_NAP_SEC)
         buffer = bytearray(status.Get_count(MPI.BYTE))
         self.comm.Recv([buffer, MPI.BYTE], 0, tag)
         return unpack(bytes(buffer))
@@ -135,7 +135,7 @@ class MPIStore(dist.Store):
             self.link = comm
         else:
             self.link = StoreLink(comm)
-            close_at_exit(self.close)
+            register_close(self.close)
 
     def view(self, prefix: str, timeout: timedelta = DEFAULT_TIMEOUT) -> MPIStore:
         """Return a store on the same server with its own key prefix. Not collective."""
@@ -146,7 +146,7 @@ class MPIStore(dist.Store):
 
         Safe to call again. Does not wait after the loss of a rank.
         """
-        closed_early(self.close)
+        unregister_close(self.close)
         self.link.close()
 
     def departed(self) -> list[int]:

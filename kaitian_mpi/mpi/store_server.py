@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from kaitian_mpi.runtime.abort import end_with_traceback
+from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import abandon, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import are_lost, is_loss, is_on, is_revoked
+from kaitian_mpi.runtime.ulfm import have_failed, is_loss, is_on, is_revoked
 
 OK, TIMED_OUT, REFUSED, LOST = b"ok", b"timed out", b"refused", b"lost"
 
@@ -127,7 +127,7 @@ class StoreServer:
 
     def close(self) -> None:
         """Stop the thread once every other rank has disconnected or is lost, and join it."""
-        wait_until(self._is_alone, longest_nap_sec=self._MAX_POLL_SEC)
+        wait_until(self._is_alone, max_nap_sec=self._MAX_POLL_SEC)
         self._stop.set()
         self._thread.join()
 
@@ -180,7 +180,7 @@ class StoreServer:
             if self._lost or not self._thread.is_alive():
                 return True
             others = set(range(self._comm.size)) - self._departed - {self._comm.rank}
-        return not others or (is_on() and are_lost(self._comm, sorted(others)))
+        return not others or (is_on() and have_failed(self._comm, sorted(others)))
 
     def _serve(self) -> None:
         try:
@@ -198,7 +198,7 @@ class StoreServer:
                     self._stop.wait(self._MAX_POLL_SEC)
             self._finish_replies()
         except BaseException:  # without this thread every rank would wait for a reply
-            end_with_traceback("the store failed:\n")
+            abort_with_traceback("the store failed:\n")
 
     def _give_up(self) -> None:
         """Fail pending requests: the keys they wait for may have been a lost rank's to set."""

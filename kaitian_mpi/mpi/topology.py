@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.runtime import tags
-from kaitian_mpi.runtime.ulfm import track
+from kaitian_mpi.runtime.ulfm import track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -112,7 +112,7 @@ def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intrac
     return comm
 
 
-def positions(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
+def translate_ranks(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
     """Return the rank in `world` of each rank of `comm`."""
     from mpi4py import MPI
 
@@ -136,5 +136,5 @@ def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
     lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)
     messages = world.Dup()
     for comm in (world, group, messages, *([lane] if in_lane else [])):
-        track(comm)
+        track_comm(comm)
     return GroupComms(world, groups, group, lane if in_lane else None, messages, lanes)

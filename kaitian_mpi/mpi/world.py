@@ -13,12 +13,12 @@ import torch
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.emulation import parse_kinds
-from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
-from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, positions
+from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, translate_ranks
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.threads import use_threads
-from kaitian_mpi.runtime.ulfm import shrink, track
+from kaitian_mpi.runtime.threads import set_default_threads
+from kaitian_mpi.runtime.ulfm import shrink, track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -113,10 +113,10 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
         AgreedError: a device is missing, a host has more ranks than devices, or the ranks run
             different versions of torch or of this package.
     """
-    own = track(comm.Dup())
+    own = track_comm(comm.Dup())
     host = _host_name()
     launch = read_launch(os.environ)
-    with faults_agreed(own):
+    with agree_on_errors(own):
         known = known_kinds()
         choice = choose_device(
             devices, known.counts, launch.local_rank, launch.local_size, host, known.faults
@@ -166,7 +166,7 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
         comm.Free()
         return None
     infos = tuple(world.infos[rank] for rank in ranks)
-    return replace(world, comm=track(comm), infos=infos, threads=_use_cores(comm))
+    return replace(world, comm=track_comm(comm), infos=infos, threads=_use_cores(comm))
 
 
 def survivors_of(world: World) -> World:
@@ -174,8 +174,8 @@ def survivors_of(world: World) -> World:
 
     They are renumbered, in the same order.
     """
-    comm = track(shrink(world.comm))
-    infos = tuple(world.infos[rank] for rank in positions(comm, world.comm))
+    comm = track_comm(shrink(world.comm))
+    infos = tuple(world.infos[rank] for rank in translate_ranks(comm, world.comm))
     return replace(world, comm=comm, infos=infos)
 
 
@@ -199,7 +199,7 @@ def _use_cores(comm: MPI.Intracomm) -> int:
 
     Collective. A number of threads that the script has set stays.
     """
-    return use_threads(share_cores(comm))
+    return set_default_threads(share_cores(comm))
 
 
 def _host_name() -> str:

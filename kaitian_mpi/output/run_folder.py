@@ -18,7 +18,7 @@ import torch
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.mpi.exchange import faults_agreed
+from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.files import json_bytes, read_json, replacing
 from kaitian_mpi.output.folders import make_new_folder
@@ -260,7 +260,7 @@ def check_run_folder(config: TrainConfig, world: World) -> None:
     """
     if not config.run_dir:
         return
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         if world.rank == 0:
             _check(Path(config.run_dir), config.resume)
 

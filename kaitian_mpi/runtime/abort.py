@@ -29,7 +29,7 @@ _hooked_pid = 0  # the process whose uncaught exceptions end the job
 
 
 @contextmanager
-def abort_guard(program: str) -> Iterator[None]:
+def abort_on_error(program: str) -> Iterator[None]:
     """Abort the whole job, with a message, when the block raises on this rank.
 
     A `UserError` prints one line and exits with its exit code, usually 2; any other exception
@@ -54,13 +54,13 @@ def _abort_on(program: str, error: BaseException) -> None:
         code = error.code if isinstance(error.code, int) else 1
         reason = "" if isinstance(error.code, int | None) else f": {error.code}"
         say(f"{label()} sys.exit({code}) before the run was complete{reason}; ending the job")
-        end_job(code or 1)
+        abort_job(code or 1)
     else:
-        end_with_traceback()
+        abort_with_traceback()
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
+def report_once() -> Iterator[None]:
     """Print a `UserError` that every rank raises about its command line on rank 0 only.
 
     Needed before MPI has started under ULFM, where the launcher does not end the other ranks when
@@ -74,10 +74,10 @@ def told_once() -> Iterator[None]:
         raise
 
 
-def guard_script() -> None:
-    """Install an exception hook that aborts the job, for user scripts without `abort_guard`.
+def install_abort_hook() -> None:
+    """Install an exception hook that aborts the job, for user scripts without `abort_on_error`.
 
-    Unlike `abort_guard`, it cannot tell a `sys.exit` of one rank from a normal exit.
+    Unlike `abort_on_error`, it cannot tell a `sys.exit` of one rank from a normal exit.
     """
     global _hooked_pid
     if sys.excepthook is sys.__excepthook__ and read_launch(os.environ).world_size > 1:
@@ -92,8 +92,8 @@ def _abort_on_uncaught(
     if os.getpid() != _hooked_pid:  # a forked process is not a rank and exits alone
         sys.__excepthook__(kind, error, trace)
         return
-    say_labelled("".join(traceback.format_exception(kind, error, trace)))
-    end_job(1)
+    write_labelled("".join(traceback.format_exception(kind, error, trace)))
+    abort_job(1)
 
 
 def label() -> str:
@@ -107,19 +107,19 @@ def say(text: str) -> None:
     os.write(2, (text.rstrip("\n") + "\n").encode())
 
 
-def say_labelled(text: str) -> None:
+def write_labelled(text: str) -> None:
     """Write lines to stderr in one call, each prefixed `[rank@host]`."""
     prefix = label()
     say("\n".join(f"{prefix} {line}" for line in text.splitlines()))
 
 
-def end_with_traceback(what: str = "") -> None:
+def abort_with_traceback(what: str = "") -> None:
     """Print the current exception's traceback, prefixed with `what`, and abort; does not return."""
-    say_labelled(what + traceback.format_exc())
-    end_job(1)
+    write_labelled(what + traceback.format_exc())
+    abort_job(1)
 
 
-def end_job(code: int) -> None:
+def abort_job(code: int) -> None:
     """End every rank of the job with this exit code; does not return."""
     if _mpi_is_running():
         from mpi4py import MPI
@@ -141,11 +141,11 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
     if rank == 0 or not isinstance(error, AgreedError):
         say(f"{program}: error: {error}")
     if started and not isinstance(error, AgreedError):
-        end_job(error.exit_code)
+        abort_job(error.exit_code)
     # Imported here because it imports numpy; the watchdog imports this module and must start first.
-    from kaitian_mpi.runtime.lifecycle import leave_after_loss
+    from kaitian_mpi.runtime.lifecycle import exit_after_loss
 
-    leave_after_loss(error.exit_code)
+    exit_after_loss(error.exit_code)
     sys.exit(error.exit_code)
 
 

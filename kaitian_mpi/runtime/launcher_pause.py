@@ -20,13 +20,13 @@ _LIMIT_SEC = 300.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def pause_launcher(*, even_if_shown: bool = False) -> int:
+def pause_launcher(*, even_if_visible: bool = False) -> int:
     """Stop this rank's launcher until the returned file descriptor is closed.
 
     A helper process resumes it then, or when this process ends, or after 5 minutes at the latest.
 
     Args:
-        even_if_shown: whether to stop it even if an interactive shell waits for it and would show
+        even_if_visible: whether to stop it even if an interactive shell waits for it and would show
             it as suspended by Ctrl-Z.
 
     Returns:
@@ -34,7 +34,7 @@ def pause_launcher(*, even_if_shown: bool = False) -> int:
         shell would show it as suspended.
     """
     launcher = os.getppid()
-    if "OMPI_COMM_WORLD_RANK" not in os.environ or not _may_stop(launcher, even_if_shown):
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or not _may_stop(launcher, even_if_visible):
         return -1
     reader, writer = os.pipe()
     try:
@@ -55,7 +55,7 @@ def pause_launcher(*, even_if_shown: bool = False) -> int:
 def _resume_later(launcher: int, reader: int) -> None:
     """Resume the launcher when the pipe is closed, then exit. Runs in the forked child."""
     try:
-        leave_job(keep=reader)
+        detach_from_job(keep=reader)
         select.select([reader], [], [], _LIMIT_SEC)
     finally:
         with suppress(OSError):
@@ -63,7 +63,7 @@ def _resume_later(launcher: int, reader: int) -> None:
         os._exit(0)
 
 
-def leave_job(keep: int = -1) -> None:
+def detach_from_job(keep: int = -1) -> None:
     """Detach this forked child from the job: a new session, and none of the rank's descriptors.
 
     mpirun sends its signals to the rank's process group; and the other ranks and the watchdog
@@ -86,7 +86,7 @@ def leave_job(keep: int = -1) -> None:
         Path("/proc/self/comm").write_text("kaitian-save")
 
 
-def _may_stop(launcher: int, even_if_shown: bool) -> bool:
+def _may_stop(launcher: int, even_if_visible: bool) -> bool:
     """Return whether the launcher is a known one, and no shell would show it as suspended.
 
     A shell with job control gives each command its own process group. So does the supervisor, but
@@ -96,7 +96,7 @@ def _may_stop(launcher: int, even_if_shown: bool) -> bool:
         name, parent, group, terminal = _describe(launcher)
         if name not in _LAUNCHERS:
             return False
-        if even_if_shown or SUPERVISED in os.environ:
+        if even_if_visible or SUPERVISED in os.environ:
             return True
         return terminal == 0 or parent <= 1 or _describe(parent)[2] == group
     return False

@@ -21,7 +21,7 @@ _closers: list[Callable[[], None]] = []
 os.register_at_fork(after_in_child=_closers.clear)
 
 
-def start_mpi() -> MPI.Intracomm:
+def initialize_mpi() -> MPI.Intracomm:
     """Initialize MPI if it is not running yet and return `COMM_WORLD`.
 
     Sets the environment that MPI reads at start-up. The first call is collective over all ranks.
@@ -52,7 +52,7 @@ def start_mpi() -> MPI.Intracomm:
             "mpirun and mpi4py use different MPI libraries; use the mpirun of this environment"
         )
     if ulfm.is_on() and not shutdown.is_listening():
-        close_at_exit(shutdown.start_listening(MPI.COMM_WORLD))
+        register_close(shutdown.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 
 
@@ -78,7 +78,7 @@ def _finalize(pid: int) -> None:
         MPI.Finalize()
 
 
-def close_at_exit(close: Callable[[], None]) -> None:
+def register_close(close: Callable[[], None]) -> None:
     """Register `close` to be called before MPI is finalized, last registered first.
 
     A thread still inside MPI when the interpreter exits aborts the process, so code that starts
@@ -89,8 +89,8 @@ def close_at_exit(close: Callable[[], None]) -> None:
     _closers.append(close)
 
 
-def closed_early(close: Callable[[], None]) -> None:
-    """Undo `close_at_exit`: `close` has already been called."""
+def unregister_close(close: Callable[[], None]) -> None:
+    """Undo `register_close`: `close` has already been called."""
     if close in _closers:
         _closers.remove(close)
 
@@ -100,7 +100,7 @@ def _close_all() -> None:
         _closers.pop()()
 
 
-def leave_after_loss(code: int = 0) -> None:
+def exit_after_loss(code: int = 0) -> None:
     """Exit with this code, without finalizing MPI, if the job has lost a rank; else do nothing.
 
     Across hosts, MPI_Finalize would wait for the dead ranks.

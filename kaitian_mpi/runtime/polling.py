@@ -37,7 +37,7 @@ def nap(waited_sec: float, max_sec: float = _MAX_NAP_SEC) -> None:
 def wait_until(
     condition: Callable[[], bool],
     limit_sec: float = math.inf,
-    longest_nap_sec: float = _MAX_NAP_SEC,
+    max_nap_sec: float = _MAX_NAP_SEC,
 ) -> bool:
     """Wait for a condition without spinning; return whether it became true within the limit.
 
@@ -53,11 +53,11 @@ def wait_until(
         elif waited > limit_sec:
             return False
         else:
-            nap(waited, longest_nap_sec)
+            nap(waited, max_nap_sec)
     return True
 
 
-class Arrival:
+class NonblockingBarrier:
     """A nonblocking barrier: shows when every rank has arrived. Creating one is collective."""
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -106,6 +106,6 @@ def abandon(*kept: object) -> None:
     _abandoned.append(kept)
 
 
-def wait_quietly(comm: MPI.Comm) -> None:
+def sleeping_barrier(comm: MPI.Comm) -> None:
     """Wait, as `wait_for` does, until every rank of `comm` has called this. Collective."""
     wait_for(comm.Ibarrier())

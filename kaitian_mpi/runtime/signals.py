@@ -37,7 +37,7 @@ _on_request: Callable[[], None] | None = None
 
 
 @contextmanager
-def last_words(
+def on_exit_signal(
     speak: Callable[[], str | None], in_main_thread: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Call `speak` before a signal ends this process inside the block; print what it returns.
@@ -150,7 +150,7 @@ def _exit_by_signal(number: int) -> None:
     os._exit(128 + number)
 
 
-def line_of(text: str) -> bytes:
+def output_line(text: str) -> bytes:
     """Return an encoded line of output, prefixed with the program's name."""
     return f"{_program}: {text}\n".encode()
 
@@ -160,10 +160,10 @@ def write_to_launcher_stderr(text: str) -> None:
     try:
         descriptor = open_launcher_stderr()
     except OSError:
-        say(line_of(text).decode())
+        say(output_line(text).decode())
         return
     with suppress(OSError):
-        os.write(descriptor, line_of(text))
+        os.write(descriptor, output_line(text))
     os.close(descriptor)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 _default: int | None = None
 
 
-def note_threads() -> None:
+def record_default_threads() -> None:
     """Record torch's current number of threads as the default, not chosen by the script."""
     import torch
 
@@ -13,7 +13,7 @@ def note_threads() -> None:
     _default = torch.get_num_threads()
 
 
-def use_threads(threads: int) -> int:
+def set_default_threads(threads: int) -> int:
     """Set torch's number of threads, unless the script has changed it from the default.
 
     Returns:
@@ -23,5 +23,5 @@ def use_threads(threads: int) -> int:
 
     if _default is None or torch.get_num_threads() == _default:
         torch.set_num_threads(threads)
-        note_threads()
+        record_default_threads()
     return torch.get_num_threads()

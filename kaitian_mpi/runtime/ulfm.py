@@ -30,7 +30,7 @@ def is_on() -> bool:
     return os.environ.get(FAULT_TOLERANCE) == "1"
 
 
-def track(comm: Comm) -> Comm:
+def track_comm(comm: Comm) -> Comm:
     """Register a communicator to be revoked when a rank is lost; return it."""
     if is_on():
         _tracked.append(comm)
@@ -68,7 +68,7 @@ def is_loss(error: BaseException) -> bool:
     return is_on() and isinstance(error, MPI.Exception)
 
 
-def may_have_lost_ranks(comm: MPI.Intracomm, seconds: float) -> bool:
+def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
     """Return whether a loss is detected within this many seconds. Not collective.
 
     For an error that a loss may have caused: a collective may deliver corrupt data before MPI
@@ -117,7 +117,7 @@ def has_survived_loss() -> bool:
     return _shrunk
 
 
-def are_lost(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
+def have_failed(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
     """Return whether all these ranks of `comm` are known to be dead. Not collective."""
     from mpi4py import MPI
 

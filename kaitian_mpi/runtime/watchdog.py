@@ -153,7 +153,7 @@ def _start_process(name: str, reader: int, launcher: int) -> subprocess.Popen[by
     )
 
 
-def first_limit(given_sec: float) -> float:
+def first_step_limit(given_sec: float) -> float:
     """Return the limit in seconds for the first step, which may compile and has no predecessor."""
     return given_sec or _FIRST_LIMIT_SEC
 
@@ -202,7 +202,7 @@ class StepLimit:
 _current: Watchdog | None = None
 
 
-def start_watching(limit_sec: float) -> Watchdog | None:
+def start_watchdog(limit_sec: float) -> Watchdog | None:
     """Start this rank's watchdog; return None if its process cannot be started.
 
     Args:

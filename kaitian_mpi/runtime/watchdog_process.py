@@ -103,7 +103,7 @@ def judge(now: float, report: Report, restarted: float, state: str = "") -> str 
     return None
 
 
-def overslept(slept: float, asked: float, limit: float) -> bool:
+def was_suspended(slept: float, asked: float, limit: float) -> bool:
     """Return whether this process itself was stopped, as the rank may have been as well.
 
     By Ctrl-Z, or with its virtual machine. A stop that is missed here is shorter than the limit.
@@ -181,7 +181,7 @@ class Watch:
             return False
         self._report = updated(self._report, lines)
         slept, self._checked = now - self._checked, now
-        if self._report and overslept(slept, self._nap, self._report.limit):
+        if self._report and was_suspended(slept, self._nap, self._report.limit):
             self._restarted = now
         return True
 

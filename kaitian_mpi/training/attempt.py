@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from kaitian_mpi.benchmark.plan import BY_BENCHMARK, Plan, tell_plan
+from kaitian_mpi.benchmark.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.checkpoint.exit_save import ExitSave
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.devices import device_of
@@ -17,8 +17,8 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import lost_line, result_line, say
 from kaitian_mpi.output.run_folder import NoFolder
-from kaitian_mpi.runtime.polling import wait_quietly
-from kaitian_mpi.runtime.signals import last_words, requests
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.signals import on_exit_signal, requests
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.follow_up import StepFollowUp
@@ -96,7 +96,7 @@ class Attempt:
                 )
             except StorageError as error:
                 fault = str(error)
-        wait_quietly(self._world.comm)
+        sleeping_barrier(self._world.comm)
         run.fault = gather_values(self._world.comm, fault)[0]
         if not run.fault:
             self._checkpoints.close()
@@ -119,7 +119,7 @@ class Attempt:
         )
         owns_files = not isinstance(self._run.setup.folder, NoFolder)
         ending = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)
-        with last_words(*ending), requests(checkpoints.ask):
+        with on_exit_signal(*ending), requests(checkpoints.ask):
             yield
 
     def log_start(self, plan: Plan) -> None:
@@ -131,11 +131,11 @@ class Attempt:
         elif step:
             why = "as resumed"
         elif run.profiles.measured:
-            why = BY_BENCHMARK
+            why = FROM_BENCHMARK
             run.profiles.show(world, run.setup, plan)
         else:
             why = "equal shares"
-        tell_plan(world, run.setup, plan, step, why)
+        record_plan(world, run.setup, plan, step, why)
         run.summary = run.summary.with_ranks(world, self._state, plan, run.algorithm)
         run.write_summary()
 

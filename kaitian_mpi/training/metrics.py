@@ -14,7 +14,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import progress_line, say
 from kaitian_mpi.output.run_folder import RunFolder
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.trainer import Step
 
 
@@ -104,7 +104,7 @@ class Metrics:
         self._add_times(self._clock.take(wait=True))
         elapsed = time.perf_counter() - self._since
         own = (self._loss_sum.item(), self._compute, self._wait, self._data_sec, elapsed)
-        wait_quietly(self._world.comm)
+        sleeping_barrier(self._world.comm)
         return [Reading(*values) for values in gather_values(self._world.comm, own)]
 
     def _add_up(self, readings: list[Reading]) -> None:

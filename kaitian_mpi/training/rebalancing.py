@@ -8,7 +8,7 @@ from typing import Any
 
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
-from kaitian_mpi.balance.stragglers import COMMUNICATION, Slowness, SlownessWatch
+from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerDetector
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import say
 from kaitian_mpi.output.run_folder import RunFolder
@@ -43,7 +43,7 @@ class Balancing:
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
         self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
-        self._watch = SlownessWatch(world.size, costs or ())
+        self._watch = StragglerDetector(world.size, costs or ())
         self.plans = 1
 
     def observe(self, step: int, reports: Sequence[StepReport]) -> list[int] | None:
@@ -75,7 +75,7 @@ class Balancing:
         """Return what a step costs each rank by what has been seen of it; None if unknown."""
         return self._rebalancer.costs if self._rebalancer else None
 
-    def _traced(self, change: Slowness) -> Slowness:
+    def _traced(self, change: SlowPeriod) -> SlowPeriod:
         """Find out by a few messages which host's links are slow, where the exchange has become so.
 
         Collective: all ranks see the same change at the same step.
@@ -108,7 +108,7 @@ class Balancing:
             f"step {step}: new plan {plan.batch_sizes}: {line['why']}",
         )
 
-    def _line(self, slow: Slowness) -> str:
+    def _line(self, slow: SlowPeriod) -> str:
         name = self._world.infos[slow.rank]
         if slow.until_step is not None:
             return f"{name} recovered ({slow.kind}, slow since step {slow.since_step})"

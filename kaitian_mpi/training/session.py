@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from kaitian_mpi.benchmark.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.benchmark.exclusion import ranks_to_leave_out, tell_left_out
+from kaitian_mpi.benchmark.exclusion import log_excluded, ranks_to_exclude
 from kaitian_mpi.benchmark.plan import is_emulated
 from kaitian_mpi.benchmark.profiles import Profiles, find_profiles
 from kaitian_mpi.checkpoint.policy import Checkpointing
@@ -30,7 +30,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import show_topology
 from kaitian_mpi.output.run_folder import check_run_folder
-from kaitian_mpi.runtime.watchdog import first_limit, set_phase_limit
+from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.training.attempt import train_run
 from kaitian_mpi.training.resumption import Earlier, find_earlier
 from kaitian_mpi.training.run import Run
@@ -132,7 +132,7 @@ def select_ranks(
         }
     else:
         excluded = _find_excluded(config, profiles, buckets, world)
-    tell_left_out(world, excluded)
+    log_excluded(world, excluded)
     return Selection(allreduce, {world.infos[rank]: why for rank, why in excluded.items()})
 
 
@@ -144,14 +144,14 @@ def _find_excluded(
     asked = not (config.keep_all or config.spares) and config.balance != "off"
     if costs is None or not asked or config.batch_policy == "paper" or world.size == 1:
         return {}
-    return ranks_to_leave_out(config, world, costs, buckets, profiles.min_batch)
+    return ranks_to_exclude(config, world, costs, buckets, profiles.min_batch)
 
 
 def make_state(
     config: TrainConfig, setup: Ingredients, profiles: Profiles, world: World
 ) -> TrainingState:
     """Make what is trained, on ranks to be on standby too: the first time takes a second."""
-    set_phase_limit(first_limit(config.step_timeout))
+    set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
     how = (world.device, profile.precision, profile.memory_format, config.label_smoothing)
     state = TrainingState(config, setup.model, Computation(*how), total_steps=0)

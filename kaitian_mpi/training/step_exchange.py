@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, get_type_hints
 
 import numpy as np
 
-from kaitian_mpi.runtime.lifecycle import close_at_exit, closed_early
+from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import abandon, wait_for
-from kaitian_mpi.runtime.ulfm import is_revoked, track
+from kaitian_mpi.runtime.ulfm import is_revoked, track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,11 +51,11 @@ class StepExchange:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Prepare. Collective over `comm`, as every method is."""
-        self._comm = track(comm.Dup())
+        self._comm = track_comm(comm.Dup())
         self._own = np.empty(len(_FIELDS))
         self._gathered = np.empty((comm.size, len(_FIELDS)))
         self._request: MPI.Request | None = None
-        close_at_exit(self.close)
+        register_close(self.close)
 
     def swap(self, report: StepReport) -> list[StepReport] | None:
         """Start sending this step's report, and return those of the step before, by rank.
@@ -74,7 +74,7 @@ class StepExchange:
         Args:
             together: False where a rank may be lost, so that no rank is waited for.
         """
-        closed_early(self.close)
+        unregister_close(self.close)
         if together and not is_revoked(self._comm):
             self._receive()
             self._comm.Free()

@@ -26,7 +26,7 @@ from kaitian_mpi.engine.evaluation import Evaluation, evaluate
 from kaitian_mpi.engine.setup import Ingredients
 from kaitian_mpi.engine.state import Progress, TrainingState
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_limit, set_phase_limit
+from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.training.step_exchange import StepReport
 
 _STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
@@ -117,7 +117,9 @@ class Trainer:
         self._rate = make_schedule(config)
         self.clock = StepClock(world.device_kind)
         self._limit = StepLimit(config.step_timeout)
-        self._evaluation_limit = StepLimit(config.step_timeout, first_limit(config.step_timeout))
+        self._evaluation_limit = StepLimit(
+            config.step_timeout, first_step_limit(config.step_timeout)
+        )
         self._steps_seen = 0
 
     @property
@@ -165,7 +167,9 @@ class Trainer:
             self._evaluation_limit,
         )
         known = self._steps_seen >= _STEPS_TO_KNOW
-        set_phase_limit(self._limit.limit_sec if known else first_limit(self._config.step_timeout))
+        set_phase_limit(
+            self._limit.limit_sec if known else first_step_limit(self._config.step_timeout)
+        )
         self._commit_piece()
         return result
 

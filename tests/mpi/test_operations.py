@@ -127,7 +127,7 @@ def test_all_to_all_single_with_splits(world, place):
 def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
     """The other ranks, whose part is small, do not know that it is."""
     if world.rank == 0:
-        monkeypatch.setattr(nonblocking, "LARGEST_COUNT", 16)
+        monkeypatch.setattr(nonblocking, "MAX_COUNT", 16)
     given = [(world.rank + target) % 3 for target in range(world.size)]
     taken = [(world.rank + source) % 3 for source in range(world.size)]
     tensor = place(torch.arange(sum(given) * 5, dtype=torch.uint8).view(-1, 5) + 50 * world.rank)

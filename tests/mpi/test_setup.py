@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from kaitian_mpi import data_parallel
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.datasets.factory_data import Collated
+from kaitian_mpi.datasets.factory_data import CollatedDataset
 from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.engine.setup import check_same_samples, prepare_without_folder
 from kaitian_mpi.errors import AgreedError
@@ -68,7 +68,7 @@ def test_data_parallel_starts_with_rank_0s_weights(world):
 
 
 def make_data(inputs, labels):
-    return Collated(TensorDataset(inputs, labels))
+    return CollatedDataset(TensorDataset(inputs, labels))
 
 
 def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):

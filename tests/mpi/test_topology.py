@@ -1,9 +1,9 @@
 import pytest
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.exchange import check_same, faults_agreed, gather_values
-from kaitian_mpi.mpi.topology import positions, split_by_kind, subset
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
+from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
+from kaitian_mpi.runtime.polling import sleeping_barrier
 
 
 def test_every_rank_knows_every_rank(world):
@@ -24,7 +24,7 @@ def test_split_into_groups_and_lanes(world):
     # The leaders are ranks 0 and 1; only they are in the single lane.
     assert (comms.lane is not None) == (world.rank in (0, 1))
     if comms.lane is not None:
-        assert positions(comms.lane, world.comm) == [0, 1]
+        assert translate_ranks(comms.lane, world.comm) == [0, 1]
     comms.free()
 
 
@@ -42,7 +42,7 @@ def test_gather_values_orders_by_rank(world):
 
 
 def fail_on_rank_0(world):
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         if world.rank == 0:
             raise UserError("no such file")
 
@@ -51,11 +51,11 @@ def test_one_ranks_error_is_raised_on_every_rank(world):
     text = "no such file" if world.size == 1 else "rank 0: no such file"
     with pytest.raises(AgreedError, match=f"^{text}$"):
         fail_on_rank_0(world)
-    wait_quietly(world.comm)
+    sleeping_barrier(world.comm)
 
 
 def test_no_error_raises_nothing(world):
-    with faults_agreed(world.comm):
+    with agree_on_errors(world.comm):
         done = True
     assert done
 

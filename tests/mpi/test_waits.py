@@ -42,7 +42,7 @@ def test_groups_may_be_destroyed_in_any_order(world):
     own = {id(group.comms) for group in groups}
     deadline = time.monotonic() + SOON_SEC
     while own & {id(comms) for _, comms in retired._retired}:  # not yet freed
-        retired.free_retired()
+        retired.free_retired_comms()
         assert time.monotonic() < deadline
 
 

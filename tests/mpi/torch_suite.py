@@ -32,9 +32,9 @@ from typing import Any
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import share_cores
-from kaitian_mpi.runtime.abort import die_with_launcher, say_labelled
-from kaitian_mpi.runtime.lifecycle import start_mpi
-from kaitian_mpi.runtime.polling import wait_quietly
+from kaitian_mpi.runtime.abort import die_with_launcher, write_labelled
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
+from kaitian_mpi.runtime.polling import sleeping_barrier
 
 _BODIES = "torch.testing._internal.distributed.distributed_test"
 # They compare the group's backend with the module's; elsewhere that only chooses what is tested.
@@ -47,7 +47,7 @@ Line = dict[str, Any]
 def main() -> None:
     """Run the command."""
     options = _make_parser().parse_args()
-    comm = start_mpi().Dup()
+    comm = initialize_mpi().Dup()
     die_with_launcher()
     known = gather_values(comm, {} if comm.rank else _known(options.json))[0]
     suite = Suite(comm, options.backend, options.decorators, options.json, options.quiet)
@@ -132,13 +132,13 @@ class Suite:
             else:
                 line.update(result="fail", why=f"{type(error).__name__}: {error}")
                 line.update(rank=self._comm.rank, trace=traceback.format_exc())
-                say_labelled(line["trace"])  # now, and here: the other ranks may hang
+                write_labelled(line["trace"])  # now, and here: the other ranks may hang
                 self._record(line, by=self._comm.rank)
         line["seconds"] = time.monotonic()
         return line
 
     def _agree(self, name: str, began: float, own: Line, *, only_failure: bool = False) -> str:
-        wait_quietly(self._comm)
+        sleeping_barrier(self._comm)
         order = ("fail", "pass", "skip")
         # The first failure causes the others, which are timeouts.
         line = min(

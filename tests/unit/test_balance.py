@@ -5,7 +5,7 @@ import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel, fit, scores
 from kaitian_mpi.balance.optimum import RankCost
-from kaitian_mpi.balance.planner import plan_batches_as_paper, plan_equal, plan_fastest
+from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.errors import UserError
 
 
@@ -64,8 +64,8 @@ def test_a_global_batch_below_the_sum_of_minimums_is_a_user_error():
 
 
 def test_plan_by_the_papers_formula():
-    assert plan_batches_as_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
-    assert plan_batches_as_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
+    assert plan_by_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
+    assert plan_by_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
 
 
 def test_scores():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.data.counter_random import random_words
+from kaitian_mpi.data.counter_random import random_bits
 from kaitian_mpi.datasets.arrays import ImageArrays
-from kaitian_mpi.datasets.augment import Augmented, crop, draw_shifts
+from kaitian_mpi.datasets.augment import Augmented, crop, draw_crops_and_flips
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def test_splitmix64_reference_values() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_random_words_accept_any_seed() -> None:
-    words = [random_words(seed, 0, range(4)).tolist() for seed in (0, 1, -1, 2**64 - 1, 2**80 + 5)]
+    words = [random_bits(seed, 0, range(4)).tolist() for seed in (0, 1, -1, 2**64 - 1, 2**80 + 5)]
     assert words[2] == words[3]
     assert len({word for part in words for word in part}) == 16
-    assert random_words(0, 0, []).shape == (0,)
+    assert random_bits(0, 0, []).shape == (0,)
 
 
 @pytest.mark.parametrize("kind", ["crop", "crop-flip"])
@@ -92,7 +92,7 @@ def test_a_flipped_image_is_the_crop_mirrored(arrays: ImageArrays) -> None:
     everything = list(range(50))
     plain, _ = Augmented(arrays, "crop", 0)[everything]
     mirrored, _ = Augmented(arrays, "crop-flip", 0)[everything]
-    _, _, flags = draw_shifts(0, 0, everything, 4)
+    _, _, flags = draw_crops_and_flips(0, 0, everything, 4)
     assert 10 < int(flags.sum()) < 40
     for index, flag in enumerate(flags.tolist()):
         expected = plain[index].flip(2) if flag else plain[index]
@@ -101,7 +101,7 @@ def test_a_flipped_image_is_the_crop_mirrored(arrays: ImageArrays) -> None:
 
 def test_shifts_are_uniform() -> None:
     count = 90_000
-    down, right, mirrored = draw_shifts(0, 0, range(count), 4)
+    down, right, mirrored = draw_crops_and_flips(0, 0, range(count), 4)
     cells = torch.bincount(down * 9 + right, minlength=81).double()
     expected = count / 81
     # Chi-squared with 80 degrees of freedom: 143 is passed once in 100,000.

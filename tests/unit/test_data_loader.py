@@ -100,12 +100,12 @@ LOAD = """
 import torch
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.data.loader import make_loader
-from kaitian_mpi.datasets.factory_data import Collated
+from kaitian_mpi.datasets.factory_data import CollatedDataset
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":
     images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()
-    data = Collated(TensorDataset(images, torch.arange(64)))
+    data = CollatedDataset(TensorDataset(images, torch.arange(64)))
     sampler = LoadAdaptiveSampler(data, [8], 0)
     for inputs, labels in make_loader(data, sampler, 1, pin_memory=False):
         assert torch.equal(inputs[:, -1], labels.float())

@@ -14,7 +14,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets import digits
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.augment import Augmented
-from kaitian_mpi.datasets.holdout import held_out_count, shuffled_split
+from kaitian_mpi.datasets.holdout import holdout_size, shuffled_split
 from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.errors import UserError
 
@@ -87,16 +87,14 @@ def test_augmentation(dataset: str, augment: str, kind: str | None) -> None:
 
 
 def test_held_out_count_and_split() -> None:
-    assert [
-        held_out_count(*case) for case in ((50_000, 0.2), (2, 0.01), (2, 0.99), (10, 0.25))
-    ] == [
+    assert [holdout_size(*case) for case in ((50_000, 0.2), (2, 0.01), (2, 0.99), (10, 0.25))] == [
         10_000,
         1,
         1,
         2,
     ]
     with pytest.raises(UserError, match="found 1 training samples"):
-        held_out_count(1, 0.5)
+        holdout_size(1, 0.5)
     train, validation = shuffled_split(10, 0.3)
     assert sorted([*train.tolist(), *validation.tolist()]) == list(range(10))
     assert len(validation) == 3

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from kaitian_mpi.data import digest
 from kaitian_mpi.data.digest import digest_samples
-from kaitian_mpi.datasets.factory_data import Collated
+from kaitian_mpi.datasets.factory_data import CollatedDataset
 
 
 class Samples(Dataset):
@@ -35,7 +35,7 @@ class Samples(Dataset):
 
 
 def digests(order, **options):
-    return digest_samples(Collated(Samples(order, **options)))
+    return digest_samples(CollatedDataset(Samples(order, **options)))
 
 
 def test_digests_depend_on_data_and_order():
@@ -54,7 +54,7 @@ def test_inputs_alone_change_the_digests():
 
 
 def test_random_augmentation_does_not_affect_digests_or_the_generators():
-    data = Collated(Samples(range(20), is_random=True))
+    data = CollatedDataset(Samples(range(20), is_random=True))
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     one = digest_samples(data)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -73,6 +73,6 @@ def test_small_and_failing_data_sets():
 def test_reading_stops_when_the_time_is_up(monkeypatch):
     monkeypatch.setattr(digest, "_MAX_SEC", 0.02)
     monkeypatch.setattr(Samples, "__len__", lambda self: time.sleep(0.01) or len(self.order))
-    data = Collated(Samples(range(100)))
+    data = CollatedDataset(Samples(range(100)))
     monkeypatch.setattr(digest, "_digest", lambda data, index: (time.sleep(0.01), ("", ""))[1])
     assert 1 <= len(digest_samples(data)) <= 3

@@ -8,7 +8,7 @@ from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.benchmark import exclusion
-from kaitian_mpi.benchmark.exclusion import ranks_to_leave_out
+from kaitian_mpi.benchmark.exclusion import ranks_to_exclude
 from kaitian_mpi.config import TrainConfig
 
 FAST = RankCost(CostModel(0.0, 0.01))
@@ -33,7 +33,7 @@ def leave_out(monkeypatch):
 
         monkeypatch.setattr(exclusion, "measure_allreduce", measure)
         config = TrainConfig(global_batch_size=batch)
-        return ranks_to_leave_out(config, world, costs, [MIB]), measured
+        return ranks_to_exclude(config, world, costs, [MIB]), measured
 
     return decide
 

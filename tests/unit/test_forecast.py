@@ -19,8 +19,8 @@ from kaitian_mpi.balance.forecast import (
     Cohort,
     forecast,
     forecast_subsets,
-    scaled_cohorts,
-    show_rate,
+    format_rate,
+    scale_cohorts,
 )
 from kaitian_mpi.balance.optimum import RankCost, fastest_split
 from kaitian_mpi.balance.scaling import scale_allreduce
@@ -293,7 +293,7 @@ def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
 
 
 def test_rates_show_at_least_three_digits():
-    assert [show_rate(rate) for rate in (0.01234, 9.876, 99.94, 1234.5)] == [
+    assert [format_rate(rate) for rate in (0.01234, 9.876, 99.94, 1234.5)] == [
         "0.0123",
         "9.88",
         "99.9",
@@ -402,18 +402,18 @@ def test_an_error_where_nothing_can_be_estimated(entries, world, what):
 
 def test_ranks_reuse_the_measured_costs_in_turn():
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
-    found = scaled_cohorts(ranks, {"gpu": 5, "cpu": 1})
+    found = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})
     assert [(c.kind, c.cost.model.beta_sec, c.ranks) for c in found] == [
         ("gpu", 1.0, 3),
         ("gpu", 2.0, 2),
         ("cpu", 5.0, 1),
     ]
-    assert [c.ranks for c in scaled_cohorts(ranks, {"gpu": 1})] == [1]
+    assert [c.ranks for c in scale_cohorts(ranks, {"gpu": 1})] == [1]
 
 
 def test_the_error_for_an_unmeasured_kind_lists_the_measured_ones():
     with pytest.raises(UserError, match="found kind 'npu', needed one that was measured: gpu, cpu"):
-        scaled_cohorts([cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 1.0)], {"npu": 2})
+        scale_cohorts([cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 1.0)], {"npu": 2})
 
 
 def least_seconds(call, enough, times=5):
@@ -436,7 +436,7 @@ def test_a_hundred_thousand_ranks_of_eight_kinds_take_less_than_three_seconds():
     entries.append(MeasuredAllreduce(dict.fromkeys(kinds, 8), AllreduceCost(2e-3, 2e-9)))
 
     def find():
-        cohorts = scaled_cohorts(ranks, dict.fromkeys(kinds, 12_500))
+        cohorts = scale_cohorts(ranks, dict.fromkeys(kinds, 12_500))
         found = forecast_subsets(cohorts, 6_400_000, ddp_buckets(10**9), entries)
         assert found.whole.losses
         assert len(found.forecasts) == 255

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from kaitian_mpi.benchmark.min_batch import min_batch_of
-from kaitian_mpi.datasets.factory_data import Collated
+from kaitian_mpi.datasets.factory_data import CollatedDataset
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.models import build_model
 
@@ -65,13 +65,17 @@ def flat(*layers):
     ],
 )
 def test_min_batch_is_found_by_trial(model, expected):
-    data = Collated(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
+    data = CollatedDataset(
+        TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
+    )
     computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
     assert min_batch_of(model, data, computation) == expected
 
 
 def test_the_model_and_the_generators_are_restored():
-    data = Collated(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
+    data = CollatedDataset(
+        TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
+    )
     model = Dropping().eval()
     before = torch.get_rng_state()
     computation = Computation(torch.device("cpu"), "bf16", "contiguous", 0.0)

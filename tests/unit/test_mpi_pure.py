@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaitian_mpi.mpi.exchange import describe_faults
+from kaitian_mpi.mpi.exchange import join_errors
 from kaitian_mpi.mpi.topology import Group, RankInfo, plan_groups
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
 
@@ -86,7 +86,7 @@ def test_ranks_are_grouped_by_kind(kinds, expected):
     ],
 )
 def test_errors_of_several_ranks_are_joined_into_one_line(faults, expected):
-    assert describe_faults(faults) == expected
+    assert join_errors(faults) == expected
 
 
 @pytest.mark.parametrize(

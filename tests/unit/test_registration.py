@@ -32,12 +32,12 @@ print(json.dumps({
 THREADS = """
 import torch
 
-from kaitian_mpi.runtime.threads import use_threads
+from kaitian_mpi.runtime.threads import set_default_threads
 
 given = torch.get_num_threads()
-used = [use_threads(given + 1), torch.get_num_threads(), use_threads(given + 2)]
+used = [set_default_threads(given + 1), torch.get_num_threads(), set_default_threads(given + 2)]
 torch.set_num_threads(given + 5)
-used += [use_threads(given), torch.get_num_threads()]
+used += [set_default_threads(given), torch.get_num_threads()]
 print([threads - given for threads in used])
 """
 

@@ -8,9 +8,9 @@ import pytest
 
 from kaitian_mpi.data.sampler import (
     LoadAdaptiveSampler,
-    count_steps_of_epoch,
     samples_of_step,
     shares_of_step,
+    steps_per_epoch,
 )
 from kaitian_mpi.errors import UserError
 
@@ -88,7 +88,7 @@ def test_no_batch_is_below_the_minimum(min_batch: int) -> None:
             LoadAdaptiveSampler(range(length), plan, rank, min_batch=min_batch)
             for rank in range(ranks)
         ]
-        steps = count_steps_of_epoch(length, sum(plan), min_batch)
+        steps = steps_per_epoch(length, sum(plan), min_batch)
         assert {len(sampler) for sampler in samplers} == {steps}
         taken = take(samplers)
         assert len(taken) == steps
@@ -106,7 +106,7 @@ def test_a_remainder_that_is_too_small_joins_the_step_before() -> None:
     assert [samples_of_step(left, 4, 2) for left in (9, 6, 5, 4, 3, 2, 0)] == [4, 4, 5, 4, 3, 2, 0]
     assert [samples_of_step(left, 4) for left in (9, 5, 4, 1)] == [4, 4, 4, 1]
     assert shares_of_step(5, [2, 2], 2) == [3, 2]
-    assert [count_steps_of_epoch(length, 4, 2) for length in (2, 4, 5, 6, 9, 10)] == [
+    assert [steps_per_epoch(length, 4, 2) for length in (2, 4, 5, 6, 9, 10)] == [
         1,
         1,
         1,

@@ -3,12 +3,12 @@
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.rebalancer import RankStep
-from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, SlownessWatch
+from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, StragglerDetector
 
 
 def watch(steps, told, ranks=3, costs=()):
     """Feed steps 1, 2, … and return the events as (step, rank, kind, begins)."""
-    watch = SlownessWatch(ranks, costs)
+    watch = StragglerDetector(ranks, costs)
     seen = []
     for step in range(1, steps + 1):
         rank_steps, data = told(step)

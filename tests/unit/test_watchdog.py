@@ -11,8 +11,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from kaitian_mpi.runtime.watchdog import StepLimit, first_limit, setup_limit
-from kaitian_mpi.runtime.watchdog_process import Report, judge, overslept, parse_stat, updated
+from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
+from kaitian_mpi.runtime.watchdog_process import Report, judge, parse_stat, updated, was_suspended
 
 LONGEST_SEC = 30
 
@@ -87,13 +87,13 @@ def test_verdict_on_a_rank(now, line, anew, state, reason):
     ],
 )
 def test_a_suspended_watchdog_is_noticed(slept, asked, limit, expected):
-    assert overslept(slept, asked, limit) is expected
+    assert was_suspended(slept, asked, limit) is expected
 
 
 @pytest.mark.parametrize("limit", [0.1, 0.5, 1, 2, 5, 10, 60, 3600])
 def test_an_undetected_stop_plus_a_beat_is_shorter_than_the_limit(limit):
     known = Report(report(limit=limit))
-    assert overslept(limit - min(1, limit / 8), known.nap, limit)
+    assert was_suspended(limit - min(1, limit / 8), known.nap, limit)
 
 
 def test_the_newest_report_counts_and_a_late_beat_of_an_older_phase_does_too():
@@ -220,7 +220,8 @@ def rank():
 
 
 def test_a_stopped_rank_is_killed(rank):
-    stopped = rank(STEPS)
+    stopped = rank("watchdog.enter('forward', step=12)\nprint('entered', flush=True)\n" + STEPS)
+    assert stopped.process.stdout.readline() == "entered\n"
     os.kill(stopped.pid, signal.SIGSTOP)
     began = time.monotonic()
     code, _, err = stopped.wait()
@@ -309,6 +310,8 @@ def test_no_watchdog_outlives_its_rank(rank):
 
 def test_a_forked_worker_does_not_hold_the_watchdog(rank):
     body = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads at a fork
 worker = os.fork()
 if worker == 0:
     os.close(1), os.close(2)
@@ -458,8 +461,8 @@ def test_the_watchdog_imports_little():
 
 
 def test_limits_before_any_step_is_timed():
-    assert (first_limit(0), setup_limit(0)) == (600, 1800)
-    assert (first_limit(3), setup_limit(3)) == (3, 60)
-    limit = StepLimit(0, first_limit(0))
+    assert (first_step_limit(0), setup_limit(0)) == (600, 1800)
+    assert (first_step_limit(3), setup_limit(3)) == (3, 60)
+    limit = StepLimit(0, first_step_limit(0))
     assert limit.limit_sec == 600
     assert limit.observe(10) == 200

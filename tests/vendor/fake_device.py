@@ -19,7 +19,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
-from kaitian_mpi.runtime.abort import end_with_traceback
+from kaitian_mpi.runtime.abort import abort_with_traceback
 
 # torch 2.8 cannot register a device guard from Python, which most operations need on a device of
 # type `privateuseone`. Of those that have a guard in every build, `lazy` is used by nothing else.
@@ -64,7 +64,7 @@ class Stream:
             try:
                 self._tasks.get()()
             except BaseException:
-                end_with_traceback("the fake accelerator failed:\n")
+                abort_with_traceback("the fake accelerator failed:\n")
 
 
 class Event:
