@@ -127,7 +127,7 @@ class Attempt:
         run, world, step = self._run, self._world, self._state.progress.step
         if lost := run.membership.begin_step(step + 1):
             why = lost_line(lost)
-            say(world, f"step {step}: {why}; {world.size} go on")
+            say(world, f"step {step}: {why}; {world.size} ranks continue")
         elif step:
             why = "as resumed"
         elif run.profiles.measured:
