@@ -1,5 +1,6 @@
 """Processes that write checkpoints to the same folder wait for each other."""
 
+import functools
 import os
 import re
 import signal
@@ -102,6 +103,8 @@ def test_a_stopping_supervisor_waits_until_the_state_is_saved(tmp_path, number):
         env={**os.environ, "PYTHON": sys.executable},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that starts these tests in the background has SIGINT ignored.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_for(tmp_path / "saving")
