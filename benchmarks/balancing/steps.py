@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import kaitian_mpi
-from kaitian_mpi.benchmark.plan import Plan, plan_by_benchmark
+from kaitian_mpi.benchmark.plan import Plan, make_plan, profile_of
 from kaitian_mpi.benchmark.ranks import benchmark_ranks
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets.sources import DataSource, load_data
@@ -99,7 +99,7 @@ class Bench:
         config = self.config(batch)
         slowdown = Slowdown(schedules[self.world.rank])
         results = benchmark_ranks(config, self.world, self.model(), self.data, slowdown)
-        return plan_by_benchmark(config, self.world, results)
+        return make_plan(config, self.world, [profile_of(result) for result in results])
 
     def fixed(self, shares: list[int]) -> Plan:
         """Return a plan with these batch sizes."""

@@ -67,20 +67,6 @@ def profile_of(result: RankBenchmark) -> Profile:
     return Profile(result.cost, result.measured.memory_format, result.measured.precision)
 
 
-def plan_by_benchmark(
-    config: TrainConfig, world: World, results: list[RankBenchmark], min_batch: int = 1
-) -> Plan:
-    """Plan the batch sizes from benchmark results; see `make_plan`.
-
-    Args:
-        config: the global batch size and the batch policy.
-        world: the ranks that train.
-        results: of these ranks.
-        min_batch: the fewest samples that the model can train on at once.
-    """
-    return make_plan(config, world, [profile_of(result) for result in results], min_batch)
-
-
 def make_plan(
     config: TrainConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
 ) -> Plan:

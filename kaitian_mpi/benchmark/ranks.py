@@ -78,14 +78,9 @@ def benchmark_ranks(
     return [_evaluate(config, Measured(**result), cached, min_batch) for result in results]
 
 
-def seconds_per_share(results: list[RankBenchmark], share: int) -> list[float]:
-    """Return each rank's seconds for a share of this many samples, in one micro-batch."""
-    return [result.cost.model.seconds(share) for result in results]
-
-
 def scores_of(results: list[RankBenchmark], share: int) -> list[float]:
     """Return the ranks' scores, time_min / time_i, for a share of this many samples."""
-    return scores(seconds_per_share(results, share))
+    return scores([result.cost.model.seconds(share) for result in results])
 
 
 def show_benchmark(
