@@ -1,4 +1,4 @@
-"""Models that break, and such that show what a job does; a data set that tells who took what."""
+"""Models that fail or hang on purpose, and a dataset that records which rank took which samples."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kaitian_mpi.models.cnn import SmallCNN
 
 
 class Breaking(SmallCNN):
-    """Breaks on rank 2 in its 12th training forward, saying when."""
+    """Fails on rank 2 in its 12th training forward, and prints the time."""
 
     def __init__(self, num_classes, how):
         super().__init__(num_classes)
@@ -54,7 +54,7 @@ def leaving(num_classes):
 
 
 class Slow(nn.Module):
-    """Takes 20 ms a sample: a job that is still running when it is interrupted."""
+    """Takes 20 ms per sample, so that the job is still running when it is interrupted."""
 
     def __init__(self, num_classes):
         super().__init__()
@@ -70,7 +70,7 @@ def slow(num_classes):
 
 
 class Large(Slow):
-    """The same with 128 MiB of weights, which are hardly used: a checkpoint takes 256 MiB."""
+    """`Slow` with 128 MiB of barely used weights: a checkpoint takes 256 MiB."""
 
     def __init__(self, num_classes):
         super().__init__(num_classes)
@@ -85,7 +85,7 @@ def large(num_classes):
 
 
 def differing(num_classes):
-    """A model that is not the same on every rank."""
+    """Return a model that is not the same on every rank."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(3 * 32 * 32, 4 + int(os.environ["OMPI_COMM_WORLD_RANK"]))
     )
@@ -98,8 +98,8 @@ def not_a_model(num_classes):
 class Exact(nn.Module):
     """Computes in float64, and no sample's output depends on another sample.
 
-    So the weights depend neither on the number of ranks nor on who takes which sample. A training
-    step takes 20 ms at least. `self.calls` is the number of the present one.
+    So the weights depend neither on the number of ranks nor on which rank takes which sample. A
+    training step takes at least 20 ms. `self.calls` is the number of the current one.
     """
 
     def __init__(self, num_classes):
@@ -126,7 +126,7 @@ def exact(num_classes):
 
 
 class SlowToEvaluate(Exact):
-    """Takes 0.15 s for a batch of an evaluation."""
+    """Takes 0.15 s per batch of an evaluation."""
 
     def forward(self, x):
         if not self.training:
@@ -138,16 +138,16 @@ def slow_to_evaluate(num_classes):
     return SlowToEvaluate(num_classes)
 
 
-class Telling(Exact):
-    """Says when rank 1 computes for the first time: with a benchmark, that is in it."""
+class PrintsFirstStep(Exact):
+    """Prints a line when rank 1 computes for the first time, which is in the benchmark if any."""
 
     def before_call(self):
         if self.calls == 1 and self.rank == 1:
             print("rank 1 computes", flush=True)
 
 
-def telling(num_classes):
-    return Telling(num_classes)
+def prints_first_step(num_classes):
+    return PrintsFirstStep(num_classes)
 
 
 class Hanging(Exact):
@@ -163,7 +163,7 @@ def hanging(num_classes):
 
 
 def hanging_data():
-    """The digits; hangs on rank 1."""
+    """Load the digits; hangs on rank 1."""
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         time.sleep(10_000)
     return digits.load(0.2)
@@ -173,20 +173,22 @@ class HangingInBenchmark(Exact):
     """Hangs on rank 0 in the first step of the benchmark."""
 
     def forward(self, x):
-        if self.training and self.rank == 0 and len(x) > 2:  # a trial takes 2 samples at most
+        if (
+            self.training and self.rank == 0 and len(x) > 2
+        ):  # the trial of the smallest batch takes at most 2 samples
             time.sleep(10_000)
         return super().forward(x)
 
 
 def hanging_in_setup(num_classes):
-    """Hangs on rank 2 when it is built, and on rank 0 later."""
+    """Build a model: hangs on rank 2 here, and on rank 0 in the benchmark."""
     if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
         time.sleep(10_000)
     return HangingInBenchmark(num_classes)
 
 
 class Faulty(Exact):
-    """Rank 1 loses a bit of its weights in step 5, and its output in step 3 is no number."""
+    """On rank 1, a bit of the weights flips in step 5, and the output of step 3 is NaN."""
 
     def before_call(self):
         if self.calls == 5 and self.rank == 1:
@@ -203,7 +205,7 @@ def faulty(num_classes):
 
 
 class NeverFinite(Exact):
-    """Its output is no number from step 4 on, on rank 1."""
+    """Its output on rank 1 is NaN from step 4 on."""
 
     def forward(self, x):
         outputs = super().forward(x)
@@ -215,7 +217,7 @@ def never_finite(num_classes):
 
 
 class Dropping(nn.Module):
-    """Has all that a rank has of its own: batch norm's statistics and random numbers."""
+    """Has all state that differs between ranks: batch norm statistics and random numbers."""
 
     def __init__(self, num_classes):
         super().__init__()
@@ -230,13 +232,13 @@ def dropping(num_classes):
 
 
 def wide(num_classes):
-    """A model of 2.4 MB."""
+    """Return a model of 2.4 MB."""
     hidden = nn.Linear(3 * 32 * 32, 192)
     return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(192, num_classes))
 
 
-class Noted(Dataset):
-    """Images that write down the samples of each batch, in a folder if there is one."""
+class RecordedDataset(Dataset):
+    """Images; writes the sample indices of each batch to a file per rank, if given a folder."""
 
     num_classes = 10
 
@@ -258,6 +260,6 @@ class Noted(Dataset):
         return list(zip(*self.images[indices], strict=True))
 
 
-def noted_digits():
+def recorded_digits():
     train, validation = digits.load(0.2)
-    return Noted(train, os.environ.get("TAKEN_IN")), Noted(validation, None)
+    return RecordedDataset(train, os.environ.get("RECORD_IN")), RecordedDataset(validation, None)

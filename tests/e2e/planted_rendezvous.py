@@ -1,4 +1,4 @@
-"""Scripts for test_rendezvous.py: plain torch.distributed, each a function named on the command."""
+"""Scripts for test_rendezvous.py: plain torch.distributed; the first argument names a function."""
 
 import json
 import os
@@ -12,7 +12,7 @@ REVERSED = SIZE - 1 - RANK
 
 
 class WatchMPI:
-    """Sees whether the settings that must precede MPI are made when its module is looked for."""
+    """Records whether the settings that must precede MPI are made when mpi4py is imported."""
 
     settings_made = None
 
@@ -29,17 +29,17 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 
-def say(text):
-    os.write(1, f"{text}\n".encode())  # whole, whoever else is writing
+def write_line(text):
+    os.write(1, f"{text}\n".encode())  # in one call, so that ranks' lines do not mix
 
 
-def say_once(text):
+def write_line_on_rank_0(text):
     if RANK == 0:
-        say(text)
+        write_line(text)
 
 
 def assert_in_order(rank, group=None, size=SIZE):
-    """Check that a group's collectives run between its ranks as torch numbers them."""
+    """Check a group's collectives, and that its ranks are numbered as torch numbers them."""
     assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
     tensor = torch.tensor([rank + 1.0])
     dist.all_reduce(tensor, group=group)
@@ -67,7 +67,7 @@ def session(name, rank, /, **options):
     assert dist.get_backend() == "kaitian"
     assert_works(rank)
     dist.destroy_process_group()
-    say_once(name)
+    write_line_on_rank_0(name)
 
 
 def set_environment(rank, size, port):
@@ -76,15 +76,15 @@ def set_environment(rank, size, port):
 
 
 def methods(folder, *ports):
-    """Every way to meet, one after the other, in MPI's order of ranks and in the reverse."""
+    """Every init_method, one after the other, in MPI's order of ranks and in reverse."""
     ports = list(ports)
     set_environment(RANK, SIZE, ports.pop())
     session("env://", RANK, init_method="env://")
     assert WatchMPI.settings_made
     set_environment(REVERSED, SIZE, ports.pop())
-    session("nothing", REVERSED)
+    session("no arguments", REVERSED)
     set_environment(RANK, SIZE, ports.pop())
-    session("nothing but numbers", RANK, rank=RANK, world_size=SIZE)
+    session("rank and world size", RANK, rank=RANK, world_size=SIZE)
     session("mpi://", RANK, init_method="mpi://")
     for order, rank in (("", RANK), (" reversed", REVERSED)):
         numbers = {"rank": rank, "world_size": SIZE}
@@ -102,7 +102,7 @@ def alone():
 
 
 def beside_gloo(folder):
-    """Groups of either backend, where the other is the default group's."""
+    """Groups of one backend beside a default group of the other."""
     dist.init_process_group("cpu:kaitian", init_method="mpi://")
     assert WatchMPI.settings_made
     assert_works(RANK)
@@ -111,10 +111,10 @@ def beside_gloo(folder):
     mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("a", "b"))
     assert_in_order(0, mesh.get_group("a"), 1)
     assert_in_order(RANK, mesh.get_group("b"))
-    alone_together = dist.new_group([RANK], use_local_synchronization=True)
-    assert_in_order(0, alone_together, 1)
+    alone_group = dist.new_group([RANK], use_local_synchronization=True)
+    assert_in_order(0, alone_group, 1)
     dist.destroy_process_group()
-    say_once("kaitian, then gloo")
+    write_line_on_rank_0("kaitian, then gloo")
 
     meeting = f"file://{folder}/gloo"
     dist.init_process_group("gloo", init_method=meeting, rank=REVERSED, world_size=SIZE)
@@ -126,50 +126,50 @@ def beside_gloo(folder):
         assert_in_order(REVERSED, pair, 2)
     assert_in_order(REVERSED)
     dist.destroy_process_group()
-    say_once("gloo, then kaitian")
+    write_line_on_rank_0("gloo, then kaitian")
 
 
-def refused(**options):
+def assert_rejected(**options):
     try:
         dist.init_process_group("kaitian", **options)
     except Exception as error:
-        say(f"{type(error).__name__}: {error}")
+        write_line(f"{type(error).__name__}: {error}")
     assert not dist.is_initialized()
 
 
-def wrong_numbers(folder):
-    """What is refused on every rank, caught; a right call is possible afterwards."""
-    refused(init_method="mpi://", world_size=SIZE + 1, rank=RANK)
-    refused(init_method=f"file://{folder}/more", world_size=SIZE + 1, rank=RANK)
+def wrong_ranks_and_sizes(folder):
+    """Each wrong call raises on every rank; a right one is possible afterwards."""
+    assert_rejected(init_method="mpi://", world_size=SIZE + 1, rank=RANK)
+    assert_rejected(init_method=f"file://{folder}/more", world_size=SIZE + 1, rank=RANK)
     assert "mpi4py.MPI" not in sys.modules
-    refused(init_method=f"file://{folder}/less", world_size=SIZE - 1, rank=0)
-    refused(init_method=f"file://{folder}/twice", world_size=SIZE, rank=min(RANK, 1))
-    refused(init_method="mpi://", rank=RANK + 1)
+    assert_rejected(init_method=f"file://{folder}/less", world_size=SIZE - 1, rank=0)
+    assert_rejected(init_method=f"file://{folder}/twice", world_size=SIZE, rank=min(RANK, 1))
+    assert_rejected(init_method="mpi://", rank=RANK + 1)
     session("mpi://", RANK, init_method="mpi://")
 
 
 def too_few(port):
-    """All ranks but the last meet, as a job of their own."""
+    """All ranks but the last call init_process_group, as a smaller job."""
     if RANK == SIZE - 1:
         time.sleep(600)
     set_environment(RANK, SIZE - 1, port)
     dist.init_process_group("kaitian")
 
 
-def part_first(folder):
-    """The first group over kaitian is of some ranks, and torch does not ask the others."""
+def subgroup_first(folder):
+    """The first group over kaitian has some ranks only; torch does not call it on the others."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=RANK, world_size=SIZE)
     dist.new_group([0, 1], backend="kaitian")
     time.sleep(600)
 
 
 def plain(method):
-    """What torchrun starts: the environment is the launcher's."""
+    """What torchrun runs: rank and world size come from the environment."""
     dist.init_process_group("kaitian", init_method=method)
 
 
-def open_doors():
-    """Return the sockets of this process that wait for anybody, as (type, address, port)."""
+def listening_sockets():
+    """Count the sockets on which this process listens, by type and address."""
     import psutil
 
     found = psutil.Process().net_connections(kind="inet")
@@ -177,8 +177,8 @@ def open_doors():
     return Counter(f"{c.type.name} {c.laddr.ip}" for c in waiting)
 
 
-def doors(port):
-    """What a job opens, and, to see that it would be seen, what TCPStore opens."""
+def open_ports(port):
+    """Print which ports a job opens; and which with TCPStore, as proof that they are found."""
     dist.init_process_group("kaitian", init_method="mpi://")
     assert_works(RANK)
     dist.all_reduce(torch.ones(1 << 20))
@@ -186,13 +186,13 @@ def doors(port):
     dist.recv(torch.empty(3), (RANK - 1) % SIZE)
     request.wait()
     dist.all_gather_object([None] * SIZE, {"rank": RANK})
-    own = open_doors()
+    own = listening_sockets()
     dist.barrier()
     dist.destroy_process_group()
     set_environment(RANK, SIZE, port)
     dist.init_process_group("kaitian", init_method="env://")
-    with_tcp_store = open_doors()
-    say(json.dumps({"rank": RANK, "doors": own, "with TCPStore": with_tcp_store}))
+    with_tcp_store = listening_sockets()
+    write_line(json.dumps({"rank": RANK, "ports": own, "with TCPStore": with_tcp_store}))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Load balancing from the command line: following a rank, leaving one out, forecasting."""
+"""Load balancing from the command line: new plans, rank exclusion, forecasts."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def slowed(tmp_path_factory):
     return folder, ended
 
 
-def test_the_plan_follows_a_rank_that_becomes_slow(slowed):
+def test_plan_follows_a_rank_that_becomes_slow(slowed):
     folder, ended = slowed
     plans = read_lines(folder / "run" / "plan.jsonl")
     assert plans[0]["why"] == "the benchmark"
@@ -45,7 +45,7 @@ def test_the_plan_follows_a_rank_that_becomes_slow(slowed):
     assert summary["emulated"] is True
 
 
-def test_the_slow_rank_is_named_with_its_reason(slowed):
+def test_slow_rank_is_named_with_the_reason(slowed):
     folder, ended = slowed
     found = json.loads((folder / "run" / "summary.json").read_text())["slow_ranks"]
     slow = [entry for entry in found if entry["rank"] == 1 and entry["kind"] == "compute"]
@@ -56,11 +56,11 @@ def test_the_slow_rank_is_named_with_its_reason(slowed):
     assert "(compute): it" in ended.out
 
 
-def test_a_second_job_takes_the_benchmark_from_the_cache(slowed):
+def test_second_job_uses_the_benchmark_cache(slowed):
     folder, first = slowed
     files = sorted((folder / "cache").iterdir())
     assert len(files) == 2
-    # A file that is no result counts as none, and then both ranks are timed.
+    # An invalid file is ignored, and then both ranks are timed.
     again = "kaitian-train --model cnn --max-steps 2 --benchmark-cache cache --run-dir".split()
     ended = run_ranks(2, *again, "run2", "--benchmark-seconds", "4", cwd=folder)
     assert ended.code == 0, ended.text
@@ -78,7 +78,7 @@ def test_a_second_job_takes_the_benchmark_from_the_cache(slowed):
     assert "from --benchmark-cache" not in ended.out
 
 
-def test_a_rank_that_only_holds_the_job_up_is_left_out_even_the_first(mpirun, tmp_path):
+def test_a_rank_that_is_too_slow_is_excluded_even_rank_0(mpirun, tmp_path):
     # So slow that a single sample takes far longer than the others' step, however busy the host.
     flags = "--max-steps 4 --global-batch-size 24 --emulate-slowdown 0:100 --benchmark-seconds 1"
     command = "kaitian-train --model cnn --run-dir run --memory-format channels_last".split()
@@ -96,7 +96,7 @@ def test_a_rank_that_only_holds_the_job_up_is_left_out_even_the_first(mpirun, tm
     assert (tmp_path / "run" / "checkpoints" / "model.pt").exists()
 
 
-def test_keep_all_keeps_it(mpirun, tmp_path):
+def test_keep_all_keeps_a_rank_that_is_too_slow(mpirun, tmp_path):
     flags = "--max-steps 2 --global-batch-size 24 --emulate-slowdown 1:60 --benchmark-seconds 1"
     ended = mpirun(2, *"kaitian-train --model cnn --run-dir run --keep-all".split(), *flags.split())
     assert ended.code == 0, ended.text
@@ -106,7 +106,7 @@ def test_keep_all_keeps_it(mpirun, tmp_path):
     assert len(summary["batch_sizes"]) == 2
 
 
-def test_bench_forecasts_every_set_of_groups_and_plan_reads_it(mpirun, tmp_path):
+def test_bench_forecasts_every_subset_of_kinds_and_plan_reads_the_file(mpirun, tmp_path):
     ended = mpirun(
         3,
         *"kaitian-bench --model cnn --benchmark-seconds 2 --json bench.json".split(),
@@ -137,7 +137,7 @@ def test_bench_forecasts_every_set_of_groups_and_plan_reads_it(mpirun, tmp_path)
         ("--json nowhere/b.json", "--json nowhere/b.json: found no folder"),
     ],
 )
-def test_a_wrong_flag_of_bench_is_answered_in_a_line(mpirun, flags, message):
+def test_bench_reports_a_wrong_flag_in_one_line(mpirun, flags, message):
     ended = mpirun(2, "kaitian-bench", *flags.split())
     assert ended.code == 2
     assert message in ended.err

@@ -1,4 +1,4 @@
-"""However a job goes wrong: the right message, a non-zero code, all ranks gone within 5 s."""
+"""However a job fails: the right message, a non-zero exit code, all ranks gone within 5 s."""
 
 import os
 import re
@@ -30,9 +30,9 @@ TRAIN = ("kaitian-train", "--model", "cnn")
     ],
 )
 @pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
-def test_a_mistake_seen_before_torch_is_loaded(mpirun, options, flags, message):
+def test_an_error_found_before_torch_is_loaded(mpirun, options, flags, message):
     ended = mpirun(4, *options, *TRAIN, *flags.split())
-    assert_users_mistake(ended, message)
+    assert_user_error(ended, message)
     assert ended.seconds < LIMIT_SEC
 
 
@@ -49,20 +49,20 @@ def test_a_mistake_seen_before_torch_is_loaded(mpirun, options, flags, message):
         ("--run-dir /dev/null/run", "--run-dir /dev/null/run: Not a directory; name a folder"),
     ],
 )
-def test_a_mistake_seen_later(mpirun, flags, message):
+def test_an_error_found_later(mpirun, flags, message):
     ended = mpirun(2, *TRAIN, *flags.split())
-    assert_users_mistake(ended, message)
+    assert_user_error(ended, message)
 
 
-def test_a_run_folder_in_use_is_left_alone(mpirun, tmp_path):
+def test_a_run_folder_in_use_is_not_changed(mpirun, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     ended = mpirun(2, *TRAIN, "--run-dir", "run")
-    assert_users_mistake(ended, "--run-dir run: found the results of another run")
+    assert_user_error(ended, "--run-dir run: found the results of another run")
     assert (tmp_path / "run" / "config.json").read_text() == "{}"
 
 
-def assert_users_mistake(ended, message):
+def assert_user_error(ended, message):
     assert ended.code == 2, ended.text
     errors = [line for line in ended.err.splitlines() if line.startswith("kaitian-train: error")]
     assert len(errors) == 1, ended.text
@@ -79,7 +79,7 @@ def assert_users_mistake(ended, message):
     ],
 )
 @pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
-def test_one_broken_rank_ends_the_job(mpirun, options, model, code, message):
+def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
     flags = ("--balance", "off", "--epochs", "50")
     ended = mpirun(4, *options, "kaitian-train", "--model", f"planted:{model}", *flags)
     assert ended.code == code, ended.text
@@ -113,7 +113,7 @@ def start_slow_job(size, folder):
     return process, ranks
 
 
-def test_ctrl_c_ends_every_rank_and_says_so(tmp_path):
+def test_ctrl_c_ends_every_rank_with_one_message(tmp_path):
     process, ranks = start_slow_job(4, tmp_path)
     interrupted_at = time.time()
     process.send_signal(signal.SIGINT)
@@ -140,7 +140,7 @@ def assert_gone(pids):
 
 
 @pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
-def test_a_users_own_script_is_guarded_too(mpirun, options, tmp_path):
+def test_a_failing_rank_of_a_users_script_ends_the_job(mpirun, options, tmp_path):
     """A plain script that fails on one rank must not leave the others waiting."""
     (tmp_path / "script.py").write_text(
         "import time, torch, torch.distributed as dist, kaitian_mpi\n"

@@ -1,4 +1,4 @@
-"""Jobs over several hosts, of which one goes: emulated by network namespaces, with real ssh."""
+"""Loss of hosts and links: hosts are emulated by network namespaces, with real ssh."""
 
 import time
 
@@ -23,7 +23,7 @@ def hosts(tmp_path):
         yield hosts
 
 
-def test_the_only_rank_of_a_host_is_lost(hosts, tmp_path):
+def test_loss_of_a_hosts_only_rank(hosts, tmp_path):
     with HostsJob(
         hosts, *"mpirun -np 4".split(), *TRAIN, *EVEN, "--max-steps=8", cwd=tmp_path
     ) as job:
@@ -43,7 +43,7 @@ def test_the_only_rank_of_a_host_is_lost(hosts, tmp_path):
     assert summary["ranks"] == [0, 1, 2]
 
 
-def test_a_host_is_lost_and_then_the_link_to_another(hosts, tmp_path):
+def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 4".split()
     often = "--snapshot-every 5 --max-steps 40".split()
     lost = []

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or go astray in real jobs, and jobs that go on from what others left."""
+"""Ranks that die, hang or diverge in real jobs, and jobs that resume from checkpoints."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ STEPS_PER_EPOCH = 6
 RECOVERY_LIMIT_SEC = 10
 LIMIT_SEC = 5
 
-EXACT = "kaitian-train --model planted:exact --dataset planted:noted_digits --epochs 5".split()
+EXACT = "kaitian-train --model planted:exact --dataset planted:recorded_digits --epochs 5".split()
 
 
 def read_lines(path):
@@ -53,7 +53,7 @@ def steps_saved(folder):
     return {path.stem for path in (folder / "run" / "checkpoints").glob("step-*.json")}
 
 
-# One of three ranks, the first
+# Loss of rank 0 of three
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Three ranks, of which the first dies in training."""
+    """Three ranks, of which rank 0 is killed in training."""
     folder = tmp_path_factory.mktemp("killed")
     often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5".split()
     with Job(3, *EXACT, *EVEN, *often, cwd=folder) as job:
@@ -76,7 +76,7 @@ def killed(tmp_path_factory):
         return folder, job.finish()
 
 
-def test_the_job_lives_on_without_rank_0(killed):
+def test_job_survives_the_loss_of_rank_0(killed):
     folder, ended = killed
     assert ended.code == 0, ended.text
     assert "fault tolerance: on" in ended.text
@@ -95,11 +95,11 @@ def test_the_job_lives_on_without_rank_0(killed):
     assert "Traceback" not in ended.text
 
 
-def test_its_lines_and_files_go_on(killed):
+def test_output_and_files_continue_after_the_loss(killed):
     folder, ended = killed
     (failure,) = summary_of(folder)["failures"]
     every = list(range(1, 5 * STEPS_PER_EPOCH + 1))
-    # Rank 0 may have died between a step that all have done and its line.
+    # Rank 0 may have died after a step was done and before it printed its line.
     without = [step for step in every if step != failure["step"] - 1]
     assert steps_shown(ended) in (every, without)
     metrics = read_lines(folder / "run" / "metrics.jsonl")
@@ -112,13 +112,13 @@ def test_its_lines_and_files_go_on(killed):
     assert not list(folder.rglob("*.partial"))
 
 
-def test_its_weights_are_those_of_a_run_that_was_never_disturbed(killed, undisturbed):
+def test_weights_equal_those_of_an_undisturbed_run(killed, undisturbed):
     folder, ended = killed
     assert "differ from the others'" not in ended.text
     assert largest_difference(weights_in(folder), weights_in(undisturbed)) < 1e-9
 
 
-def test_other_ranks_go_on_from_its_checkpoint_in_mid_epoch(killed, undisturbed, tmp_path):
+def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed, tmp_path):
     checkpoint = killed[0] / "run" / "checkpoints" / "step-00000005.pt"
     (tmp_path / "taken").mkdir()
     ended = run_ranks(
@@ -127,7 +127,7 @@ def test_other_ranks_go_on_from_its_checkpoint_in_mid_epoch(killed, undisturbed,
         *EVEN,
         *f"--emulate-kinds gpu,mlu --resume {checkpoint}".split(),
         cwd=tmp_path,
-        TAKEN_IN=str(tmp_path / "taken"),
+        RECORD_IN=str(tmp_path / "taken"),
     )
     assert ended.code == 0, ended.text
     assert "resuming from step 5 (step-00000005.pt on " in ended.text
@@ -149,7 +149,7 @@ def test_other_ranks_go_on_from_its_checkpoint_in_mid_epoch(killed, undisturbed,
 # Several losses in one job
 
 
-def test_a_whole_group_dies_at_once_and_another_rank_in_the_evaluation(tmp_path):
+def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
     command = "kaitian-train --model planted:slow_to_evaluate --epochs 2".split()
     kinds = "--emulate-kinds gpu,gpu,mlu,mlu".split()
     with Job(4, *command, *EVEN, *kinds, cwd=tmp_path) as job:
@@ -174,8 +174,8 @@ def test_a_whole_group_dies_at_once_and_another_rank_in_the_evaluation(tmp_path)
     assert ended.text.count("epoch 1 done") == ended.text.count("epoch 2 done") == 1
 
 
-def test_a_rank_dies_in_the_benchmark_and_a_spare_takes_the_place_of_another(tmp_path):
-    command = "kaitian-train --model planted:telling --epochs 5 --run-dir run".split()
+def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
+    command = "kaitian-train --model planted:prints_first_step --epochs 5 --run-dir run".split()
     flags = "--spares 2 --benchmark-seconds 3 --log-interval 0".split()
     with Job(5, *command, *flags, cwd=tmp_path) as job:  # the second spare is never needed
         job.wait_for("rank 1 computes")
@@ -203,7 +203,7 @@ def test_a_rank_dies_in_the_benchmark_and_a_spare_takes_the_place_of_another(tmp
 # Without fault tolerance
 
 
-def test_a_job_that_was_cut_off_goes_on_to_the_same_weights(tmp_path):
+def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     command = "kaitian-train --model planted:dropping --epochs 3 --global-batch-size 128".split()
     often = (*command, *EVEN, *"--checkpoint-every 2 --resume auto".split())
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -235,8 +235,8 @@ def test_a_job_that_was_cut_off_goes_on_to_the_same_weights(tmp_path):
     assert largest_difference(weights_in(cut), weights_in(whole)) == 0
 
 
-def test_a_run_resumes_whose_rank_0_is_excluded(tmp_path):
-    """That rank reads the checkpoint and does not train; with it alone, it does."""
+def test_resume_with_rank_0_excluded(tmp_path):
+    """Rank 0 reads the checkpoint though it does not train; alone, it trains."""
     command = "kaitian-train --model cnn --global-batch-size 16 --benchmark-seconds 1".split()
     command += "--run-dir run --log-interval 0 --resume auto".split()
     slow = "--emulate-slowdown 0:200".split()
@@ -264,7 +264,7 @@ def test_a_run_resumes_whose_rank_0_is_excluded(tmp_path):
     )
 
 
-def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):
+def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
     command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
     with Job(2, *command, *EVEN, cwd=tmp_path, survives=False) as job:
         job.wait_for(r"step 2/")
@@ -274,8 +274,8 @@ def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):
             assert time.time() - asked_at < 6 * LIMIT_SEC
             time.sleep(0.05)
         assert 2 <= int(saved[0].stem[5:])
-        job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training goes on
-        # mpirun passes these on to every process of a rank: to its watchdog, and what loads data.
+        job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training continues
+        # mpirun sends these to every process of a rank: its watchdog and data workers, too.
         processes = psutil.Process(job.process.pid).children(recursive=True)
         assert len(processes) >= 2 * 4
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -297,15 +297,17 @@ def test_a_rank_that_is_asked_to_has_the_state_saved(tmp_path):
         (signal.SIGINT, True, "large"),
     ],
 )
-def test_what_was_done_is_saved_when_the_job_is_told_to_end(tmp_path, number, survives, model):
+def test_sigterm_and_sigint_save_a_checkpoint_before_the_job_ends(
+    tmp_path, number, survives, model
+):
     command = f"kaitian-train --model planted:{model} --global-batch-size 24".split()
     with Job(2, *command, *EVEN, cwd=tmp_path, survives=survives) as job:
         job.wait_for(r"step 3/")
         job.process.send_signal(number)
-        told_at = time.time()
+        signalled_at = time.time()
         ended = job.finish()
     assert ended.code != 0
-    assert ended.ended_at - told_at < LIMIT_SEC
+    assert ended.ended_at - signalled_at < LIMIT_SEC
     assert steps_saved(tmp_path), ended.text
     saved = int(newest_checkpoint(tmp_path).stem[5:])
     # mpirun may have dropped the very last line; the file has it.
@@ -318,7 +320,7 @@ def test_what_was_done_is_saved_when_the_job_is_told_to_end(tmp_path, number, su
 # Ranks that hang
 
 
-def test_a_rank_that_hangs_and_one_that_is_stopped_are_ended_by_their_watchdogs(tmp_path):
+def test_watchdogs_kill_a_hanging_and_a_stopped_rank(tmp_path):
     command = "kaitian-train --model planted:hanging --epochs 20 --step-timeout 3".split()
     with Job(3, *command, *EVEN, cwd=tmp_path) as job:
         hung = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
@@ -341,7 +343,7 @@ def test_a_rank_that_hangs_and_one_that_is_stopped_are_ended_by_their_watchdogs(
     assert summary["failures"][0]["step"] == 5
 
 
-def test_a_rank_that_hangs_before_the_training_is_ended_by_its_watchdog(tmp_path):
+def test_watchdog_kills_a_rank_that_hangs_while_loading_data(tmp_path):
     command = "kaitian-train --model cnn --dataset planted:hanging_data --step-timeout 0.4".split()
     ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
     assert ended.code != 0
@@ -353,8 +355,8 @@ def test_a_rank_that_hangs_before_the_training_is_ended_by_its_watchdog(tmp_path
     ), ended.text
 
 
-def test_a_hang_in_any_part_of_the_setup_is_ended(tmp_path):
-    """One rank after the other, in a job that survives; of its end mpirun's code says nothing."""
+def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
+    """One rank after the other, in a job that survives; mpirun's exit code is arbitrary then."""
     command = "--model planted:hanging_in_setup --dataset planted:hanging_data".split()
     command += "--step-timeout 0.2 --run-dir run --log-interval 0".split()
     ended = run_ranks(3, *"--with-ft ulfm kaitian-train".split(), *command, cwd=tmp_path)
@@ -368,10 +370,10 @@ def test_a_hang_in_any_part_of_the_setup_is_ended(tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-# Numbers that go wrong
+# NaN and diverged weights
 
 
-def test_a_bad_step_is_skipped_and_a_diverged_rank_is_corrected(tmp_path):
+def test_a_nan_step_is_skipped_and_a_diverged_rank_is_repaired(tmp_path):
     command = "kaitian-train --model planted:faulty --epochs 3 --check-every 2".split()
     ended = run_ranks(3, *command, *EVEN, cwd=tmp_path)
     assert ended.code == 0, ended.text
@@ -389,7 +391,7 @@ def test_a_bad_step_is_skipped_and_a_diverged_rank_is_corrected(tmp_path):
     assert all(torch.isfinite(value).all() for value in weights_in(tmp_path).values())
 
 
-def test_a_run_without_a_finite_gradient_ends_in_a_line(tmp_path):
+def test_too_many_nan_steps_end_the_run_with_one_line(tmp_path):
     command = "kaitian-train --model planted:never_finite --max-bad-steps 3".split()
     ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
     assert ended.code == 2, ended.text
@@ -406,7 +408,7 @@ def test_a_run_without_a_finite_gradient_ends_in_a_line(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path, request):
-    """A folder that holds the model twice and lines of text; or of another size."""
+    """A file system with room for the model twice and some text; or of the size given."""
     folder = tmp_path / "run"
     folder.mkdir()
     mount = shutil.which("mount")
@@ -419,8 +421,8 @@ def small_disk(tmp_path, request):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
-    # Room for the model beside the one of the epoch before, but for no checkpoint.
+def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tmp_path):
+    # Room for the model beside that of the previous epoch, but not for a checkpoint.
     (small_disk / "checkpoints").mkdir()
     (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
     command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
@@ -430,19 +432,21 @@ def test_training_goes_on_where_checkpoints_do_not_fit(small_disk, tmp_path):
         "could not be written: No space left on device; training continues, there is none yet"
         in ended.err
     )
-    # One that has to wait for the one before may be left out for the next.
-    said = re.findall(r"checkpoint of step (\d+) (?:could not be written|is skipped)", ended.err)
-    assert set(map(int, said)) == {4, 6, 8, 12, 16, 18}
+    # One that is queued behind another may be replaced by the next.
+    reported = re.findall(
+        r"checkpoint of step (\d+) (?:could not be written|is skipped)", ended.err
+    )
+    assert set(map(int, reported)) == {4, 6, 8, 12, 16, 18}
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
-    # A checkpoint that is tried takes all the room for a moment: a line may be lost meanwhile.
+    # A checkpoint that is attempted fills the disk for a moment: a line may be lost meanwhile.
     lines = read_lines(small_disk / "metrics.jsonl")
     assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step
     metrics = [line["step"] for line in lines]
     assert len(metrics) > 2 * STEPS_PER_EPOCH
     assert metrics == sorted(set(metrics))
     assert not list((small_disk / "checkpoints").glob("step-*"))
-    assert weights_in(tmp_path)  # those of the last epoch, in the place of the zeros
+    assert weights_in(tmp_path)  # those of the last epoch have replaced the zeros
 
 
 @pytest.mark.parametrize("small_disk", ["64k"], indirect=True)

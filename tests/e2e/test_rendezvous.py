@@ -1,4 +1,4 @@
-"""How the ranks meet: every method of torch's, beside gloo, and without an open port."""
+"""Rendezvous: every init_method of torch, beside gloo, and without an open port."""
 
 import json
 import os
@@ -10,18 +10,18 @@ import pytest
 from jobs import PLANTED, PYTHON, finish, start
 
 SCRIPT = str(PLANTED / "planted_rendezvous.py")
-# A job that refuses ends in a few seconds; one that hangs, after the tests' limit or never.
+# A job that is rejected ends in a few seconds; one that hangs, at the tests' limit or never.
 SOON_SEC = 40
 
 
 @pytest.fixture
 def planted(mpirun):
-    """Run one of the planted functions on three ranks."""
+    """Run a function of planted_rendezvous.py on three ranks."""
     return lambda name, *arguments: mpirun(3, PYTHON, SCRIPT, name, *map(str, arguments))
 
 
 def free_ports(count):
-    """Return ports that are free now, as a list of text."""
+    """Return ports that are free now, as strings."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [str(probe.getsockname()[1]) for probe in probes]
     for probe in probes:
@@ -29,28 +29,28 @@ def free_ports(count):
     return ports
 
 
-def test_all_of_torchs_methods_in_one_process(planted, tmp_path):
+def test_every_init_method_in_one_process(planted, tmp_path):
     ended = planted("methods", tmp_path, *free_ports(7))
     assert ended.code == 0, ended.text
-    once = ["env://", "nothing", "nothing but numbers", "mpi://"]
+    once = ["env://", "no arguments", "rank and world size", "mpi://"]
     both = ["mpi://", "file:/", "tcp://", "FileStore", "TCPStore"]
     assert ended.out.splitlines() == once + both + [f"{name} reversed" for name in both]
     assert ended.err == ""
 
 
-def test_a_store_that_no_other_process_can_reach(tmp_path):
+def test_one_rank_with_a_hash_store(tmp_path):
     ended = finish(start(PYTHON, SCRIPT, "alone", cwd=tmp_path), time.time())
     assert (ended.code, ended.out) == (0, "HashStore\n"), ended.text
 
 
-def test_groups_of_gloo_beside_groups_of_kaitian(planted, tmp_path):
+def test_gloo_and_kaitian_groups_in_one_job(planted, tmp_path):
     ended = planted("beside_gloo", tmp_path)
     assert ended.code == 0, ended.text
     assert ended.out.splitlines() == ["kaitian, then gloo", "gloo, then kaitian"]
 
 
-def test_wrong_numbers_are_refused_on_every_rank_and_can_be_mended(planted, tmp_path):
-    ended = planted("wrong_numbers", tmp_path)
+def test_a_wrong_rank_or_world_size_raises_on_every_rank_and_can_be_corrected(planted, tmp_path):
+    ended = planted("wrong_ranks_and_sizes", tmp_path)
     assert ended.code == 0, ended.text
     needed = "needed 3, the number of ranks that mpirun started; pass world_size=3, or omit it with"
     counts = Counter(ended.out.splitlines())
@@ -71,10 +71,13 @@ def test_wrong_numbers_are_refused_on_every_rank_and_can_be_mended(planted, tmp_
     ("name", "found"),
     [
         ("too_few", "found a world size of 2, needed 3"),
-        ("part_first", "found a group of 2 ranks as the first over kaitian, needed one of all 3"),
+        (
+            "subgroup_first",
+            "found a group of 2 ranks as the first over kaitian, needed one of all 3",
+        ),
     ],
 )
-def test_ranks_that_never_come_are_not_waited_for(planted, tmp_path, name, found):
+def test_ranks_that_never_arrive_are_not_waited_for(planted, tmp_path, name, found):
     ended = planted(name, *free_ports(1) if name == "too_few" else [tmp_path])
     assert ended.code == 1, ended.text
     assert f"UserError: {found}" in ended.err
@@ -82,7 +85,7 @@ def test_ranks_that_never_come_are_not_waited_for(planted, tmp_path, name, found
 
 
 @pytest.mark.parametrize("method", ["mpi://", "env://"])
-def test_another_launcher_than_mpirun_is_told_so(tmp_path, method):
+def test_a_launcher_other_than_mpirun_is_rejected(tmp_path, method):
     """Each process would be a job of its own, and train alone."""
     port, started_at = free_ports(1)[0], time.time()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -98,11 +101,11 @@ def test_another_launcher_than_mpirun_is_told_so(tmp_path, method):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net"), reason="lists a process's sockets by /proc")
-def test_no_door_is_opened(planted):
-    ended = planted("doors", *free_ports(1))
+def test_no_port_is_opened(planted):
+    ended = planted("open_ports", *free_ports(1))
     assert ended.code == 0, ended.text
     ranks = {line["rank"]: line for line in map(json.loads, ended.out.splitlines())}
     assert sorted(ranks) == [0, 1, 2]
     for line in ranks.values():
-        assert line["doors"] == {}
-    assert ranks[0]["with TCPStore"]  # the method sees a door where there is one
+        assert line["ports"] == {}
+    assert ranks[0]["with TCPStore"]  # an open port is found where there is one

@@ -1,4 +1,4 @@
-"""`kaitian-run`: somebody's torch.distributed script, unmodified."""
+"""`kaitian-run`: an unmodified torch.distributed script."""
 
 import re
 import sys
@@ -90,7 +90,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("command", [["kaitian-run"], [sys.executable]])
-def test_a_scripts_signals_and_forks_are_its_own(mpirun, tmp_path, command):
+def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, command):
     (tmp_path / "theirs.py").write_text(SIGNALS)
     ended = mpirun(2, *command, "theirs.py")
     assert ended.code == 0, ended.text
@@ -98,20 +98,20 @@ def test_a_scripts_signals_and_forks_are_its_own(mpirun, tmp_path, command):
     assert ended.err.count("ValueError: planted") == 2  # of the children alone
 
 
-def test_a_script_that_leaves_with_a_code_ends_the_job_with_it(mpirun, tmp_path):
+def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     ended = mpirun(2, *"kaitian-run --backend-override nccl,gloo theirs.py --exit 7".split())
     assert ended.code == 7, ended.text
     assert re.search(r"^\[1@[^\]]+\] sys\.exit\(7\)", ended.err, re.MULTILINE)
 
 
-def test_mistakes(mpirun):
+def test_a_missing_script_is_reported_once(mpirun):
     ended = mpirun(2, "kaitian-run", "nowhere.py")
     assert ended.code == 2
     assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
 
 
-def test_a_mistake_that_only_one_rank_meets_is_said_by_it(mpirun, tmp_path):
+def test_an_error_on_a_single_rank_is_reported_by_it(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     ended = mpirun(
         *(2, "sh", "-c"),
@@ -153,27 +153,25 @@ time.sleep(rank / 2)
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "told"),
+    ("how", "rank", "message"),
     [
         ("before init", 1, r"init_process_group: rank 1 of 3 left the job before coming here"),
         ("before init", 0, r"init_process_group: rank 0 of 3 left the job before coming here"),
         ("in the middle", 2, r"rank 2 of 3 ended the group before all_reduce #2"),
     ],
 )
-def test_a_rank_that_leaves_with_0_before_the_others_are_done_is_named(
-    mpirun, tmp_path, how, rank, told
-):
+def test_a_rank_that_exits_early_with_0_is_named(mpirun, tmp_path, how, rank, message):
     (tmp_path / "theirs.py").write_text(LEAVING)
     ended = mpirun(3, *"kaitian-run --backend-override nccl theirs.py".split(), how, rank)
     assert ended.code not in (0, None), ended.text
-    assert re.search(rf"^\[\d@[^\]]+\] .*{told}", ended.err, re.MULTILINE), ended.text
+    assert re.search(rf"^\[\d@[^\]]+\] .*{message}", ended.err, re.MULTILINE), ended.text
     left_at = float(re.search(r"left at (\S+)", ended.out)[1])
     assert ended.ended_at - left_at < 5 + 5  # 5 s more for busy machines
 
 
-def test_ranks_may_end_in_any_order_with_groups_and_messages_left(mpirun, tmp_path):
+def test_ranks_may_exit_in_any_order_with_open_groups_and_messages(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(LEAVING)
-    command = "kaitian-run --backend-override nccl theirs.py well 0".split()
+    command = "kaitian-run --backend-override nccl theirs.py normally 0".split()
     ended = mpirun(3, *command)
     assert ended.code == 0, ended.text
     assert ended.err == ""

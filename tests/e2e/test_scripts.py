@@ -1,4 +1,4 @@
-"""Scripts of one's own: the examples, and plain torch.distributed."""
+"""Users' scripts: the examples, and plain torch.distributed."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def number_after(words, out):
     return float(out.partition(words)[2].split()[0])
 
 
-def test_ddp_before_and_after_learn_the_digits(mpirun):
+def test_both_training_examples_learn_the_digits(mpirun):
     """The stock script runs unmodified under kaitian-run."""
     before = "kaitian-run", "--backend-override", "gloo", str(EXAMPLES / "train_before.py")
     ended = mpirun(2, *before)
@@ -35,7 +35,7 @@ def test_ddp_before_and_after_learn_the_digits(mpirun):
         assert number_after("held-out accuracy", out) > 0.88
 
 
-def test_the_gpt_learns_and_writes(mpirun):
+def test_nano_gpt_learns_and_generates_text(mpirun):
     kinds = "--emulate-kinds", "gpu,mlu"
     out = run_example(mpirun, 2, "nano_gpt.py", "--steps", "20", *kinds)
     first, *_, last = losses(out)
@@ -43,7 +43,7 @@ def test_the_gpt_learns_and_writes(mpirun):
     assert len(out.partition("sample: ")[2].rstrip("\n")) > 150
 
 
-def test_the_gpt_learns_a_text_of_ones_own(mpirun, tmp_path):
+def test_nano_gpt_learns_a_given_text(mpirun, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh" * 50)
     small = "--text text.txt --steps 40 --width 32 --layers 1 --lr 1e-2 --log-every 40".split()
     out = run_example(mpirun, 1, "nano_gpt.py", *small)
@@ -55,7 +55,7 @@ def test_the_gpt_learns_a_text_of_ones_own(mpirun, tmp_path):
     ("ranks", "options"),
     [(2, ["--layers", "3,1", "--emulate-kinds", "gpu,mlu"]), (3, ["--batches", "2"])],
 )
-def test_the_stages_give_the_whole_models_result(mpirun, ranks, options):
+def test_pipeline_stages_compute_what_the_whole_model_does(mpirun, ranks, options):
     out = run_example(mpirun, ranks, "pipeline_inference.py", *options)
     assert number_after("largest difference from the whole model:", out) < 1e-5
     assert re.search(r"[1-9]\d* samples/s", out)
@@ -73,7 +73,7 @@ def test_experts_on_several_ranks_learn_as_on_one(mpirun):
         assert sum(map(int, tokens)) == 512
 
 
-def test_the_example_model_trains(mpirun):
+def test_example_model_trains(mpirun):
     ended = mpirun(
         2,
         *"kaitian-train --model examples.own_model:build --max-steps 2".split(),
@@ -82,8 +82,8 @@ def test_the_example_model_trains(mpirun):
     assert ended.code == 0, ended.text
 
 
-def test_plain_torch_knows_the_backend_and_ends_without_a_word(mpirun, tmp_path):
-    """No import of kaitian_mpi, no destroy_process_group, and still a clean end."""
+def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path):
+    """Without importing kaitian_mpi and without destroy_process_group."""
     (tmp_path / "script.py").write_text(
         "import sys, torch, torch.distributed as dist\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"

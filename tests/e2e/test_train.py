@@ -1,4 +1,4 @@
-"""`kaitian-train` from the command line to the files it leaves."""
+"""`kaitian-train` from the command line to the files it writes."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def emulated(tmp_path_factory):
     return folder / "run", ended
 
 
-def test_it_shows_groups_leaders_scores_and_progress_once(emulated):
+def test_output_shows_groups_leaders_scores_and_progress_once(emulated):
     _, ended = emulated
     assert ended.out.count("4 ranks, 2 groups (device kinds emulated)") == 1
     assert len(re.findall(r"\| gpu \(emulated\) \| leader", ended.out)) == 1
@@ -65,7 +65,7 @@ def test_it_shows_groups_leaders_scores_and_progress_once(emulated):
     assert "\x1b" not in ended.text
 
 
-def test_a_slow_rank_scores_low_and_takes_fewer_samples(emulated):
+def test_slow_ranks_score_lower_and_get_fewer_samples(emulated):
     folder, _ = emulated
     summary = json.loads((folder / "summary.json").read_text())
     fast, slow = summary["scores"][:2], summary["scores"][2:]
@@ -75,7 +75,7 @@ def test_a_slow_rank_scores_low_and_takes_fewer_samples(emulated):
     assert max(summary["batch_sizes"][2:]) < min(summary["batch_sizes"][:2])
 
 
-def test_the_summary_is_whole(emulated):
+def test_summary_is_complete(emulated):
     folder, _ = emulated
     summary = json.loads((folder / "summary.json").read_text())
     assert SUMMARY_KEYS <= set(summary)
@@ -91,14 +91,14 @@ def test_the_summary_is_whole(emulated):
         assert compute + wait <= 1.05 * summary["step_time_sec"]
 
 
-def test_the_loss_falls(emulated):
+def test_loss_decreases(emulated):
     folder, _ = emulated
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
     assert len(losses) == 24
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
-def test_the_other_files_are_there(emulated):
+def test_run_folder_has_all_files(emulated):
     folder, _ = emulated
     assert json.loads((folder / "config.json").read_text())["model"] == "cnn"
     topology = json.loads((folder / "topology.json").read_text())
@@ -117,7 +117,7 @@ def test_the_other_files_are_there(emulated):
     assert not list(folder.rglob("*.partial"))
 
 
-def test_the_saved_model_loads_without_unpickling_code(emulated):
+def test_saved_model_loads_with_weights_only(emulated):
     folder, _ = emulated
     state = torch.load(folder / "checkpoints" / "model.pt", weights_only=True)
     model = build_model("cnn", 10)
@@ -125,7 +125,7 @@ def test_the_saved_model_loads_without_unpickling_code(emulated):
     assert all(torch.isfinite(value).all() for value in state.values())
 
 
-def test_the_papers_policy_bf16_and_a_forced_algorithm(mpirun, tmp_path):
+def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
     ended = mpirun(
         3,
         *"kaitian-train --model cnn --max-steps 5 --run-dir run --batch-policy paper".split(),
@@ -142,7 +142,7 @@ def test_the_papers_policy_bf16_and_a_forced_algorithm(mpirun, tmp_path):
     assert math.isfinite(summary["val_loss"])
 
 
-def test_equal_shares_fp16_loading_processes_and_a_factory(mpirun, tmp_path):
+def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path):
     (tmp_path / "mycode.py").write_text(
         "import torch\n"
         "from torch.utils.data import TensorDataset\n"
