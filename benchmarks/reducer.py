@@ -1,0 +1,127 @@
+"""Compares the step time of GradientReducer and of DDP with WeightedSum, alternating in one run.
+
+    mpirun -np 2 python benchmarks/reducer.py
+
+Prints the ratio GradientReducer / DDP and the difference: the median over the pairs of neighbouring
+steps, and the quartiles. Which of the two comes first changes from pair to pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import WeightedSum, init
+from kaitian_mpi.backend.reducer import GradientReducer
+from kaitian_mpi.models.mobilenetv2 import MobileNetV2
+
+
+def small_layers() -> nn.Module:
+    """Return a model of 150 small parameters."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(75)))
+
+
+class Trainer:
+    """A model and its optimizer; subclasses compute and sum the gradients."""
+
+    def __init__(self, model: nn.Module, inputs: torch.Tensor, weight: float) -> None:
+        self.model, self.inputs, self.weight = copy.deepcopy(model), inputs, weight
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+
+    def step(self) -> float:
+        """Train one step and return its seconds."""
+        dist.barrier()
+        start = time.perf_counter()
+        self.gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def gradients(self) -> None:
+        """Leave the sum over the ranks in the parameters' gradients."""
+        raise NotImplementedError
+
+
+class DDP(Trainer):
+    """As `data_parallel` does it, or a script with DDP."""
+
+    def __init__(self, model: nn.Module, inputs: torch.Tensor, weight: float) -> None:
+        super().__init__(model, inputs, weight)
+        self.ddp = DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        self.sums = WeightedSum()
+        self.sums.attach(self.ddp)
+
+    def gradients(self) -> None:
+        """Let DDP's hook do it."""
+        self.sums.weight = self.weight
+        self.ddp(self.inputs).square().mean().backward()
+        assert self.sums.is_finite(self.model)
+
+
+class Plain(Trainer):
+    """The model as it is."""
+
+    def __init__(self, model: nn.Module, inputs: torch.Tensor, weight: float) -> None:
+        super().__init__(model, inputs, weight)
+        self.reducer = GradientReducer(self.model)
+
+    def gradients(self) -> None:
+        """Let a reducer do it."""
+        self.reducer.arm(self.weight)
+        self.model(self.inputs).square().mean().backward()
+        self.reducer.finish()
+        assert self.reducer.is_finite()
+
+
+def compare(name: str, model: nn.Module, inputs: torch.Tensor, pairs: int, rank: int) -> None:
+    """Time both, alternating. Collective; rank 0 prints."""
+    weight = 1 / dist.get_world_size()
+    makers: dict[str, Callable[..., Trainer]] = {"DDP": DDP, "GradientReducer": Plain}
+    trainers = {label: make(model, inputs, weight) for label, make in makers.items()}
+    seconds: dict[str, list[float]] = {label: [] for label in trainers}
+    for pair in range(-3, pairs):
+        for label in list(trainers) if pair % 2 else list(reversed(trainers)):
+            step = torch.tensor(trainers[label].step())
+            dist.all_reduce(step, dist.ReduceOp.MAX)
+            if pair >= 0:
+                seconds[label].append(step.item())
+    if rank:
+        return
+    both = list(zip(seconds["GradientReducer"], seconds["DDP"], strict=True))
+    low, middle, high = statistics.quantiles([ours / ddp for ours, ddp in both], n=4)
+    more = statistics.quantiles([1e3 * (ours - ddp) for ours, ddp in both], n=4)
+    print(
+        f"{name}, DDP's step {1e3 * statistics.median(seconds['DDP']):.2f} ms, {pairs} pairs: "
+        f"GradientReducer / DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}), "
+        f"difference {more[1]:+.3f} ms ({more[0]:+.3f} to {more[2]:+.3f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=8, help="images per rank")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of steps of MobileNetV2")
+    options = parser.parse_args()
+
+    rank = init().rank
+    torch.manual_seed(0)
+    images = torch.randn(options.batch, 3, 32, 32).to(memory_format=torch.channels_last)
+    compare("MobileNetV2", MobileNetV2(10), images, options.pairs, rank)
+    compare("150 small parameters", small_layers(), torch.randn(4, 32), 10 * options.pairs, rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Sums a plain module's gradients over the ranks while backward still computes."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaitian_mpi.backend.buckets import Bucket, partition
+from kaitian_mpi.collectives.compiler import not_compiled
+from kaitian_mpi.errors import UnsupportedError, UserError
+
+_UNARMED = {-1}  # never empty, whatever is discarded from it
+
+
+def _nothing(is_last: bool) -> None:
+    pass
+
+
+@not_compiled
+class GradientReducer:
+    """Sums gradients over the ranks, each rank's multiplied by its weight.
+
+        reducer.arm(weight)
+        loss.backward()
+        reducer.finish()
+
+    A backward that is not armed accumulates gradients as plain autograd does; the armed one adds to
+    them, and then the ranks sum (so of several micro-batches, the last is armed). With a loss that
+    is the mean over a rank's b_i samples, weights b_i / sum(b) give the gradient of the mean over
+    the global batch.
+
+    Unlike `DistributedDataParallel`, it does not wrap the module: whatever is computed with the
+    parameters counts, in any number of forwards and by any method. Only parameters that require
+    gradients are sent.
+
+    The gradients travel in buckets, in the order in which they became ready in rank 0's first armed
+    backward. A rank that computes nothing calls `arm(0)` and `finish()`.
+
+    The caller makes sure that `describe()` is the same on every rank, and that so are the values of
+    the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        on_bucket: Callable[[bool], None] = _nothing,
+        bucket_caps: tuple[int, int] = (1 << 20, 25 << 20),
+    ) -> None:
+        """Watch a model's parameters. Not collective.
+
+        Args:
+            model: on this rank's device already.
+            group: the process group to sum over; None for the default one.
+            on_bucket: called when a bucket's gradients are ready, before they are sent, with
+                whether it is the last.
+            bucket_caps: bytes at which a bucket is full: the first one, and the others.
+
+        Raises:
+            UserError: no parameter requires gradients.
+        """
+        named = dict(model.named_parameters())  # each once, also where modules share it
+        self._names = [name for name, p in named.items() if p.requires_grad]
+        self._parameters = [named[name] for name in self._names]
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        if not self._parameters:
+            raise UserError(
+                f"the model has {len(named)} parameters, none of which requires gradients; "
+                "set requires_grad=True for those to be trained"
+            )
+        self._group, self._on_bucket, self._caps = group, on_bucket, bucket_caps
+        self._lock = threading.RLock()  # devices have a thread each in backward
+        self._weight: float | Callable[[], float] = 1.0
+        self._works: list[dist.Work] = []
+        self._sums: list[torch.Tensor] = []
+        self._sent = 0
+        self._is_armed = self._is_backward_done = self._is_stale = self._is_closed = False
+        # Gradients usually become ready in the reverse order of the parameters.
+        self._order = list(reversed(range(len(self._parameters))))
+        self._seen: dict[int, None] | None = {}  # the order of the first armed backward, until then
+        self._buckets: list[Bucket] = []
+        self._pending: list[_Pending] = []
+        self._hooks = [_Hook(index) for index in range(len(self._parameters))]
+        self._build()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook.ready)
+            for parameter, hook in zip(self._parameters, self._hooks, strict=True)
+        ]
+        self._remove_hooks = weakref.finalize(self, _remove, handles)
+
+    def arm(self, weight: float | Callable[[], float]) -> None:
+        """Let the next backward sum over the ranks. Not collective.
+
+        Args:
+            weight: of this rank's gradients. A callable is called once, when the first bucket is
+                ready, and may wait for a collective that was started before. With 0, whatever
+                this rank has computed is ignored, as if it had not used any parameter.
+
+        Raises:
+            RuntimeError: `finish` has not been called since the last armed backward.
+            UnsupportedError: a parameter requires gradients that did not when this was made.
+        """
+        if self._is_closed:
+            raise RuntimeError("arm() after close()")
+        if self._is_armed and self._is_backward_done:
+            raise RuntimeError("arm() before the finish() of the last armed backward()")
+        if any(parameter.requires_grad for parameter in self._frozen.values()):
+            names = [name for name, p in self._frozen.items() if p.requires_grad]
+            raise UnsupportedError(
+                f"{names[0]} requires gradients now, and did not when the GradientReducer was "
+                "made; make a new one"
+            )
+        if self._is_stale or self._works:
+            self._build()  # what is still being summed keeps its buffers
+        for bucket, pending in zip(self._buckets, self._pending, strict=True):
+            pending.is_ready = pending.is_sent = False
+            pending.left = (
+                set(bucket.indices)
+                if self._seen is None
+                else _RecordedSet(bucket.indices, self._seen)
+            )
+        self._weight, self._sent, self._sums = weight, 0, []
+        self._is_armed, self._is_backward_done = True, False
+
+    def finish(self) -> None:
+        """Complete the sums of the armed backward; `grad` of each parameter then holds its sum.
+
+        It is the same bit by bit on all ranks, and a view of its bucket's buffer. A parameter that
+        no rank has a gradient for has None. Collective.
+
+        Raises:
+            RuntimeError: it is not armed.
+            CollectiveError: a sum failed; a `RankLostError` if a rank died.
+        """
+        if not self._is_armed:
+            raise RuntimeError("finish() without arm()")
+        try:
+            with self._lock:
+                while self._sent < len(self._buckets):
+                    self._send_next()
+            for bucket, work in zip(self._buckets, self._works, strict=True):
+                work.wait()
+                # One number in which whatever is not finite shows; while the next is summed.
+                self._sums.append(bucket.buffer.sum().float())
+                bucket.settle()
+            self._works.clear()
+            self._agree_on_order()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        """Disarm: to be called after a backward that raised. Not collective.
+
+        The gradients are left as they are; set them to None before the next backward.
+        """
+        for pending in self._pending:
+            pending.left = _UNARMED
+        self._is_armed, self._weight = False, 0.0
+
+    def is_finite(self) -> bool:
+        """Return whether the gradients of the last `finish` have no NaN and no infinity.
+
+        The same on every rank, without asking: all have the same sums.
+        """
+        if not self._sums:
+            return True
+        device = self._sums[0].device
+        if bool(torch.stack([each.to(device) for each in self._sums]).isfinite().all()):
+            return True
+        # Finite numbers may add up to more than a float can hold.
+        return all(bool(bucket.buffer.isfinite().all()) for bucket in self._buckets)
+
+    def describe(self) -> str:
+        """Return what must be the same on every rank, as a short text; for `check_same`."""
+        devices: dict[torch.device, int] = {}
+        rows = [
+            (
+                *(name, tuple(p.shape), p.stride(), str(p.dtype)),
+                devices.setdefault(p.device, len(devices)),
+            )
+            for name, p in zip(self._names, self._parameters, strict=True)
+        ]
+        elements = sum(parameter.numel() for parameter in self._parameters)
+        digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
+        return f"{len(rows)} trainable parameters of {elements} elements, layout {digest}"
+
+    def close(self) -> None:
+        """Leave the model alone from now on; its gradients stay. Not collective."""
+        self.reset()
+        self._remove_hooks()
+        self._is_closed = True
+        self._on_bucket = _nothing
+        self._parameters, self._frozen, self._buckets, self._pending = [], {}, [], []
+        self._works, self._hooks = [], []
+
+    def _build(self) -> None:
+        """Make new buckets, by the order that is known."""
+        self._works, self._buckets, self._is_stale = [], [], False
+        parts = partition(self._order, self._parameters, self._caps)
+        self._pending = [_Pending(self) for _ in parts]
+        for part, pending in zip(parts, self._pending, strict=True):
+            self._buckets.append(Bucket({index: self._parameters[index] for index in part}))
+            for index in part:
+                self._hooks[index].pending = pending
+
+    def _bucket_ready(self, pending: _Pending, index: int) -> None:
+        """Send the buckets that can be, now that this one has the gradients it waited for.
+
+        Args:
+            pending: of the bucket.
+            index: the parameter that was the last.
+        """
+        with self._lock:
+            if pending.is_sent:
+                self.reset()
+                raise UnsupportedError(
+                    f"{self._names[index]} got a gradient after its bucket was sent: by a second "
+                    "backward(), which needs finish() and arm() before it, or by reentrant "
+                    "checkpointing; checkpoint with use_reentrant=False"
+                )
+            if self._sent == 0:
+                engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                engine.queue_callback(self._backward_done)
+            pending.is_ready = True
+            while self._sent < len(self._buckets) and self._pending[self._sent].is_ready:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        bucket, pending = self._buckets[self._sent], self._pending[self._sent]
+        self._sent += 1
+        pending.is_sent = True
+        self._on_bucket(self._sent == len(self._buckets))
+        if callable(self._weight):
+            self._weight = float(self._weight())
+        bucket.fill(self._weight)
+        work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def _backward_done(self) -> None:
+        self._is_backward_done = True
+
+    def _agree_on_order(self) -> None:
+        """After the first armed backward, take rank 0's order for the buckets. Collective."""
+        if self._seen is None:
+            return
+        self._order = [*self._seen, *(i for i in self._order if i not in self._seen)]
+        order = self._buckets[0].buffer.new_empty(len(self._order), dtype=torch.int64)
+        order.copy_(torch.tensor(self._order))
+        dist.broadcast(order, group=self._group, group_src=0)
+        self._order, self._seen = order.cpu().tolist(), None
+        self._is_stale = True  # until the next arm(), when the gradients in them may be gone
+
+
+class _Pending:
+    """The parameters of a bucket whose gradients are not ready."""
+
+    __slots__ = ("is_ready", "is_sent", "left", "reducer")
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self.left = _UNARMED
+        self.is_ready = self.is_sent = False
+        # A parameter owns its hook: a strong reference would be a cycle.
+        self.reducer = weakref.ref(reducer)
+
+
+@not_compiled
+class _Hook:
+    """Notes that a parameter's gradient is ready; called by autograd for each of them."""
+
+    __slots__ = ("index", "pending")
+
+    pending: _Pending
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def ready(self, _: torch.Tensor) -> None:
+        left = self.pending.left
+        left.discard(self.index)
+        if not left:
+            reducer = self.pending.reducer()
+            if reducer is not None:
+                reducer._bucket_ready(self.pending, self.index)
+
+
+class _RecordedSet(set[int]):
+    """A set that records in which order its members are discarded."""
+
+    def __init__(self, members: Iterable[int], order: dict[int, None]) -> None:
+        super().__init__(members)
+        self._order = order
+
+    def discard(self, member: Any) -> None:
+        """Discard a member."""
+        self._order[member] = None
+        super().discard(member)
+
+
+def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

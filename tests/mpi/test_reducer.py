@@ -1,0 +1,597 @@
+"""GradientReducer: the gradient of the global batch, for a module that nothing wraps."""
+
+import copy
+import gc
+import warnings
+import weakref
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from kaitian_mpi.backend.reducer import GradientReducer
+from kaitian_mpi.errors import CollectiveError, UnsupportedError, UserError
+from kaitian_mpi.mpi.exchange import gather_values
+
+SHARES = [7, 0, 13, 3]
+SMALL = (2000, 4000)  # bytes, so that small networks have several buckets
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The lengths of the tensors given to all_reduce."""
+    lengths = []
+    original = dist.all_reduce
+
+    def record(tensor, *args, **kwargs):
+        lengths.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", record)
+    return lengths
+
+
+@pytest.fixture
+def reducer_of():
+    """Make a reducer that is closed at the end."""
+    made = []
+
+    def make(model, **options):
+        made.append(GradientReducer(model, **{"bucket_caps": SMALL, **options}))
+        return made[-1]
+
+    yield make
+    for reducer in made:
+        reducer.close()
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.ReLU(),
+        nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5),
+    )  # fmt: skip
+
+
+class Branches(nn.Module):
+    """Layers of which a forward takes those it is told to."""
+
+    def __init__(self, layers=4, width=20):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers)).double()
+
+    def through(self, names, value):
+        for name in names:
+            value = self.layers[name](value).tanh()
+        return value
+
+
+def summed(reducer, loss, weight=1.0):
+    reducer.arm(weight)
+    loss.backward()
+    reducer.finish()
+
+
+def content(tensor):
+    data = tensor.detach()
+    data = torch.view_as_real(data) if data.is_complex() else data
+    return data.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def assert_alike(world, model):
+    """Check that gradients and their strides are the same, bit by bit, on all ranks."""
+    own = [
+        None if p.grad is None else [zlib.crc32(content(p.grad)), p.grad.stride()]
+        for p in model.parameters()
+    ]
+    assert len({str(rows) for rows in gather_values(world.comm, own)}) == 1
+
+
+def assert_equal_gradients(ours, theirs, tolerance=1e-12):
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if other.grad is None:
+            assert own.grad is None, name
+        else:
+            assert (own.grad - other.grad).abs().max().item() <= tolerance, name
+
+
+# The sum
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("make", ["sgd", "adamw"])
+def test_uneven_ranks_train_like_one_process(world, reducer_of, make, micro_batches):
+    shares = SHARES[: world.size]
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(20, sum(shares), 3, 8, 8, generator=generator).double()
+    labels = torch.randint(5, (20, sum(shares)), generator=generator)
+    alone = network().double()
+    shared = copy.deepcopy(alone)
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    }
+    optimizers = [kinds[make](model.parameters()) for model in (alone, shared)]
+    reducer = reducer_of(shared)
+    for step in range(20):
+        # The shares change from step to step, as they do when a plan changes.
+        now = shares[step % world.size :] + shares[: step % world.size]
+        begin = sum(now[: world.rank])
+        own = slice(begin, begin + now[world.rank])
+        cross_entropy(alone(images[step]), labels[step]).backward()
+        if now[world.rank]:
+            rows = list(range(own.start, own.stop))
+            parts = [
+                part for number in range(micro_batches) if (part := rows[number::micro_batches])
+            ]
+        else:
+            parts = [[0]]  # weighted by 0
+            images[step, 0] *= float("nan")
+        for part in parts[:-1]:
+            part_of(shared, images[step], labels[step], part, parts).backward()
+        reducer.arm(now[world.rank] / sum(now))
+        part_of(shared, images[step], labels[step], parts[-1], parts).backward()
+        reducer.finish()
+        assert reducer.is_finite()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
+        assert (ours - theirs).abs().max().item() <= 1e-12
+
+
+def part_of(model, images, labels, rows, parts):
+    whole = sum(map(len, parts))
+    return cross_entropy(model(images[rows]), labels[rows]) * (len(rows) / whole)
+
+
+def test_gradients_are_views_of_buckets_alike_on_all_ranks(world, reducer_of, sent):
+    model = network()
+    reducer = reducer_of(model)
+    for _ in range(3):
+        model.zero_grad()
+        sent.clear()
+        images = torch.randn(world.rank + 1, 3, 8, 8)
+        summed(reducer, model(images).square().mean(), 0.3)
+        assert_alike(world, model)
+    parameters = list(model.parameters())
+    assert len(sent) > 1
+    # A number for each parameter is sent beside the gradients.
+    assert sum(sent) == sum(p.numel() for p in parameters) + len(parameters)
+    memories = {p.grad.untyped_storage().data_ptr() for p in parameters}
+    assert len(memories) == len(sent)
+
+
+def test_buckets_are_full_at_the_caps_and_hold_one_type_each(reducer_of, sent):
+    model = nn.ModuleList(
+        [nn.Linear(10, 10, bias=False, dtype=dtype) for dtype in TYPES for _ in range(4)]
+    )
+    reducer = reducer_of(model, bucket_caps=(800, 1700))
+    reducer.arm(1)
+    reducer.finish()
+    # Of each type, from the last on, a bucket of 800 bytes or more, then of 1700 or more.
+    assert sent == [201, 603, 404, 101, 303, 202, 202]
+
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+
+
+def test_parameters_of_several_types(world, reducer_of):
+    model = nn.ParameterList(
+        [
+            nn.Parameter(torch.ones(5 + length, dtype=dtype))
+            for dtype in TYPES
+            for length in (0, 20_000)
+        ]
+    )
+    reducer = reducer_of(model)
+    factor = 2j if world.rank else 2.0
+    loss = sum((p * (factor if p.is_complex() else 2.0)).abs().sum() for p in model)
+    summed(reducer, loss, 0.5)
+    for parameter in model:
+        assert parameter.grad.dtype == parameter.dtype
+        assert torch.equal(parameter.grad, torch.full_like(parameter, world.size))
+    assert_alike(world, model)
+    assert reducer.is_finite()
+
+
+def test_a_shared_parameter_is_sent_once(world, reducer_of, sent):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    model[2].weight = model[0].weight
+    alone = copy.deepcopy(model)
+    reducer = reducer_of(model)
+    summed(reducer, model(torch.ones(2, 6)).sum(), 1 / world.size)
+    alone(torch.ones(2, 6)).sum().backward()
+    assert_equal_gradients(model, alone, 1e-6)
+    assert sent == [37]
+
+
+def test_frozen_parameters_are_not_sent(world, reducer_of, sent):
+    model = network()
+    for parameter in model[:4].parameters():
+        parameter.requires_grad_(False)
+    reducer = reducer_of(model)
+    summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(sent) == sum(p.numel() for p in trained) + len(trained)
+    assert all(p.grad is None for p in model[:4].parameters())
+    assert all(p.grad is not None for p in trained)
+
+
+def test_channels_last_gradients_keep_their_strides(world, reducer_of):
+    layers = [nn.Conv2d(8, 16, 3), nn.Conv2d(16, 160, 1), nn.Conv2d(160, 16, 3)]
+    torch.manual_seed(1)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last).double()
+    alone = copy.deepcopy(model)
+    reducer = reducer_of(model)
+    images = torch.randn(2, 8, 6, 6).double().to(memory_format=torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model.zero_grad()
+            alone.zero_grad()
+            summed(reducer, model(images).square().sum(), 1 / world.size)
+            alone(images).square().sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad.stride() == parameter.stride()
+    assert_equal_gradients(model, alone, 1e-9)
+    assert_alike(world, model)
+
+
+@pytest.mark.parametrize("width", [4, 20_000], ids=["small", "large"])
+def test_a_weight_of_zero_leaves_no_trace_of_nan(world, reducer_of, width):
+    model = nn.Linear(width, 2, bias=False)
+    nn.init.ones_(model.weight)
+    reducer = reducer_of(model)
+    for _ in range(2):
+        model.zero_grad()
+        value = 2.0 if world.rank == 0 else float("nan")
+        summed(reducer, model(torch.full((1, width), value)).sum(), float(world.rank == 0))
+        assert torch.equal(model.weight.grad, torch.full((2, width), 2.0))
+        assert reducer.is_finite()
+
+
+# Parameters that are not used
+
+
+def test_only_what_no_rank_has_used_has_no_gradient(world, last, reducer_of):
+    model, alone = Branches(), Branches()
+    reducer = reducer_of(model)
+    value = torch.ones(2, 20).double()
+    for names, by_last in (([0, 3], [0, 3, 1]), ([3, 1, 2], [2]), ([0], [0])):
+        model.zero_grad()
+        alone.zero_grad()
+        own = by_last if world.rank == last else names
+        summed(reducer, model.through(own, value).sum(), 1.0)
+        for number in range(world.size):
+            alone.through(by_last if number == last else names, value).sum().backward()
+        assert_equal_gradients(model, alone)
+        assert_alike(world, model)
+
+
+def test_a_rank_with_a_weight_of_zero_uses_nothing(world, last, reducer_of):
+    model = Branches()
+    reducer = reducer_of(model)
+    weight = 0.0 if world.rank == last else 1.0
+    summed(
+        reducer,
+        model.through([0, 1 if world.rank == last else 2], torch.ones(1, 20).double()).sum(),
+        weight,
+    )
+    assert model.layers[1].weight.grad is None
+    assert (model.layers[2].weight.grad is None) == (world.size == 1)
+
+
+def test_gradients_of_earlier_micro_batches_alone_are_summed(world, reducer_of):
+    model, alone = Branches(), Branches()
+    reducer = reducer_of(model)
+    value = torch.ones(2, 20).double()
+    model.through([0, 1], value).sum().backward()
+    summed(reducer, model.through([0, 2], value).sum(), 1 / world.size)
+    alone.through([0, 1], value).sum().backward()
+    alone.through([0, 2], value).sum().backward()
+    assert_equal_gradients(model, alone)
+
+
+def test_a_loss_that_reaches_no_parameter_and_a_rank_without_a_backward(world, last, reducer_of):
+    model = Branches()
+    reducer = reducer_of(model)
+    summed(reducer, torch.ones(1, requires_grad=True).sum())
+    assert all(p.grad is None for p in model.parameters())
+    assert reducer.is_finite()
+    reducer.arm(float(world.rank != last))
+    if world.rank != last:
+        model.through([0], torch.ones(1, 20).double()).sum().backward()
+    reducer.finish()
+    assert (model.layers[0].weight.grad is None) == (world.size == 1)
+    assert model.layers[1].weight.grad is None
+    assert_alike(world, model)
+
+
+# Buckets and backward
+
+
+def test_buckets_are_sent_in_order_while_backward_computes(world, reducer_of):
+    model = Branches()
+    events = []
+    reducer = reducer_of(model, on_bucket=events.append)
+    for _ in range(2):
+        model.zero_grad()
+        events.clear()
+        value = torch.ones(2, 20, requires_grad=True, dtype=torch.float64)
+        value.register_hook(lambda _: events.append("end of backward"))
+        summed(reducer, model.through([0, 1, 2, 3], value).sum())
+        assert len(events) > 3
+        assert events.index("end of backward") >= len(events) - 2  # the first layer's may follow
+        assert [e for e in events if e != "end of backward"] == [False] * (len(events) - 2) + [True]
+
+
+def test_buckets_follow_the_order_of_rank_0(world, reducer_of):
+    """Which is the reverse of what is expected; the other ranks have an order of their own."""
+    model, alone = Branches(), Branches()
+    sent_in_backward = []
+    reducer = reducer_of(model, on_bucket=sent_in_backward.append)
+    value = torch.ones(2, 20).double()
+    for step in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        sent_in_backward.clear()
+        own = [3, 2, 1, 0] if world.rank == 0 else [0, 1, 2, 3]
+        reducer.arm(1.0)
+        model.through(own, value).sum().backward()
+        in_backward = len(sent_in_backward)
+        reducer.finish()
+        for number in range(world.size):
+            order = [3, 2, 1, 0] if number == 0 else [0, 1, 2, 3]
+            alone.through(order, value).sum().backward()
+        assert_equal_gradients(model, alone)
+        assert in_backward == len(sent_in_backward)
+        if world.rank == 0:
+            first = reducer._buckets[0].indices
+            assert (0 in first or 1 in first) == (step > 0)  # of layer 0, which is the last
+
+
+def test_a_weight_may_wait_for_the_sum_of_the_ranks_weights(world, reducer_of):
+    model = nn.Linear(3, 1, bias=False).double()
+    calls = []
+    reducer = reducer_of(model, on_bucket=lambda _: calls.append("bucket"))
+    for _ in range(2):
+        model.zero_grad()
+        calls.clear()
+        total = torch.tensor(float(world.rank + 1))
+        work = dist.all_reduce(total, async_op=True)
+
+        def weight(work=work, total=total):
+            work.wait()
+            calls.append("weight")
+            return (world.rank + 1) / total.item()
+
+        summed(reducer, model(torch.ones(1, 3).double()).sum(), weight)
+        assert calls == ["bucket", "weight"]
+        assert (model.weight.grad - 1).abs().max() <= 1e-15
+
+
+def test_several_forwards_and_any_method_and_result(world, reducer_of):
+    model, alone = Branches(), Branches()
+    reducer = reducer_of(model)
+    for trained, weight in ((model, 1 / world.size), (alone, None)):
+        first = {"hidden": [trained.through([0, 1], torch.ones(1, 20).double())]}
+        second = trained.through([1, 2], torch.ones(3, 20).double())
+        loss = first["hidden"][0].sum() * second.mean() + trained.layers[3].bias.square().sum()
+        if weight is None:
+            loss.backward()
+        else:
+            summed(reducer, loss, weight)
+    assert_equal_gradients(model, alone)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(world, reducer_of, use_reentrant):
+    model, alone = Branches(6), Branches(6)
+    reducer = reducer_of(model)
+    value = torch.ones(2, 20, requires_grad=True, dtype=torch.float64)
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        hidden = checkpoint(model.through, [0, 1, 2], value, use_reentrant=use_reentrant)
+        hidden = checkpoint(model.through, [3, 4, 5], hidden, use_reentrant=use_reentrant)
+        summed(reducer, hidden.sum(), 1 / world.size)
+        alone.through([0, 1, 2, 3, 4, 5], value).sum().backward()
+        assert_equal_gradients(model, alone)
+
+
+def test_a_layer_that_reentrant_checkpointing_repeats(world, reducer_of):
+    """Its gradient becomes ready twice in one backward."""
+
+    def loss_of(trained, use_reentrant):
+        value = torch.ones(2, 20, requires_grad=True, dtype=torch.float64)
+        for names in ([0], [1], [0]):
+            value = checkpoint(trained.through, names, value, use_reentrant=use_reentrant)
+        return value.sum()
+
+    model, alone = Branches(2), Branches(2)
+    loss_of(alone, True).backward()
+    in_one_bucket = reducer_of(model, bucket_caps=(1 << 20, 1 << 20))
+    # The other layer comes between, so the bucket is sent after both.
+    summed(in_one_bucket, loss_of(model, False), 1 / world.size)
+    assert_equal_gradients(model, alone)
+    model.zero_grad()
+    reducer = reducer_of(model, bucket_caps=(1, 1))
+    reducer.arm(1.0)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.\w+ got .*use_reentrant=False"):
+        loss_of(model, True).backward()
+    model.zero_grad()
+    summed(reducer, loss_of(model, False), 1 / world.size)
+    assert_equal_gradients(model, alone)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(world, reducer_of, backend):
+    model, alone = network().double(), network().double()
+    compiled = torch.compile(model, backend=backend)
+    reducer = reducer_of(compiled)
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        images = torch.ones(2, 3, 8, 8).double()
+        summed(reducer, compiled(images).square().sum(), 1 / world.size)
+        alone(images).square().sum().backward()
+        assert_equal_gradients(model, alone, 1e-11)
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_all_ranks_find_what_is_not_finite(world, last, reducer_of, bad):
+    model = nn.Linear(300, 20)
+    reducer = reducer_of(model)
+    value = torch.ones(1, 300)
+    if world.rank == last:
+        value[0, 17] = float(bad)
+    for given, finite in ((value, False), (torch.ones(1, 300), True)):
+        model.zero_grad()
+        summed(reducer, model(given).sum())
+        assert reducer.is_finite() is finite
+
+
+def test_finite_gradients_whose_sum_overflows_are_finite(world, reducer_of):
+    model = nn.Linear(300, 20, bias=False)
+    reducer = reducer_of(model)
+    summed(reducer, model(torch.full((1, 300), 1e38)).sum(), 1 / world.size)
+    assert reducer.is_finite()
+
+
+# Mistakes, and what comes after
+
+
+def test_sparse_gradients_are_refused(reducer_of):
+    for width in (2, 200):
+        model = nn.Embedding(300, width, sparse=True)
+        reducer = reducer_of(model)
+        reducer.arm(1.0)
+        with pytest.raises(UnsupportedError, match=r"sparse_coo.*sparse=False"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with pytest.raises(UserError, match="2 parameters, none of which"):
+        GradientReducer(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_parameter_that_becomes_trainable_is_refused(reducer_of):
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    reducer = reducer_of(model)
+    model.bias.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="bias requires gradients now"):
+        reducer.arm(1.0)
+
+
+def test_calls_out_of_order(world, reducer_of):
+    model = network()
+    reducer = reducer_of(model)
+    images = torch.ones(2, 3, 8, 8)
+    with pytest.raises(RuntimeError, match="without arm"):
+        reducer.finish()
+    reducer.arm(5.0)
+    reducer.arm(1 / world.size)  # no backward has come between
+    model(images).sum().backward()
+    with pytest.raises(RuntimeError, match="before the finish"):
+        reducer.arm(1.0)
+    with pytest.raises(UnsupportedError, match=r"second backward"):
+        model(images).sum().backward()
+    model.zero_grad()
+    summed(reducer, model(images).sum(), 1 / world.size)
+    reducer.close()
+    reducer.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        reducer.arm(1.0)
+
+
+def test_a_backward_that_raises_leaves_nothing_behind(world, reducer_of):
+    model, alone = Branches(), Branches()
+    reducer = reducer_of(model)
+    value = torch.ones(2, 20).double()
+
+    def fail(_):
+        raise ValueError("planted")
+
+    for with_reset in (False, True, False):
+        hidden = model.through([0, 1], value)
+        hidden.register_hook(fail)
+        reducer.arm(1.0)
+        with pytest.raises(ValueError, match="planted"):
+            model.through([2, 3], hidden).sum().backward()
+        model.zero_grad()
+        if with_reset:  # or the micro-batch's gradients would be sent
+            reducer.reset()
+            model.through([0, 1, 2, 3], value).sum().backward()
+            assert_equal_gradients(model, accumulated(alone, value))
+            model.zero_grad()
+        summed(reducer, model.through([0, 1, 2, 3], value).sum(), 1 / world.size)
+        assert_equal_gradients(model, accumulated(alone, value))
+        model.zero_grad()
+
+
+def accumulated(model, value):
+    model.zero_grad()
+    model.through([0, 1, 2, 3], value).sum().backward()
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come_is_an_error(world, one_second_group, reducer_of):
+    model = network()
+    reducer = reducer_of(model, group=one_second_group)
+    if world.rank == 0:
+        with pytest.raises(CollectiveError, match=r"missing|waiting for"):
+            summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())
+    dist.barrier()
+
+
+def test_a_closed_reducer_leaves_gradients_to_autograd(world, reducer_of):
+    model, alone = Branches(), Branches()
+    reducer = reducer_of(model)
+    value = torch.ones(2, 20).double()
+    reducer.arm(7.0)
+    reducer.close()
+    model.through([0, 1, 2, 3], value).sum().backward()
+    assert_equal_gradients(model, accumulated(alone, value))
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_nothing_keeps_a_model_alive(world):
+    gc.collect()
+    gc.disable()
+    try:
+        model = Branches()
+        reducer = GradientReducer(model)
+        summed(reducer, model.through([0], torch.ones(1, 20).double()).sum())
+        seen = [weakref.ref(model), weakref.ref(reducer), weakref.ref(model.layers[0].weight)]
+        del model, reducer
+        assert [ref() for ref in seen] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_ranks_with_other_parameters_describe_themselves_differently():
+    texts = set()
+    for change in (
+        lambda m: None,
+        lambda m: m[0].bias.requires_grad_(False),
+        lambda m: m.double(),
+        lambda m: m.to(memory_format=torch.channels_last),
+        lambda m: m.append(nn.Linear(5, 5)),
+    ):
+        model = network()
+        change(model)
+        texts.add(GradientReducer(model).describe())
+    assert len(texts) == 5
+    assert GradientReducer(network()).describe() in texts
