@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-OPERATION = "{operation}"
+OPERATION_PLACEHOLDER = "{operation}"
 """Placeholder for the name of the operation in a `CollectiveError`: its raiser may not know it."""
 
 
@@ -52,10 +52,14 @@ class CollectiveError(RuntimeError):
     The process group cannot be used afterwards.
     """
 
-    def in_operation(self, name: str) -> Self:
+    def with_operation(self, name: str) -> Self:
         """Return the same error with the operation's name in its message."""
         text = str(self)
-        return type(self)(text.replace(OPERATION, name) if OPERATION in text else f"{name}: {text}")
+        return type(self)(
+            text.replace(OPERATION_PLACEHOLDER, name)
+            if OPERATION_PLACEHOLDER in text
+            else f"{name}: {text}"
+        )
 
 
 class RankLostError(CollectiveError):

@@ -20,12 +20,13 @@ from torch.utils.data import Dataset
 
 import kaitian_mpi
 from kaitian_mpi.benchmark.plan import Plan, make_plan, profile_of
-from kaitian_mpi.benchmark.ranks import benchmark_ranks
+from kaitian_mpi.benchmark.rank_benchmark import benchmark_ranks
+from kaitian_mpi.benchmark.rank_timer import Workload
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, Slowdown
 from kaitian_mpi.engine.computation import Computation, make_optimizer
-from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
@@ -41,7 +42,7 @@ SETTLING = 20  # steps in which the plan may still change
 
 
 class Repeated(Dataset):
-    """A data set repeated so often that no measurement reaches its end."""
+    """A dataset repeated so often that no measurement reaches its end."""
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
@@ -98,7 +99,7 @@ class Bench:
         """Return the plan made by the package's own benchmark. Collective."""
         config = self.config(batch)
         slowdown = Slowdown(schedules[self.world.rank])
-        results = benchmark_ranks(config, self.world, self.model(), self.data, slowdown)
+        results = benchmark_ranks(Workload(config, self.world, self.model(), self.data, slowdown))
         return make_plan(config, self.world, [profile_of(result) for result in results])
 
     def fixed(self, shares: list[int]) -> Plan:
@@ -109,7 +110,7 @@ class Bench:
         """Return a run whose ranks follow these slowdown schedules."""
         config = self.config(sum(plan.batch_sizes), balance)
         data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
-        made = Ingredients(data, self.model(), NoFolder(), schedules)
+        made = Setup(data, self.model(), NoFolder(), schedules)
         slowdown = Slowdown(schedules[self.world.rank])
         steps = count_steps(config, len(self.data), config.global_batch_size)
         state = TrainingState(config, made.model, self.computation(), steps)

@@ -13,7 +13,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets.sources import load_data
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
@@ -43,7 +43,7 @@ def make_trainer(
     """Return a trainer with equal batch sizes and its own model. Collective."""
     data = load_data(config)
     torch.manual_seed(0)
-    made = Ingredients(data, build_model(config.model, data.num_classes), NoFolder(), ())
+    made = Setup(data, build_model(config.model, data.num_classes), NoFolder(), ())
     shares = plan_equal(world.size, config.global_batch_size)
     plan = Plan(shares, [1.0] * world.size, None, "channels_last", "fp32", None)
     computation = Computation(world.device, "fp32", "channels_last", 0.0)

@@ -55,7 +55,7 @@ def number_found(files: CheckpointFiles) -> int | None:
     found = files.newest_good()
     if found is None or len(found.state) != _TENSORS:
         return None
-    number: int = found.about["number"]
+    number: int = found.description["number"]
     expected = torch.full((_ELEMENTS,), float(number))
     return number if all(torch.equal(t, expected) for t in found.state.values()) else None
 

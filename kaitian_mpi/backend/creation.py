@@ -1,4 +1,4 @@
-"""Making a process group for the ranks that torch names."""
+"""Creates a process group for the ranks that torch names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.backend.meeting import Party, clear, meet
+from kaitian_mpi.backend.store_barrier import Participants, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.deferred_free import free_unused_comms
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.job_store import finished_ranks, job_store
 from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
-from kaitian_mpi.mpi.retired import free_retired_comms
 from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
 from kaitian_mpi.mpi.world import World, current_world
 from kaitian_mpi.runtime.launcher import read_launch
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 
 
 def create(options: Any, _: Any = None) -> KaitianProcessGroup:
-    """Make the process group that torch asks for. Collective over the group's ranks.
+    """Create the process group that torch requests. Collective over the group's ranks.
 
     Raises:
-        UserError: MPI has another number of ranks than torch was told, or the process's first
-            group over `kaitian` is not of all ranks.
-        CollectiveError: a rank did not come within the group's time-out, or has left the job.
+        UserError: MPI's number of ranks differs from the one given to torch, or the process's
+            first group over `kaitian` does not have all ranks.
+        CollectiveError: a rank did not arrive within the group's timeout, or has left the job.
     """
     is_default = not options.global_ranks_in_group
     world, comm, unique = _default(options) if is_default else _subgroup(options)
-    # The import would start MPI, and its settings must be made before.
+    # Imported here because the import starts MPI, whose settings must be made before.
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
 
-    clear(options.store, _party(options, ""))  # to make a communicator all came out of the meeting
-    free_retired_comms()
+    # Every rank has left the barrier: the communicator above needed all of them.
+    clear_store_barrier(options.store, _participants(options, ""))
+    free_unused_comms()
     places = translate_ranks(comm, world.comm)
     comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
@@ -50,7 +51,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
 
 
 def _own_device(world: World, group: list[int]) -> OwnDevice:
-    """Return this rank's device; `group` are the ranks of its kind, or of its emulated label."""
+    """Return this rank's device. `group`: the ranks of its kind, or of its emulated label."""
     from kaitian_mpi.collectives.vendor import OwnDevice
 
     alike = len({torch.device(world.infos[rank].device).type for rank in group}) == 1
@@ -61,14 +62,14 @@ def _own_device(world: World, group: list[int]) -> OwnDevice:
 def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
     """Return a communicator of all ranks, in the script's order, which may not be MPI's."""
     check_world_size(options.group_size)
-    # Before MPI starts, where it has not: that waits for every rank, too.
+    # The barrier comes before MPI is initialized, which would wait for every rank as well.
     world = current_world()
-    unique = _meet(options, "init_process_group", lambda _: _departed(world))
+    unique = _wait_for_all(options, "init_process_group", lambda _: _departed(world))
     world = world_with_size_check(options.group_size)
     ranks = gather_values(world.comm, options.group_rank)
     if sorted(ranks) != list(range(world.size)):
         raise AgreedError(
-            f"found the ranks {ranks}, by MPI's order, needed each of 0 to {world.size - 1} once; "
+            f"found the ranks {ranks}, in MPI's order, needed each of 0 to {world.size - 1} once; "
             "give every process a rank of its own"
         )
     return world, cast("MPI.Intracomm", world.comm.Split(0, options.group_rank)), unique
@@ -87,10 +88,10 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
             gone = _departed(world)
             return [rank for rank in missing if places[members[rank]] in gone]
 
-        unique = _meet(options, "new_group", departed)
+        unique = _wait_for_all(options, "new_group", departed)
         return world, subset(comms.world, members, str(options.group_id)), unique
-    # The default group's ranks may be in another order than MPI's, of which it knows nothing.
-    unique = _meet(options, "new_group", lambda _: [])
+    # The default group is another backend's, whose order of ranks may differ from MPI's.
+    unique = _wait_for_all(options, "new_group", lambda _: [])
     world = world or world_with_size_check(len(members))
     options.store.set(f"mpi/{options.group_rank}", str(world.rank))
     keys = [f"mpi/{rank}" for rank in range(len(members))]
@@ -98,12 +99,12 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
     return world, subset(world.comm, members, str(options.group_id)), unique
 
 
-def _meet(options: Any, name: str, departed: Callable[[list[int]], list[int]]) -> str:
-    return meet(options.store, _party(options, name), departed)
+def _wait_for_all(options: Any, name: str, departed: Callable[[list[int]], list[int]]) -> str:
+    return store_barrier(options.store, _participants(options, name), departed)
 
 
-def _party(options: Any, name: str) -> Party:
-    return Party(name, options.group_rank, options.group_size, options.timeout)
+def _participants(options: Any, name: str) -> Participants:
+    return Participants(name, options.group_rank, options.group_size, options.timeout)
 
 
 def _departed(world: World | None) -> list[int]:
@@ -111,11 +112,12 @@ def _departed(world: World | None) -> list[int]:
 
 
 def _check_all_ranks(group_size: int) -> None:
-    """Refuse a first group over `kaitian` of a part of the ranks, beside another backend's."""
+    """Reject a first group over `kaitian` without all ranks, beside another backend's groups."""
     job_size = max(read_launch(os.environ).world_size, dist.get_world_size())
     if group_size < job_size:
-        # torch asks the members alone, and all ranks must start MPI together.
+        # torch calls only the members, but all ranks must initialize MPI together.
         raise UserError(
             f"found a group of {group_size} ranks as the first over kaitian, needed one of all "
-            f'{job_size}, with which MPI starts; call new_group(backend="kaitian") before it'
+            f"{job_size}, because all ranks initialize MPI together; call "
+            'new_group(backend="kaitian") before it'
         )

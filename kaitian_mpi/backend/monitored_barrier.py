@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kaitian_mpi.errors import MissingRanksError
-from kaitian_mpi.runtime.polling import abandon, wait_for
+from kaitian_mpi.runtime.polling import keep_alive, wait_request
 from kaitian_mpi.runtime.tags import MONITORED_BARRIERS
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ class MonitoredBarrier:
         deadline = time.perf_counter() + limit_sec
         missing: list[int] = []
         for rank, report in reports.items():
-            if not wait_for(report, deadline - time.perf_counter()):
+            if not wait_request(report, deadline - time.perf_counter()):
                 missing.append(rank)
                 report.Cancel()
-                abandon(report)
+                keep_alive(report)
         verdict = np.array([len(missing)], dtype=np.int32)
         self._sent = [self._comm.Isend(verdict, rank, tag) for rank in reports]
         # Worded as gloo does, which scripts look for.
@@ -77,9 +77,9 @@ class MonitoredBarrier:
         answer = np.empty(1, dtype=np.int32)
         self._sent = [self._comm.Isend(np.zeros(1, dtype=np.int8), 0, tag)]
         request = self._comm.Irecv(answer, 0, tag)
-        heard = wait_for(request, limit_sec + _MARGIN_SEC)
+        heard = wait_request(request, limit_sec + _MARGIN_SEC)
         if not heard:
-            abandon(request)
+            keep_alive(request)
         if not heard or answer[0]:
             raise MissingRanksError(
                 f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received "

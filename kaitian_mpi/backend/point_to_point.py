@@ -23,7 +23,7 @@ from kaitian_mpi.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.runtime.abort import abort_with_traceback
-from kaitian_mpi.runtime.polling import abandon, nap
+from kaitian_mpi.runtime.polling import keep_alive, nap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -169,7 +169,7 @@ class Mailbox:
             self._thread.join()
         left_over, self._under_way = self._under_way, []
         for item in left_over:
-            abandon(item)
+            keep_alive(item)
             self._fail_at_end(item)
         return not left_over
 
@@ -284,7 +284,7 @@ class Mailbox:
                 item.finish()
                 return
         else:
-            abandon(item)
+            keep_alive(item)
         self._forget([item])
         self._refusal = f"this process group failed before: {text}"
         error = CollectiveError(text)

@@ -53,8 +53,8 @@ from kaitian_mpi.collectives.validation import check_whole
 from kaitian_mpi.collectives.vendor import OwnDevice, VendorLibrary
 from kaitian_mpi.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.mpi.deferred_free import free_when_unused
 from kaitian_mpi.mpi.messages import ANY_SOURCE
-from kaitian_mpi.mpi.retired import retire_comms
 from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -328,7 +328,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         self._arrivals.leave()
         # Of a collective that has failed, and of a message nobody received, MPI is not done.
         if is_done and not self.is_broken:
-            retire_comms(self.comms)
+            free_when_unused(self.comms)
 
 
 def _refuse(collective: Collective) -> Work:

@@ -11,8 +11,8 @@ from typing import Any
 
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.forecast import Cohort
-from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.errors import UserError
 
 VERSION = 1

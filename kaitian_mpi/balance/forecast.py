@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kaitian_mpi.balance.allreduce_scaling import scale_allreduce
 from kaitian_mpi.balance.communication import (
     AllreduceCost,
     MeasuredAllreduce,
     exposed_seconds,
 )
-from kaitian_mpi.balance.optimum import RankCost, samples_within, shortest_time
+from kaitian_mpi.balance.fastest_split import RankCost, samples_within, shortest_time
 from kaitian_mpi.balance.planner import with_positive_slopes
-from kaitian_mpi.balance.scaling import scale_allreduce
 from kaitian_mpi.errors import UserError
 
 _MIN_LOSS = 0.05  # a smaller loss is not a bottleneck

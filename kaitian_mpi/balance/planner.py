@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost, fastest_split, remove_surplus
+from kaitian_mpi.balance.fastest_split import RankCost, fastest_split, remove_surplus
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.monitor import SpeedMonitor
-from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.planner import plan_fastest, with_positive_slopes
 
 _MIN_GAIN = 0.05
@@ -45,7 +45,7 @@ class NewPlan:
     """Each rank's compute time relative to its cost model."""
     rank: int
     """The rank whose speed has changed most since the previous plan."""
-    why: str
+    reason: str
     """How that rank's speed has changed, and the gain."""
 
 

@@ -70,7 +70,7 @@ def merge_small(shares: Sequence[int], planned: Sequence[int], min_batch: int) -
     return merged
 
 
-def cut(samples: int, most: int | None, min_batch: int = 1) -> list[int]:
+def split_micro_batches(samples: int, most: int | None, min_batch: int = 1) -> list[int]:
     """Split a share into micro-batches of at most `most` samples, equal to within one.
 
     Args:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.monitor import SpeedMonitor
-from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.rebalancer import RankStep
 
 COMPUTE, DATA, COMMUNICATION = "compute", "data loading", "communication"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,8 @@ from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
-
-if TYPE_CHECKING:
-    from kaitian_mpi.backend.process_group import KaitianProcessGroup
-
 
 _REPEATS = 5
 _MAX_SEC = 2.0
@@ -103,7 +98,7 @@ def _typical(seconds: list[float]) -> float:
     return statistics.median(seconds[1:] or seconds)
 
 
-_SIZES = (64 << 10, 1 << 20)  # and the largest bucket
+_SIZES = (64 << 10, 1 << 20)  # bytes; the largest bucket is added
 
 
 def gradient_buckets(model: nn.Module) -> list[int]:
@@ -126,10 +121,12 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
     group = _group()
     measured = choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
     if group.single_kind:
-        say(world, "allreduce: direct, as there is only one device kind")
+        print_rank_0(world, "allreduce: direct, as there is only one device kind")
         return "direct"
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
-    say(world, f"allreduce: {group.algorithm}" + (f" (measured: {times})" if times else ""))
+    print_rank_0(
+        world, f"allreduce: {group.algorithm}" + (f" (measured: {times})" if times else "")
+    )
     return group.algorithm
 
 

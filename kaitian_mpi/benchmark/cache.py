@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
-from kaitian_mpi.benchmark.rank_timer import Measured, max_share
-from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.benchmark.rank_timer import RankMeasurement, Workload, max_share
 from kaitian_mpi.engine.setup import describe_model
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.files import json_bytes, replacing
 
 
@@ -33,18 +28,17 @@ class BenchmarkCache:
     on the host, are not considered.
     """
 
-    def __init__(
-        self, config: TrainConfig, world: World, model: nn.Module, data: Dataset, slowdown: Slowdown
-    ) -> None:
-        sample: Any = data[[0]]
+    def __init__(self, workload: Workload) -> None:
+        config, world = workload.config, workload.world
+        sample: Any = workload.data[[0]]
         self._key = {
             "host": world.info.host,
             "device": f"{world.info.device} {world.info.device_name}",
             "local_rank": world.info.local_rank,
             "ranks_on_host": sum(info.host == world.info.host for info in world.infos),
             "threads": world.threads,
-            "emulated_slowdown": slowdown.factor,
-            "model": f"{config.model}, {describe_model(model)}",
+            "emulated_slowdown": workload.slowdown.factor,
+            "model": f"{config.model}, {describe_model(workload.model)}",
             "sample": str(tuple(sample[0].shape[1:])),
             "precision": config.precision,
             "memory_format": config.memory_format,
@@ -56,21 +50,21 @@ class BenchmarkCache:
             Path(config.benchmark_cache) / f"{name}.json" if config.benchmark_cache else None
         )
 
-    def read(self) -> Measured | None:
-        """Return the cached result; None if there is none or the file is invalid."""
+    def read(self) -> RankMeasurement | None:
+        """Return the cached result; None if there is none or the file is invalid or outdated."""
         if self._file is None:
             return None
         try:
             cached = json.loads(_read_own(self._file))
-            names = {field.name for field in fields(Measured)}
-            if cached["key"] != self._key or set(cached["measured"]) != names:
+            names = {field.name for field in fields(RankMeasurement)}
+            if cached["key"] != self._key or set(cached["measurement"]) != names:
                 return None
-            measured = Measured(**cached["measured"])
+            measured = RankMeasurement(**cached["measurement"])
             return measured if _is_valid(measured) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def write(self, measured: Measured) -> None:
+    def write(self, measured: RankMeasurement) -> None:
         """Write a result atomically.
 
         Raises:
@@ -81,7 +75,7 @@ class BenchmarkCache:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._file, shared=True) as file:
-                file.write(json_bytes({"key": self._key, "measured": asdict(measured)}))
+                file.write(json_bytes({"key": self._key, "measurement": asdict(measured)}))
         except OSError as error:
             raise UserError(
                 f"--benchmark-cache {self._file.parent}: {error.strerror}; give a writable folder"
@@ -100,7 +94,7 @@ def _read_own(file: Path) -> str:
         return opened.read()
 
 
-def _is_valid(measured: Measured) -> bool:
+def _is_valid(measured: RankMeasurement) -> bool:
     numbers = [*measured.batches, *measured.seconds]
     positive = all(math.isfinite(number) and number > 0 for number in numbers)
     return positive and len(measured.batches) == len(measured.seconds) > 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kaitian_mpi.balance.communication import AllreduceCost
+from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
 from kaitian_mpi.balance.forecast import Cohort, forecast
-from kaitian_mpi.balance.optimum import RankCost, fastest_split
 from kaitian_mpi.balance.planner import with_positive_slopes
 from kaitian_mpi.benchmark.allreduce import measure_allreduce
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 
 _MIN_GAIN = 0.05  # no device is excluded for less
 
@@ -33,15 +33,15 @@ def ranks_to_exclude(
     Args:
         config: the global batch size, and `--allreduce`.
         world: the ranks of the default process group.
-        costs: of each rank.
+        costs: the ranks' costs.
         buckets: bytes of the buckets that a step reduces.
         min_batch: the smallest share other than 0.
     """
     batch = config.global_batch_size
-    left_out = _without_share(with_positive_slopes(costs, batch), batch, min_batch)
-    kept = [rank for rank in range(world.size) if rank not in left_out]
+    excluded = _without_share(with_positive_slopes(costs, batch), batch, min_batch)
+    kept = [rank for rank in range(world.size) if rank not in excluded]
     if len(kept) == 1:
-        return left_out
+        return excluded
 
     def rate(ranks: Sequence[int], allreduce: AllreduceCost) -> float:
         cohorts = [Cohort(world.infos[rank].kind, costs[rank]) for rank in ranks]
@@ -53,7 +53,7 @@ def ranks_to_exclude(
     free = AllreduceCost(0.0, 0.0)
     candidates = list(_candidates(world.infos, kept))
     if not candidates:
-        return left_out
+        return excluded
     now = best = measured_rate(kept)
     worst: dict[int, str] = {}
     for name, without in candidates:
@@ -62,18 +62,18 @@ def ranks_to_exclude(
         alone = measured_rate(without)
         if alone >= (1 + _MIN_GAIN) * now and alone > best:
             best = alone
-            why = (
+            reason = (
                 f"the forecast is {now:.0f} samples/s with {name} and {alone:.0f} without, "
                 "including communication"
             )
-            worst = {rank: why for rank in kept if rank not in without}
-    return left_out | worst
+            worst = {rank: reason for rank in kept if rank not in without}
+    return excluded | worst
 
 
-def log_excluded(world: World, left_out: dict[int, str]) -> None:
+def log_excluded(world: World, excluded: dict[int, str]) -> None:
     """Log which ranks are excluded, and why."""
-    for rank, why in left_out.items():
-        say(world, f"{world.infos[rank]} is excluded: {why}; --keep-all keeps it")
+    for rank, reason in excluded.items():
+        print_rank_0(world, f"{world.infos[rank]} is excluded: {reason}; --keep-all keeps it")
 
 
 def _without_share(costs: Sequence[RankCost], batch: int, min_batch: int) -> dict[int, str]:

@@ -1,43 +1,43 @@
-"""How large a batch fits a rank's memory, found out without running out of it."""
+"""Predicts how large a batch fits in a rank's memory, usually without running out of it."""
 
 from __future__ import annotations
 
 from kaitian_mpi.mpi.world import World
 
-_SAFE_PART = 0.9  # of the limit: batches differ, and allocators waste some
+_SAFE_FRACTION = 0.9  # of the limit, because batches differ and allocators waste some
 
 
 class MemoryGauge:
-    """Follows the memory that steps of growing batches take, and says how far they may grow.
+    """Tracks the peak memory of steps with growing batches, and predicts which batches fit.
 
-    The peak grows by so much a sample, as measured between the last two sizes; a batch has room
-    where the line through them stays below 90% of this rank's fair share.
+    The peak is assumed to be linear in the batch size, on the line through the last two
+    measurements; a batch fits if the line is below 90% of this rank's fair share there.
     """
 
     def __init__(self, world: World) -> None:
-        """Note this rank's share of what is free."""
+        """Read this rank's fair share of the free memory."""
         self._device, self._index = world.device_kind, world.device_index
         own = world.info
         sharers = sum((i.host, i.device) == (own.host, own.device) for i in world.infos)
-        self._limit = _SAFE_PART * self._device.memory_limit_bytes(self._index, sharers)
+        self._limit = _SAFE_FRACTION * self._device.memory_limit_bytes(self._index, sharers)
         self._peaks: dict[int, int] = {}
         self._too_large: int | None = None
 
     def restart(self) -> None:
-        """Begin a step."""
+        """Reset the peak before a step."""
         self._device.restart_memory_peak(self._index)
 
-    def note(self, batch: int) -> None:
-        """Note the peak of a step with this batch."""
+    def record(self, batch: int) -> None:
+        """Record the peak of a step with this batch."""
         self._peaks[batch] = self._device.memory_peak_bytes(self._index)
 
-    def found_too_large(self, batch: int) -> None:
-        """Note that the device ran out of memory, and let it go on without what it had cached."""
+    def record_too_large(self, batch: int) -> None:
+        """Record that this batch ran out of memory, and release the device's cached memory."""
         self._too_large = batch
         self._device.release_cached_memory()
 
     def has_room_for(self, batch: int) -> bool:
-        """Return whether a batch fits, as far as can be told."""
+        """Return whether a batch is expected to fit; True with less than two measurements."""
         if self._too_large is not None and batch >= self._too_large:
             return False
         if len(self._peaks) < 2:
@@ -45,9 +45,9 @@ class MemoryGauge:
         base, per_sample = self._line()
         return base + per_sample * batch <= self._limit
 
-    def largest_batch(self, most: int) -> int | None:
-        """Return the largest batch that fits, at least 1; None where `most` fits."""
-        if self.has_room_for(most):
+    def largest_batch(self, wanted: int) -> int | None:
+        """Return the largest batch that fits, at least 1; None if `wanted` fits."""
+        if self.has_room_for(wanted):
             return None
         tried = max(self._peaks, default=1)
         if self._too_large is not None and len(self._peaks) < 2:
@@ -55,12 +55,12 @@ class MemoryGauge:
         base, per_sample = self._line()
         fits = int((self._limit - base) / per_sample) if per_sample else tried
         if self._too_large is not None:
-            # Half of what was too much, or what was tried, whatever the line says.
+            # At most half of what was too large, or what has fit, whatever the line predicts.
             fits = min(fits, max(tried, self._too_large // 2))
-        return max(1, min(fits, most))
+        return max(1, min(fits, wanted))
 
     def _line(self) -> tuple[float, float]:
-        """Return bytes without a sample, and bytes per sample."""
+        """Return the bytes without samples, and the bytes per sample."""
         smaller, larger = sorted(self._peaks)[-2:]
         per_sample = (self._peaks[larger] - self._peaks[smaller]) / (larger - smaller)
         return self._peaks[larger] - per_sample * larger, max(0.0, per_sample)

@@ -13,7 +13,7 @@ from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.runtime.watchdog import enter_phase
 
 _WITH_STATISTICS = 2  # required by batch norm over a single value per sample and channel
@@ -52,7 +52,9 @@ def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Da
             "model cannot train on a single sample (it may have batch norm)"
         )
     if found > 1:
-        say(world, f"the model cannot train on a single sample: no rank takes fewer than {found}")
+        print_rank_0(
+            world, f"the model cannot train on a single sample: no rank takes fewer than {found}"
+        )
     return found
 
 

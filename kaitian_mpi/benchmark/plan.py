@@ -1,4 +1,4 @@
-"""Plans the ranks' batch sizes from the benchmark, and records plan and benchmark."""
+"""Plans the ranks' batch sizes from the benchmark; writes plan.jsonl and benchmark.json."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaitian_mpi.balance.cost_model import scores
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
-from kaitian_mpi.benchmark.ranks import RankBenchmark, scores_of
+from kaitian_mpi.benchmark.rank_benchmark import RankBenchmark, scores_of
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
-from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 
 FROM_BENCHMARK = "the benchmark"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks' batch sizes, and how this rank computes."""
+    """The ranks' batch sizes, and this rank's memory format and precision."""
 
     batch_sizes: list[int]
     scores: list[float]
@@ -36,7 +36,7 @@ class Plan:
 
 
 def equal_share(config: TrainConfig, ranks: int) -> int:
-    """Return the batch size for which the ranks are scored."""
+    """Return the batch size at which the ranks' scores are compared."""
     if config.batch_policy == "paper":
         return config.batch_size
     return math.ceil(config.global_batch_size / ranks)
@@ -47,7 +47,7 @@ class Profile:
     """How one rank computes: its cost, memory format and precision."""
 
     cost: RankCost | None
-    """None if it was not measured."""
+    """None if the rank was not measured."""
     memory_format: str
     precision: str
 
@@ -75,7 +75,7 @@ def make_plan(
     Args:
         config: the global batch size and the batch policy.
         world: the ranks that train.
-        profiles: of these ranks.
+        profiles: these ranks' profiles.
         min_batch: the fewest samples that the model can train on at once.
 
     Raises:
@@ -105,14 +105,15 @@ def make_plan(
     )
 
 
-def record_plan(world: World, made: Ingredients, plan: Plan, step: int, why: str) -> None:
+def record_plan(world: World, setup: Setup, plan: Plan, step: int, reason: str) -> None:
     """Record a plan in plan.jsonl, and log it unless the benchmark's table has shown it."""
-    if why != FROM_BENCHMARK:
-        say(world, f"samples per step and rank {plan.batch_sizes} ({why})")
-    made.folder.append("plan.jsonl", {"step": step, "batch_sizes": plan.batch_sizes, "why": why})
+    if reason != FROM_BENCHMARK:
+        print_rank_0(world, f"samples per step and rank {plan.batch_sizes} ({reason})")
+    line = {"step": step, "batch_sizes": plan.batch_sizes, "reason": reason}
+    setup.folder.append("plan.jsonl", line)
 
 
-def write_benchmark(world: World, made: Ingredients, results: list[RankBenchmark]) -> None:
+def write_benchmark(world: World, setup: Setup, results: list[RankBenchmark]) -> None:
     """Write benchmark.json: what was measured on each rank."""
     share = math.ceil(sum(r.measured.batches[-1] for r in results) / len(results))
     ranks = [
@@ -125,19 +126,21 @@ def write_benchmark(world: World, made: Ingredients, results: list[RankBenchmark
             "beta_sec_per_sample": result.cost.model.beta_sec,
             "fit_error": result.fit_error,
             "largest_micro_batch": result.cost.largest_micro_batch,
-            "measured": dict(zip(result.measured.batches, result.measured.seconds, strict=True)),
-            "cached": result.cached,
+            "seconds_by_batch": dict(
+                zip(result.measured.batches, result.measured.seconds, strict=True)
+            ),
+            "from_cache": result.from_cache,
             "memory_bytes": info.memory_bytes,
             "memory_format": result.measured.memory_format,
             "precision": result.measured.precision,
             "score": score,
-            "emulated_slowdown": describe_slowdown(made.slowdowns[info.world_rank]),
+            "emulated_slowdown": describe_slowdown(setup.slowdowns[info.world_rank]),
         }
         for info, result, score in zip(world.infos, results, scores_of(results, share), strict=True)
     ]
-    made.folder.write("benchmark.json", {"ranks": ranks, "emulated": is_emulated(world, made)})
+    setup.folder.write("benchmark.json", {"ranks": ranks, "emulated": is_emulated(world, setup)})
 
 
-def is_emulated(world: World, made: Ingredients) -> bool:
+def is_emulated(world: World, setup: Setup) -> bool:
     """Return whether any device kind or slowdown of the run is emulated."""
-    return any(info.emulated for info in world.infos) or any(map(is_slowed, made.slowdowns))
+    return any(info.emulated for info in world.infos) or any(map(is_slowed, setup.slowdowns))

@@ -32,14 +32,32 @@ _STEP_PART = 0.25
 
 
 @dataclass(frozen=True)
-class Measured:
+class Workload:
+    """What the benchmark times on a rank."""
+
+    config: TrainConfig
+    """The batch limits, precision, memory format and optimizer, and the benchmark's seconds."""
+    world: World
+    model: nn.Module
+    """The user's model, on any device; it is not changed."""
+    data: Dataset
+    """The training data, whose first samples are used."""
+    slowdown: Slowdown
+    """This rank's emulated slowdown."""
+    min_batch: int = 1
+    """The fewest samples that the model can train on at once."""
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
     """The measurements of a rank."""
 
     batches: list[int]
+    """The batch sizes that were timed."""
     seconds: list[float]
-    """Of a step, for each of the batch sizes."""
+    """The time of a step with each of these batch sizes."""
     largest_micro_batch: int | None
-    """None if more than the global batch fits."""
+    """The largest batch that fits in memory; None if the largest possible share does."""
     memory_format: str
     precision: str
 
@@ -47,25 +65,19 @@ class Measured:
 class RankTimer:
     """Times training steps of one model on this rank. The model itself is not changed."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        model: nn.Module,
-        data: Dataset,
-        slowdown: Slowdown,
-        min_batch: int = 1,
-    ) -> None:
-        self._config, self._world, self._data, self._slowdown = config, world, data, slowdown
-        self._model = model
-        self._most = max_share(config)
-        self._largest = max(min_batch, min(self._most, config.micro_batch_size or self._most))
+    def __init__(self, workload: Workload) -> None:
+        config, min_batch = workload.config, workload.min_batch
+        self._config, self._world, self._data = config, workload.world, workload.data
+        self._model, self._slowdown = workload.model, workload.slowdown
+        self._max_share = max_share(config)
+        limit = config.micro_batch_size or self._max_share
+        self._max_batch = max(min_batch, min(self._max_share, limit))
         self._min_batch = min_batch
         self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
         self._smallest = min_batch
         self._began = time.perf_counter()
 
-    def measure(self) -> Measured:
+    def measure(self) -> RankMeasurement:
         """Time this rank within about `--benchmark-seconds`. Not collective.
 
         Raises:
@@ -75,7 +87,7 @@ class RankTimer:
         memory = MemoryGauge(self._world)
         self._copy = copy.deepcopy(self._model).to(self._world.device).train()
         self._optimizer = make_optimizer(self._config, self._copy)
-        self._computation = self._fastest(min(self._largest, _PROBE_BATCH))
+        self._computation = self._fastest(min(self._max_batch, _PROBE_BATCH))
         batches = self._grow(memory)
         self._smallest = batches[0]
         rounds: dict[int, list[float]] = {batch: [] for batch in batches}
@@ -87,10 +99,10 @@ class RankTimer:
             for batch in batches:
                 rounds[batch].append(self._mean_step(batch))
             round_sec = self._elapsed() - before
-        return Measured(
+        return RankMeasurement(
             batches,
             [statistics.median(rounds[batch]) for batch in batches],
-            memory.largest_batch(self._most),
+            memory.largest_batch(self._max_share),
             self._computation.memory_format,
             self._computation.precision,
         )
@@ -138,7 +150,7 @@ class RankTimer:
 
     def _grow(self, memory: MemoryGauge) -> list[int]:
         """Return batch sizes to time, doubling until memory or time runs out."""
-        batch = min(self._largest, _PROBE_BATCH)
+        batch = min(self._max_batch, _PROBE_BATCH)
         deadline_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
         max_step_sec = _STEP_PART * self._config.benchmark_seconds
         fitting: list[int] = []
@@ -151,9 +163,9 @@ class RankTimer:
                 continue
             fitting.append(batch)
             too_slow = 2 * seconds > max_step_sec or self._elapsed() > deadline_sec
-            if batch >= self._largest or too_slow:
+            if batch >= self._max_batch or too_slow:
                 break
-            batch = min(2 * batch, self._largest)
+            batch = min(2 * batch, self._max_batch)
         # At least two sizes are needed to separate alpha from beta.
         if len(fitting) > 1:
             return fitting
@@ -167,10 +179,10 @@ class RankTimer:
         except Exception as error:
             if not self._world.device_kind.is_out_of_memory(error):
                 raise
-            memory.found_too_large(batch)
+            memory.record_too_large(batch)
             self._batches.clear()
             return None
-        memory.note(batch)
+        memory.record(batch)
         return seconds
 
     def _half(self, batch: int) -> int:

@@ -1,1 +1,1 @@
-"""What a run must not lose: saving it, finding it again, and resuming from it."""
+"""Checkpoints: when and how they are written, and how a run resumes from one."""

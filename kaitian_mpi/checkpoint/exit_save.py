@@ -1,9 +1,8 @@
-"""Saving the state when a signal ends the job, in a process that outlives the rank.
+"""Saves the state when a signal ends the job, in a forked process that outlives the rank.
 
-mpirun kills its ranks 0.25 s after it has sent them the signal. It is paused where that is
-possible. In any case the rank only has to fork: the child has the complete state of this moment, at
-the cost of a copy of the page tables, and writes it in its own session, which mpirun's SIGKILL does
-not reach.
+mpirun kills its ranks 0.25 s after it has sent them the signal, unless it can be paused. In any
+case the rank only has to fork: the child has a complete copy of the state, at the cost of copying
+the page tables, and writes it in its own session, which mpirun's SIGKILL does not reach.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ from kaitian_mpi.runtime.signals import open_launcher_stderr, output_line
 
 _STDERR = 2
 _PATIENCE_SEC = 0.05
-_LARGE_KB = 256 * 1024
+# Well above the anonymous memory of an idle rank with a CUDA build of torch (282 MB), so that only
+# a large model counts; a fork at this size takes up to 0.13 s of the 0.25 s.
+_LARGE_KB = 512 * 1024
 
 
 class ExitSave:
-    """Has a forked child save the state, once, as soon as a signal asks for it.
+    """Has a forked child save the state, once, as soon as a signal arrives.
 
-    The state is consistent except while the main thread changes it and holds the lock. The end of
-    the change may be further away than the SIGKILL, so then the main thread itself forks, in
+    The state is consistent except while the main thread changes it and holds the lock. The change
+    may take longer than the time until the SIGKILL, so then the main thread itself forks, in
     Python's signal handler: the child completes the change in the rank's place, and saves.
     """
 
@@ -39,26 +40,26 @@ class ExitSave:
         save: Callable[[], str],
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare; nothing happens before a signal.
+        """Store the callbacks; nothing happens before a signal.
 
         Args:
-            lock: of the state.
-            save: called in the child; returns a line on what has been saved.
-            prepare: called in the rank before the fork, with a consistent state, where a child
-                cannot read or change the state as it is: to copy it from a device.
+            lock: the state's lock.
+            save: called in the child; returns a line that reports what was saved.
+            prepare: called in the rank before the fork, with a consistent state, if a child cannot
+                access the state because it is on a device: copies it to the host.
         """
         self._lock, self._save, self._prepare = lock, save, prepare
         self._child = 0
 
     def run(self) -> str | None:
-        """Save the state and wait until that is done; for the thread that handles the signal.
+        """Save the state and wait until it is saved; for the thread that handles the signal.
 
-        The lock is not released: this process has to end.
+        The lock is not released: this process must exit afterwards.
 
         Returns:
-            A line on what was saved; None if the child has printed it.
+            A line that reports what was saved; None if the child has printed it.
         """
-        self._ask()
+        self._request()
         pause = pause_launcher(even_if_visible=_is_large())
         if pause < 0:
             late = threading.Timer(_PATIENCE_SEC, self._pause_if_late)
@@ -75,21 +76,21 @@ class ExitSave:
                 os.close(pause)
 
     def interrupt(self) -> None:
-        """Fork now if this thread, the main thread, is changing the state. In a signal handler."""
-        self._ask()
+        """Fork now if the main thread is changing the state. For its signal handler."""
+        self._request()
         if self._lock.is_mine and self._prepare is None:
             self._fork(self._complete_change)
 
     def _pause_if_late(self) -> None:
-        """Stop the launcher, though a shell shows it, until this process has ended.
+        """Pause the launcher, even if a shell shows it, because the fork comes too late otherwise.
 
-        The child cannot be forked in time: the state is still being copied from a device, or the
-        main thread is in the update of a large tensor, in which Python's signal handlers wait.
+        The state is still being copied from a device, or the main thread is updating a large
+        tensor, so that Python's signal handlers do not run.
         """
         if not self._child:
             pause_launcher(even_if_visible=True)
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         self._lock.on_acquired = self._save_unchanged
 
     def _save_unchanged(self) -> None:
@@ -110,24 +111,24 @@ class ExitSave:
                 self._lock.on_acquired = None
                 os.dup2(stderr, _STDERR)
                 detach_from_job()
-                # A fork has none of the threads that the rank computes with.
+                # A forked process does not have torch's compute threads.
                 torch.set_num_threads(1)
                 in_child()
             os.close(stderr)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Save, print what has been saved and end this process, the child."""
+        """Save, print what was saved, and exit the child process."""
         try:
-            words = self._save() if error is None else f"nothing could be saved: {error}"
+            message = self._save() if error is None else f"nothing could be saved: {error}"
         except BaseException as fault:
-            words = f"nothing could be saved: {type(fault).__name__}: {fault}"
+            message = f"nothing could be saved: {type(fault).__name__}: {fault}"
         with suppress(OSError):
-            os.write(_STDERR, output_line(words))
+            os.write(_STDERR, output_line(message))
         os._exit(0)
 
 
 def _is_large() -> bool:
-    """Return whether a fork of this process may take too long: up to 0.25 s for each GiB of it."""
+    """Return whether forking this process may take too long: up to 0.25 s per GiB."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):

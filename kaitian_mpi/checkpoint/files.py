@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a kill or a power loss at any moment leaves an intact one."""
+"""Checkpoint files: a kill or power loss at any moment leaves an intact checkpoint."""
 
 from __future__ import annotations
 
@@ -31,72 +31,72 @@ from kaitian_mpi.output.files import replacing, sync_folder
 
 _log = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 1 << 20  # each call of write() and hash drops the GIL and must win it back
+_BUFFER_BYTES = 1 << 20  # each write() and hash releases the GIL and must acquire it again
 _FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
 
 
 @dataclass(frozen=True, order=True)
 class _Name:
-    """What a checkpoint's files are called; in order of age.
+    """The name of a checkpoint's files; names sort by age.
 
-    A step that is written again gets the next turn and so a new name: a pair of files is never
+    A step that is written again gets the next number and so a new name: a pair of files is never
     overwritten, so it cannot be half old and half new.
     """
 
     step: int
-    turn: int = 0
+    number: int = 0
 
     def __str__(self) -> str:
-        return f"step-{self.step:08d}" + (f"-{self.turn}" if self.turn else "")
+        return f"step-{self.step:08d}" + (f"-{self.number}" if self.number else "")
 
 
 class CheckpointFiles:
-    """The checkpoints of one run, in a folder that one process writes at a time.
+    """The checkpoints of one run, in a folder to which one process writes at a time.
 
     A checkpoint is `step-00000120.pt`, which plain `torch.load` reads, and `step-00000120.json`,
-    which describes it. It exists once its .json does. Written again, step 120 is
-    `step-00000120-1.pt`.
+    which describes it and is written last. If step 120 is written again, the files are named
+    `step-00000120-1`.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         """Create the object only; nothing on disk changes.
 
         Args:
-            folder: of the checkpoints; created by the first write.
+            folder: the checkpoints' folder; created by the first write.
             keep: how many of the newest to keep, at least 1, besides the one with the best score.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}, needed at least 1")
         self.folder, self.keep = folder, keep
 
-    def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
-        """Write a checkpoint, then remove those that are not to be kept.
+    def write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
+        """Write a checkpoint, then remove old ones that are not to be kept.
 
         Waits while another process is writing in the folder.
 
-        Checkpoints of later steps are left alone and not counted: the run may have ignored them
+        Checkpoints of later steps are neither removed nor counted: the run may have ignored them
         because of a transient fault. See `remove_after`.
 
         Args:
             state: tensors, numbers, strings, lists, tuples and dicts, nested.
-            about: JSON values, among them "step" and, where there is one, "score": a float,
-                higher is better, or None.
+            description: JSON values, including "step" and optionally "score": a float, higher is
+                better, or None.
 
         Returns:
             The .pt file.
 
         Raises:
-            OSError: the disk is full or faulty; what was there before is kept.
+            OSError: the disk is full or faulty; existing checkpoints are kept.
             TypeError: the state holds something that could not be loaded.
         """
         with self._writing(state):
-            return self._write(state, about)
+            return self._write(state, description)
 
-    def write_once(self, state: dict[str, Any], about: dict[str, Any]) -> None:
-        """Write as `write` does, unless there is a checkpoint of this step by then."""
+    def write_once(self, state: dict[str, Any], description: dict[str, Any]) -> None:
+        """Write as `write` does, unless a checkpoint of this step exists by then."""
         with self._writing(state):
-            if about["step"] not in self.steps():
-                self._write(state, about)
+            if description["step"] not in self.steps():
+                self._write(state, description)
 
     @contextlib.contextmanager
     def _writing(self, state: dict[str, Any]) -> Iterator[None]:
@@ -105,12 +105,12 @@ class CheckpointFiles:
         with writing_in(self.folder):
             yield
 
-    def _write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
+    def _write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
         self._remove_partial_files()
-        name = self._next_name(about["step"])
+        name = self._next_name(description["step"])
         try:
             size, sha256 = self._put(f"{name}.pt", lambda file: torch.save(state, file))
-            text = describe(about, size, sha256)
+            text = describe(description, size, sha256)
             self._put(f"{name}.json", lambda file: file.write(text))
         except BaseException:
             self._remove(name)
@@ -161,21 +161,21 @@ class CheckpointFiles:
     def set_aside(self, path: Path, earlier: bool = False) -> Path | None:
         """Move the checkpoints that are later than this one to a folder beside them.
 
-        From then on `newest_good` returns this one, until there is a later one.
+        From then on `newest_good` returns this one, until a later one is written.
 
         Args:
-            path: a .pt file here.
-            earlier: whether to move the earlier ones, too: they are of another run.
+            path: a .pt file in this folder.
+            earlier: whether to move the earlier ones as well, because they are of another run.
 
         Returns:
-            The folder that they are in now; None where there were none.
+            The folder they were moved to; None if there were none.
 
         Raises:
             OSError: they cannot be moved.
         """
-        of_path = _FILE_NAME.fullmatch(path.name)
-        assert of_path is not None
-        last = _Name(int(of_path[1]), int(of_path[2] or 0))
+        match = _FILE_NAME.fullmatch(path.name)
+        assert match is not None
+        last = _Name(int(match[1]), int(match[2] or 0))
         names = self._names("pt", "json")
         aside = [name for name in names if name > last or (earlier and name < last)]
         if not aside:
@@ -191,17 +191,17 @@ class CheckpointFiles:
         return folder
 
     def newest_of(self, step: int) -> Path:
-        """Return the .pt file of a step that was written last; there must be one."""
+        """Return the newest .pt file of a step, which must exist."""
         name = max(name for name in self._names("json") if name.step == step)
         return self.folder / f"{name}.pt"
 
     def holds(self, path: Path) -> bool:
         """Return whether a .pt file is one of these checkpoints."""
-        of_path = _FILE_NAME.fullmatch(path.name)
-        return of_path is not None and path.resolve().parent == self.folder.resolve()
+        match = _FILE_NAME.fullmatch(path.name)
+        return match is not None and path.resolve().parent == self.folder.resolve()
 
     def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-        """Write a file atomically; return its bytes and their SHA-256 in hex."""
+        """Write a file atomically; return its size in bytes and its SHA-256 in hex."""
         with replacing(self.folder / file_name, sync=True) as file:
             hashing = HashingFile(file)
             with io.BufferedWriter(hashing, _BUFFER_BYTES) as buffered:
@@ -218,27 +218,27 @@ class CheckpointFiles:
         return [match for match in map(_FILE_NAME.fullmatch, found) if match]
 
     def _names(self, *suffixes: str) -> list[_Name]:
-        """Return the names with a file of one of these suffixes, oldest first."""
+        """Return the names of files with one of these suffixes, oldest first."""
         found = [m for m in self._files() if m[3] in suffixes and not m[4]]
         return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in found})
 
     def _next_name(self, step: int) -> _Name:
-        turns = [name.turn for name in self._names("json") if name.step == step]
-        return _Name(step, max(turns, default=-1) + 1)
+        numbers = [name.number for name in self._names("json") if name.step == step]
+        return _Name(step, max(numbers, default=-1) + 1)
 
     def _remove_superseded(self, written: _Name) -> None:
         with contextlib.suppress(OSError):  # the new one is intact; the next write tries again
-            whole = set(self._names("json")) & set(self._names("pt"))
+            complete = set(self._names("json")) & set(self._names("pt"))
             past = [name for name in self._names("pt", "json") if name <= written]
-            last_turns = {name.step: name for name in past if name in whole}
-            newest = list(last_turns.values())
+            newest_by_step = {name.step: name for name in past if name in complete}
+            newest = list(newest_by_step.values())
             kept = {*newest[-self.keep :], *self._best(newest)}
             for name in past:
                 if name not in kept:
                     self._remove(name)
 
     def _best(self, names: list[_Name]) -> list[_Name]:
-        """Return the one with the best score, the newest of equals; empty if none has a score."""
+        """Return the name with the best score, the newest of equals; none if there is no score."""
         scores = {}
         for name in names:
             with contextlib.suppress(UnusableError, UserError):
@@ -249,7 +249,7 @@ class CheckpointFiles:
 
     def _remove(self, name: _Name) -> None:
         """Remove a checkpoint; files that cannot be removed stay."""
-        for suffix in ("json", "pt"):  # in this order: a .json alone would look like a loss
+        for suffix in ("json", "pt"):  # in this order: a .json alone would look damaged
             with contextlib.suppress(OSError):
                 (self.folder / f"{name}.{suffix}").unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""A lock so that one process at a time writes checkpoints in a folder.
+"""A lock that lets one process at a time write checkpoints in a folder.
 
 A job that was ended by a signal may still be writing its last checkpoint when the next one starts.
 """
@@ -17,15 +17,15 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _NAME = ".lock"
-_LOOKING_SEC = 0.1
+_POLL_SEC = 0.1  # a lock request on a network file system is a message to its server
 
 
 @contextmanager
 def writing_in(folder: Path) -> Iterator[None]:
     """Hold a folder's lock for writing; wait, without a time limit, while another process does.
 
-    The lock belongs to the process: it is released when the process ends, and a forked child does
-    not inherit it. On a file system without locks nothing is locked.
+    The lock belongs to the process: it is released when the process exits, and a forked child does
+    not inherit it. On a file system without lock support, nothing is locked.
     """
     path = folder / _NAME
     descriptor = -1
@@ -54,11 +54,11 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its holder has removed it
+        os.close(descriptor)  # the previous holder has removed the file
 
 
 def wait_for_writer(folder: Path) -> None:
-    """Wait, without a time limit, until no other process writes in a folder, and log which does.
+    """Wait, without a time limit, until no other process writes in a folder; log which one does.
 
     The folder need not exist.
     """
@@ -75,7 +75,7 @@ def wait_for_writer(folder: Path) -> None:
                     "waiting for %s, which is still writing a checkpoint in %s", writer, folder
                 )
             waited = True
-            time.sleep(_LOOKING_SEC)
+            time.sleep(_POLL_SEC)
     finally:
         os.close(descriptor)
 
@@ -85,6 +85,6 @@ def _is_free(descriptor: int) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows both
         return False
-    except OSError:  # no locks here
+    except OSError:  # the file system does not support locks
         return True
     return True

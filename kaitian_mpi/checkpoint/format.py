@@ -1,7 +1,7 @@
-"""One checkpoint: what its two files hold, and how they are written and verified.
+"""The checkpoint format: what its two files contain, and how they are verified.
 
-The .pt file is what plain `torch.load` reads, tensors and plain values alone. The .json file beside
-it describes it and holds its size and SHA-256, and a checksum of itself.
+The .pt file contains only tensors and plain values, for plain `torch.load`. The .json file beside
+it describes it, with its size and SHA-256, and has a checksum of its own content.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ import torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import json_bytes
 
-FORMAT_VERSION = 2  # version 1 stored all buffers as float64
+FORMAT_VERSION = 3
+"""Version 1 stored all buffers as float64; version 2 had other names for keys."""
+
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and found intact."""
+    """A checkpoint that was read and verified."""
 
     path: Path
     """The .pt file."""
-    about: dict[str, Any]
-    """What the .json beside it holds: what `write` was given, and what it added."""
+    description: dict[str, Any]
+    """The content of its .json file: the values given to `write`, and those that it added."""
     state: dict[str, Any]
-    """Its tensors are in host memory."""
+    """The state, with tensors in host memory."""
 
     @property
     def step(self) -> int:
-        """The steps that were done when it was written."""
-        return self.about["step"]
+        """The number of steps done when it was written."""
+        return self.description["step"]
 
 
 class UnusableError(Exception):
-    """A checkpoint is damaged; the text is the reason."""
+    """A checkpoint is damaged; the message is the reason."""
 
 
 class HashingFile(io.RawIOBase):
@@ -63,7 +65,7 @@ class HashingFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write data; after an error, which is kept, discard it.
+        """Write data; after an error, which is stored in `error`, discard it.
 
         torch's C++ writer would turn an OSError raised here into a RuntimeError.
         """
@@ -95,16 +97,16 @@ def check_loadable(value: Any, where: str) -> None:
         )
 
 
-def describe(about: dict[str, Any], size: int, sha256: str) -> bytes:
-    """Return the content of the .json file of a checkpoint.
+def describe(description: dict[str, Any], size: int, sha256: str) -> bytes:
+    """Return the content of a checkpoint's .json file.
 
     Args:
-        about: JSON values, as of `CheckpointFiles.write`.
-        size: of the .pt file, in bytes.
-        sha256: of the .pt file, in hex.
+        description: JSON values, as in `CheckpointFiles.write`.
+        size: the .pt file's size in bytes.
+        sha256: the .pt file's SHA-256 in hex.
     """
     content = {
-        **about,
+        **description,
         "format_version": FORMAT_VERSION,
         "bytes": size,
         "sha256": sha256,
@@ -115,7 +117,7 @@ def describe(about: dict[str, Any], size: int, sha256: str) -> bytes:
 
 
 def _seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum of the description itself, which the .pt file's checksum does not cover."""
+    """Add a checksum of the description itself."""
     content = {key: value for key, value in content.items() if key != "check"}
     text = json.dumps(content, sort_keys=True)
     return {**content, "check": hashlib.sha256(text.encode()).hexdigest()}
@@ -131,7 +133,7 @@ def read_description(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise UnusableError(f"{path.name} is missing, which is written last") from error
+        raise UnusableError(f"{path.name}, which is written last, is missing") from error
     except OSError as error:
         raise UnusableError(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -147,7 +149,7 @@ def read_description(path: Path) -> dict[str, Any]:
     if isinstance(version, int) and version < FORMAT_VERSION:
         raise UserError(
             f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed "
-            f"{FORMAT_VERSION}; finish that run with the kaitian-mpi that began it"
+            f"{FORMAT_VERSION}; finish that run with the version of kaitian-mpi that started it"
         )
     if content != _seal(content):
         raise UnusableError(f"{path.name} was altered after it was written")
@@ -163,14 +165,14 @@ def read(path: Path) -> Checkpoint:
     """
     try:
         with path.open("rb") as file:
-            about = read_description(path.with_suffix(".json"))
+            description = read_description(path.with_suffix(".json"))
             size = os.fstat(file.fileno()).st_size
-            if size != about["bytes"]:
-                raise UnusableError(f"{size:,} bytes found, {about['bytes']:,} written")
-            if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+            if size != description["bytes"]:
+                raise UnusableError(f"{size:,} bytes found, {description['bytes']:,} written")
+            if hashlib.file_digest(file, "sha256").hexdigest() != description["sha256"]:
                 raise UnusableError("it was altered after it was written (its SHA-256 differs)")
             file.seek(0)
-            return Checkpoint(path, about, _load_state(file))
+            return Checkpoint(path, description, _load_state(file))
     except OSError as error:
         raise UnusableError(f"it cannot be read: {error.strerror}") from error
 
@@ -180,7 +182,7 @@ def _load_state(file: IO[bytes]) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except pickle.UnpicklingError as error:  # its text advises to load the file unsafely
+    except pickle.UnpicklingError as error:  # its message recommends loading the file unsafely
         raise UnusableError("it holds more than tensors and plain values") from error
     except Exception as error:  # torch.load raises many types for malformed files
         reason = str(error).partition("\n")[0]

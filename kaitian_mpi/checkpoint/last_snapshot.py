@@ -1,4 +1,4 @@
-"""Writing to disk the snapshot that a job has left in the host's memory."""
+"""Writes to disk the snapshot that a job has left in the host's memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> bool:
     """Write this host's snapshot to the run's checkpoints, if it is newer than all of them.
 
     Args:
-        name: of the snapshots.
-        run_folder: the run's.
-        keep_checkpoints: as of `--keep-checkpoints`.
+        name: the snapshots' name, as in `--snapshots`.
+        run_folder: the run folder.
+        keep_checkpoints: as in `--keep-checkpoints`.
 
     Returns:
-        Whether there is a checkpoint of the snapshot's step now, or no snapshot.
+        True: the snapshot's step is on disk now, or there is no snapshot.
 
     Raises:
-        OSError: the disk does not take it.
-        UserError: the snapshot's folder is not this user's alone.
+        OSError: the snapshot could not be written.
+        UserError: other users can access the snapshot's folder.
     """
     found = [SnapshotFiles(path).newest_good() for path in MEMORY.glob(f"kaitian-{name}-*")]
     snapshots = [snapshot for snapshot in found if snapshot is not None]
@@ -34,6 +34,6 @@ def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> bool:
     newest = max(snapshots, key=lambda snapshot: snapshot.step)
     files = CheckpointFiles(run_folder / "checkpoints", keep_checkpoints)
     if newest.step > max(files.steps(), default=-1):
-        files.write(newest.state, newest.about)
+        files.write(newest.state, newest.description)
         _log.info("step %d saved from memory: --resume auto resumes from it", newest.step)
     return True

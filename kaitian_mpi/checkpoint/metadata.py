@@ -1,51 +1,51 @@
-"""The metadata of a run, saved with its state so that it can be resumed as it was."""
+"""A run's metadata, saved with its state: what a job that resumes the run needs to know."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark.plan import Profile
 from kaitian_mpi.config import TrainConfig
 
 
 class RunMetadata:
-    """Plain values that are saved with the state.
+    """Plain values that are saved with the state. For a rank's place see `RankInfo.place`.
 
     Attributes:
         config: the settings, by name.
-        profiles: what is known of how ranks compute, by place.
-        left_out: the places that the job is faster without.
-        algorithm: how gradients cross device kinds.
-        crew: the places of the ranks that train.
-        batch_sizes: of these.
-        failures: the losses that the run has lived through, as in `summary.json`.
-        data_set: what tells the data set from others; empty where it is not known.
+        profiles: the ranks' profiles, by place.
+        excluded_places: the places of the ranks without which the job is faster.
+        allreduce_algorithm: the algorithm that sums gradients across device kinds.
+        active_places: the places of the ranks that train.
+        batch_sizes: the batch sizes of these ranks.
+        failures: the losses that the run has survived, as in `summary.json`.
+        dataset_size: the numbers of training and validation samples; empty if unknown.
     """
 
     def __init__(
         self,
         config: TrainConfig | dict[str, Any],
         profiles: dict[str, Profile],
-        left_out: list[str],
-        algorithm: str,
-        crew: list[str],
+        excluded_places: list[str],
+        allreduce_algorithm: str,
+        active_places: list[str],
         batch_sizes: list[int],
         failures: list[dict[str, Any]],
-        data_set: str = "",
+        dataset_size: str = "",
     ) -> None:
         self.config = config if isinstance(config, dict) else asdict(config)
         self.profiles = profiles
-        self.left_out = left_out
-        self.algorithm = algorithm
-        self.crew = crew
+        self.excluded_places = excluded_places
+        self.allreduce_algorithm = allreduce_algorithm
+        self.active_places = active_places
         self.batch_sizes = batch_sizes
         self.failures = failures
-        self.data_set = data_set
+        self.dataset_size = dataset_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values that JSON can hold."""
+        """Convert to values that JSON can hold."""
         profiles = {
             place: {
                 "cost": profile.cost and profile.cost.to_json(),
@@ -58,13 +58,13 @@ class RunMetadata:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> RunMetadata:
-        """Return what `to_json` was made from."""
+        """Convert back from the result of `to_json`."""
         profiles = {
             place: Profile(
-                RankCost.from_json(of_place["cost"]) if of_place["cost"] else None,
-                of_place["memory_format"],
-                of_place["precision"],
+                RankCost.from_json(profile["cost"]) if profile["cost"] else None,
+                profile["memory_format"],
+                profile["precision"],
             )
-            for place, of_place in content["profiles"].items()
+            for place, profile in content["profiles"].items()
         }
         return RunMetadata(**{**content, "profiles": profiles})

@@ -1,4 +1,4 @@
-"""When the state is saved, and what is saved with it."""
+"""The checkpoint policy: when the state is saved, and what is saved with it."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from kaitian_mpi.output.folders import (
 
 
 class SnapshotFiles(CheckpointFiles):
-    """The snapshots of one job on this host, in its memory; only this user can reach them."""
+    """A job's snapshots in this host's memory; only this user can access them."""
 
     def __init__(self, folder: Path) -> None:
         """Create the object only; the folder is not touched."""
         super().__init__(folder, keep=1)
 
-    def write(self, state: dict[str, Any], about: dict[str, Any]) -> Path:
+    def write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
         """Write a snapshot, as `CheckpointFiles.write`.
 
         Raises:
-            UserError: the folder is not this user's alone.
+            UserError: other users can access the folder.
         """
         make_private(self.folder)
-        return super().write(state, about)
+        return super().write(state, description)
 
     def newest_good(self) -> Checkpoint | None:
         """Return the newest intact snapshot, as `CheckpointFiles.newest_good`.
 
         Raises:
-            UserError: the folder is not this user's alone.
+            UserError: other users can access the folder.
         """
         return super().newest_good() if is_private(self.folder) else None
 
 
 def snapshot_files(config: TrainConfig) -> SnapshotFiles | None:
-    """Return this host's snapshots of a job; None where it keeps none."""
+    """Return this host's snapshots of a job; None if it keeps none."""
     name = snapshots_name(config.snapshots, os.environ)
     return SnapshotFiles(snapshot_folder(name)) if name else None
 
@@ -62,16 +62,16 @@ def snapshot_files(config: TrainConfig) -> SnapshotFiles | None:
 class Checkpointing:
     """Saves the state of a run: to the run's folder, and to each host's memory.
 
-    The rank that owns the files writes; every rank contributes its own state. Training waits only
-    for a copy in memory.
+    World rank 0 of the active ranks writes the files; every rank contributes its own state.
+    Training waits only for a copy in memory.
     """
 
     def __init__(self, config: TrainConfig, run_folder: Path) -> None:
         """Prepare; nothing is written yet.
 
         Args:
-            config: how often.
-            run_folder: the run's folder, on whichever host writes.
+            config: how often to save, and how many to keep.
+            run_folder: the run folder, on the host that writes.
         """
         self._config = config
         self._files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
@@ -81,35 +81,35 @@ class Checkpointing:
         self._snapshots = BackgroundWriter(snapshots) if snapshots is not None else None
         self._saved_step = -1
         self._exit_copy: dict[str, Any] | None = None
-        self.begin()
+        self.restart_timer()
 
-    def begin(self) -> None:
+    def restart_timer(self) -> None:
         """Restart the timer for `--checkpoint-minutes`."""
         self._saved_at = time.monotonic()
-        self._was_asked = self._has_asked = False
+        self._requested = self._reported = False
 
-    def ask(self) -> None:
-        """Request a checkpoint after the current step. From any thread, on any rank."""
-        self._was_asked = True
+    def request(self) -> None:
+        """Request a checkpoint after the current step; from any thread, on any rank."""
+        self._requested = True
 
-    def wants(self) -> bool:
-        """Return, once, whether this rank finds it time for a checkpoint."""
+    def wants_checkpoint(self) -> bool:
+        """Return whether a checkpoint is requested or due by time; True once per checkpoint."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        is_time = self._was_asked or 0 < self._config.checkpoint_minutes <= minutes
-        if not is_time or self._has_asked:
+        is_time = self._requested or 0 < self._config.checkpoint_minutes <= minutes
+        if not is_time or self._reported:
             return False
-        self._has_asked = True
+        self._reported = True
         return True
 
-    def is_due(self, step: int, wanted: bool) -> bool:
+    def is_due(self, step: int, requested: bool) -> bool:
         """Return whether to save after this step; the same on every rank.
 
         Args:
-            step: the steps that are done.
-            wanted: whether any rank has found it time, as all ranks know.
+            step: the number of steps done.
+            requested: whether any rank wants a checkpoint; the same on every rank.
         """
         every = self._config.checkpoint_every
-        return wanted or (every > 0 and step % every == 0)
+        return requested or (every > 0 and step % every == 0)
 
     def save(
         self, world: World, state: TrainingState, metadata: RunMetadata, score: float | None = None
@@ -119,39 +119,38 @@ class Checkpointing:
         Args:
             world: the ranks that train.
             state: between two steps.
-            metadata: what goes with it.
-            score: how good the model is, if it has just been evaluated; higher is better.
+            metadata: saved with the state.
+            score: the model's score, if it has just been evaluated; higher is better.
         """
-        self.begin()
+        self.restart_timer()
         self._saved_step = state.progress.step
-        own = gather_bytes(world.comm, to_bytes(state.own()), 0)
+        gathered = gather_bytes(world.comm, to_bytes(state.rank_state()), 0)
         if world.rank == 0:
-            parts = [from_bytes(content) for content in own]
-            self._submit(self._writer, state, metadata, parts, score)
+            rank_states = [from_bytes(content) for content in gathered]
+            self._submit(self._writer, state, metadata, rank_states, score)
 
     def prepare_exit(self, state: TrainingState) -> None:
-        """Copy the state to the host, for `save_at_exit` in a process without the device."""
+        """Copy the state to the host, for `save_at_exit` in a forked process without the device."""
         self._exit_copy = copy_to_host(state.shared(), self._writer.take_spare())
 
     def save_at_exit(self, state: TrainingState, metadata: RunMetadata) -> str:
         """Save the last complete step, in a process forked from the one that trains.
 
-        Not collective: the state that only other ranks hold is not saved.
+        Not collective: the state that differs between ranks is not saved.
 
         Returns:
-            A line on what has been saved.
+            A line that reports what was saved.
         """
         step = state.progress.step
         if step == 0:
             return "no step has completed yet: nothing is saved"
         content = self._exit_copy or without_copy(state.shared())
-        content |= {"own": [], "memory": metadata.to_json()}
-        # The checkpoint of this step may still be in writing when the rank is killed; it has the
-        # score.
+        content |= {"rank_states": [], "metadata": metadata.to_json()}
+        # A checkpoint of this step, with its score, may still be being written.
         is_saved = step == self._saved_step
         write = self._files.write_once if is_saved else self._files.write
         try:
-            write(content, _about(state, None))
+            write(content, _describe(state, None))
         except OSError as error:
             with contextlib.suppress(OSError):
                 if steps := self._files.steps():
@@ -160,23 +159,26 @@ class Checkpointing:
             return f"step {step} could not be saved: {error.strerror or error}"
         return f"step {step} is saved: --resume auto resumes from it"
 
-    def begin_course(
+    def begin_branch(
         self, world: World, state: TrainingState, metadata: RunMetadata, origin: Path
     ) -> Path | None:
-        """Let `--resume auto` return to where the run begins now, not to where it was. Collective.
+        """Set aside the run's other checkpoints after a resume from one that the user named.
+
+        So `--resume auto` will continue from the named checkpoint, or from later ones of this job.
+        Collective.
 
         Args:
             world: the ranks that train.
-            state: as it was loaded.
-            metadata: what goes with it.
-            origin: the checkpoint that it was loaded from, which the user has named.
+            state: as loaded.
+            metadata: saved with the state.
+            origin: the checkpoint that the user named.
 
         Returns:
-            The folder that later checkpoints of the run are in now, on the rank that owns the
-            files; None elsewhere, or where there were none.
+            The folder to which the other checkpoints were moved, on the rank that writes the files;
+            None elsewhere, or if there were none.
 
         Raises:
-            AgreedError: the run's folder cannot be written.
+            AgreedError: the run folder cannot be written.
         """
         folder, step = None, state.progress.step
         is_own = gather_values(world.comm, self._files.holds(origin))[0]
@@ -185,12 +187,12 @@ class Checkpointing:
         snapshots = self._snapshot_files
         with agree_on_errors(world.comm):
             if world.rank == 0:
-                folder = self._leave_other_courses(step, origin if is_own else None)
+                folder = self._set_other_branches_aside(step, origin if is_own else None)
             if snapshots is not None and is_private(snapshots.folder):
                 snapshots.remove_after(step if is_own else -1)
         return folder
 
-    def _leave_other_courses(self, step: int, origin: Path | None) -> Path | None:
+    def _set_other_branches_aside(self, step: int, origin: Path | None) -> Path | None:
         self._writer.wait()
         if origin is None and self._writer.last_written != step:
             raise UserError(
@@ -209,19 +211,19 @@ class Checkpointing:
     def snapshot(
         self, world: World, state: TrainingState, metadata: Callable[[], RunMetadata]
     ) -> None:
-        """Keep the state in this host's memory, every few steps. Not collective.
+        """Save a snapshot in this host's memory, if it is due. Not collective.
 
-        After the first step as well, so that a restarted job needs no benchmark.
+        Also due after the first step, so that a restarted job needs no benchmark.
         """
         hosts = [info.host for info in world.infos]
-        speaks_for_host = hosts.index(world.info.host) == world.rank
+        is_first_on_host = hosts.index(world.info.host) == world.rank
         step = state.progress.step
         due = step == 1 or step % self._config.snapshot_every == 0
-        if self._snapshots is not None and due and speaks_for_host:
+        if self._snapshots is not None and due and is_first_on_host:
             self._submit(self._snapshots, state, metadata(), [], None)
 
     def wait(self) -> None:
-        """Wait until everything submitted is on disk or has failed."""
+        """Wait until every submitted checkpoint is on disk or has failed."""
         self._writer.wait()
 
     def is_on_disk(self, step: int) -> bool:
@@ -234,11 +236,11 @@ class Checkpointing:
             return False
 
     def keep_in_memory(self, state: TrainingState, metadata: RunMetadata) -> str:
-        """Keep the state in this host's memory, since it cannot be written to disk.
+        """Save the state in this host's memory, because it cannot be written to disk.
 
         Returns:
-            The name to give to `--snapshots`; empty where there is no snapshot, not even of an
-            earlier step, because the memory is full as well.
+            The name for `--snapshots`; empty if there is no snapshot, not even of an earlier step,
+            because the memory is full as well.
         """
         name = self._snapshots_name or secrets.token_hex(8)
         files = SnapshotFiles(snapshot_folder(name))
@@ -248,7 +250,7 @@ class Checkpointing:
         return name if files.steps() else ""
 
     def close(self) -> None:
-        """Remove the snapshots: the run is finished and on disk. On any rank."""
+        """Remove the snapshots: the run is finished and on disk. To be called on every rank."""
         self._writer.close()
         if self._snapshots is not None and self._snapshot_files is not None:
             self._snapshots.close()
@@ -259,15 +261,15 @@ class Checkpointing:
         writer: BackgroundWriter,
         state: TrainingState,
         metadata: RunMetadata,
-        own: list[dict[str, Any]],
+        rank_states: list[dict[str, Any]],
         score: float | None,
     ) -> None:
         content = copy_to_host(state.shared(), writer.take_spare())
-        content |= {"own": own, "memory": metadata.to_json()}
-        writer.submit(content, _about(state, score))
+        content |= {"rank_states": rank_states, "metadata": metadata.to_json()}
+        writer.submit(content, _describe(state, score))
 
 
-def _about(state: TrainingState, score: float | None) -> dict[str, Any]:
+def _describe(state: TrainingState, score: float | None) -> dict[str, Any]:
     progress = state.progress
-    about = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
-    return {**about, "score": score}
+    description = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
+    return {**description, "score": score}

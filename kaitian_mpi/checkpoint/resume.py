@@ -1,4 +1,4 @@
-"""Resuming a run from what an earlier job has left."""
+"""Finds a checkpoint of an earlier job, checks that it fits, and restores it on every rank."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 
 
 @dataclass(frozen=True)
-class Found:
-    """What an earlier job has left."""
+class FoundCheckpoint:
+    """A checkpoint of an earlier job, or none."""
 
     metadata: RunMetadata | None = None
-    """The same on every rank; None where nothing was found, or asked for."""
+    """The same on every rank; None if there is no checkpoint, or none was wanted."""
     progress: dict[str, Any] = field(default_factory=dict)
-    """How far the checkpoint is, on every rank: the fields of `Progress`."""
+    """The fields of `Progress`; the same on every rank."""
     content: dict[str, Any] | None = None
-    """The checkpoint, on the one rank that holds it."""
+    """The checkpoint's state, on the one rank that has read it."""
     name: str = ""
-    """Where it was."""
+    """Its file and host, for messages."""
 
 
-def find_checkpoint(config: TrainConfig, world: World, run_folder: Path, resume: str) -> Found:
+def find_checkpoint(
+    config: TrainConfig, world: World, run_folder: Path, resume: str
+) -> FoundCheckpoint:
     """Find the newest checkpoint, on disk or in a host's memory. Collective.
 
     Args:
         config: `--keep-checkpoints` and `--snapshots`.
         world: the ranks.
-        run_folder: as world rank 0 sees it.
+        run_folder: the run folder on world rank 0.
         resume: `auto`, a checkpoint's .pt file, or empty for none.
 
     Raises:
-        AgreedError: there are checkpoints and none can be read, the file that is named is no good
-            checkpoint, or another version of this package has written it.
+        AgreedError: there are checkpoints but all are damaged, the named file is not an intact
+            checkpoint, or another version of this package wrote it.
     """
     own, damaged = None, ""
     with agree_on_errors(world.comm):
@@ -59,73 +61,75 @@ def find_checkpoint(config: TrainConfig, world: World, run_folder: Path, resume:
     if in_memory is not None and (own is None or in_memory.step > own.step):
         own = in_memory
     candidates = gather_values(world.comm, {"damaged": damaged} if own is None else _describe(own))
-    steps = [one.get("step", -1) for one in candidates]
+    steps = [candidate.get("step", -1) for candidate in candidates]
     source = steps.index(max(steps))
     if steps[source] < 0:
         if candidates[0]["damaged"]:
             raise AgreedError(candidates[0]["damaged"])
         if resume:
-            say(world, f"found no checkpoint in {run_folder}: starting from scratch")
-        return Found()
+            print_rank_0(world, f"found no checkpoint in {run_folder}: starting from scratch")
+        return FoundCheckpoint()
     best = candidates[source]
-    return Found(
-        RunMetadata.from_json(best["memory"]),
+    return FoundCheckpoint(
+        RunMetadata.from_json(best["metadata"]),
         best["progress"],
         own.state if own is not None and world.rank == source else None,
         f"{best['name']} on {world.infos[source].host}",
     )
 
 
-def check_resumable(config: TrainConfig, world: World, found: Found, data_set: str) -> Changes:
-    """Check a checkpoint's settings against those of now.
+def check_resumable(
+    config: TrainConfig, world: World, found: FoundCheckpoint, dataset_size: str
+) -> Changes:
+    """Compare a checkpoint's settings with this job's.
 
     Args:
-        config: the settings of this job.
-        world: its ranks.
-        found: a checkpoint.
-        data_set: what tells this job's data set from others.
+        config: this job's settings.
+        world: this job's ranks.
+        found: the checkpoint.
+        dataset_size: the numbers of samples of this job's dataset.
 
     Returns:
-        What has changed, and what becomes of it.
+        The changed settings and their consequences.
 
     Raises:
-        AgreedError: they are of different runs.
+        AgreedError: the checkpoint belongs to another run.
     """
     metadata = found.metadata
     assert metadata is not None
     known = all(info.place in metadata.profiles for info in world.infos)
     changes = compare_flags(metadata.config, config, known)
-    if changes.refused:
-        raise AgreedError(changes.refused)
-    if metadata.data_set not in ("", data_set):
+    if changes.rejected:
+        raise AgreedError(changes.rejected)
+    if metadata.dataset_size not in ("", dataset_size):
         raise AgreedError(
-            f"the data set: found {data_set}, needed {metadata.data_set}, with which the "
+            f"the dataset: found {dataset_size}, needed {metadata.dataset_size}, with which the "
             "checkpoint was made; give the same data, or another --run-dir"
         )
     return changes
 
 
 def is_over(config: TrainConfig, progress: dict[str, Any]) -> bool:
-    """Return whether nothing is left to train and to evaluate after a checkpoint.
+    """Return whether nothing is left to train or evaluate after a checkpoint.
 
     Args:
-        config: the epochs and steps of the run.
+        config: the run's epochs and steps.
         progress: the fields of `Progress`.
     """
     steps = config.max_steps
-    has_come_to_its_end = progress["epoch"] >= config.epochs or 0 < steps <= progress["step"]
-    return progress["is_done"] and has_come_to_its_end
+    is_at_end = progress["epoch"] >= config.epochs or 0 < steps <= progress["step"]
+    return progress["is_done"] and is_at_end
 
 
-def hand_over(world: World, found: Found, to: int) -> Found:
-    """Give the checkpoint to a rank that trains, if the rank that read it will not. Collective.
+def hand_over(world: World, found: FoundCheckpoint, to: int) -> FoundCheckpoint:
+    """Move the checkpoint to a rank that will train, if the one that read it will not. Collective.
 
     Args:
         world: all ranks.
-        found: a checkpoint.
-        to: the rank that takes it.
+        found: the checkpoint.
+        to: the rank that receives it.
     """
-    holders = [rank for rank, has in enumerate(_who_holds(world, found)) if has]
+    holders = [rank for rank, has in enumerate(_have_content(world, found)) if has]
     if not holders or holders == [to]:
         return found
     content = broadcast_bytes(
@@ -134,83 +138,83 @@ def hand_over(world: World, found: Found, to: int) -> Found:
     return replace(found, content=from_bytes(content) if world.rank == to else None)
 
 
-def is_held(world: World, found: Found) -> bool:
-    """Return whether any of these ranks has the checkpoint's content. Collective."""
-    return any(_who_holds(world, found))
+def is_held(world: World, found: FoundCheckpoint) -> bool:
+    """Return whether any of these ranks has read the checkpoint. Collective."""
+    return any(_have_content(world, found))
 
 
 def load_content(
     state: TrainingState, content: dict[str, Any] | None, shares: Sequence[int] | None
 ) -> None:
-    """Load what this rank has read, if it has read anything. Not collective.
+    """Load the checkpoint on the rank that has read it; do nothing elsewhere. Not collective.
 
     Args:
-        state: of this rank, as it was made.
-        content: of the checkpoint.
-        shares: the batch sizes of the ranks that saved it, where other ranks go on: then each gets
-            the statistics of all their samples. None where the same ranks do.
+        state: this rank's, freshly initialized.
+        content: the checkpoint's state, or None.
+        shares: the batch sizes of the ranks that saved it, if other ranks continue: then batch norm
+            gets statistics pooled over all their samples. None if the same ranks continue.
 
     Raises:
-        UserError: it is of another model.
+        UserError: the checkpoint is of another model.
     """
     if content is None:
         return
     state.load_shared(content)
-    if shares is not None and len(content["own"]) == len(shares):
-        state.load_mixture(content["own"], shares)
+    if shares is not None and len(content["rank_states"]) == len(shares):
+        state.load_pooled_statistics(content["rank_states"], shares)
 
 
-def restore(world: World, state: TrainingState, found: Found, seed: int) -> None:
-    """Give every rank the state of the checkpoint that one of them holds. Collective.
+def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: int) -> None:
+    """Restore on every rank the checkpoint that one of them has read. Collective.
 
     Args:
         world: the ranks that train.
-        state: of this rank.
+        state: this rank's state.
         found: the checkpoint.
-        seed: of the run.
+        seed: the run's seed.
 
     Raises:
-        AgreedError: it is of another model.
+        AgreedError: the checkpoint is of another model.
     """
     metadata, content = found.metadata, found.content
     assert metadata is not None
-    are_same_ranks = metadata.crew == [info.place for info in world.infos]
+    are_same_ranks = metadata.active_places == [info.place for info in world.infos]
     with agree_on_errors(world.comm):
         load_content(state, content, None if are_same_ranks else metadata.batch_sizes)
-    source = state.even_out(world)
-    # A rank that has read a checkpoint and is not heard would have the run begin at step 0.
+    source = state.sync_to_latest(world)
+    # If the rank that has read the checkpoint were not the source, the run would start at step 0.
     assert state.progress.step == found.progress["step"]
-    own = [] if content is None or not are_same_ranks else content["own"]
-    content_of_ranks = broadcast_bytes(
-        world.comm, to_bytes({"own": own}) if world.rank == source else None, source
+    rank_states = [] if content is None or not are_same_ranks else content["rank_states"]
+    received = broadcast_bytes(
+        world.comm, to_bytes({"rank_states": rank_states}) if world.rank == source else None, source
     )
-    own = from_bytes(content_of_ranks)["own"]
-    if len(own) == world.size:
-        state.load_own(own[world.rank])
+    rank_states = from_bytes(received)["rank_states"]
+    if len(rank_states) == world.size:
+        state.load_rank_state(rank_states[world.rank])
     else:
         torch.manual_seed((seed + state.progress.step) * world.size + world.rank)
 
 
-def _who_holds(world: World, found: Found) -> list[bool]:
+def _have_content(world: World, found: FoundCheckpoint) -> list[bool]:
     return gather_values(world.comm, found.content is not None)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what every rank gets to know of a checkpoint."""
+    """Return the part of a checkpoint that every rank receives."""
     return {
         "step": checkpoint.step,
         "name": checkpoint.path.name,
-        "memory": checkpoint.state["memory"],
+        "metadata": checkpoint.state["metadata"],
         "progress": checkpoint.state["progress"],
     }
 
 
 def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkpoint | None, str]:
-    """Return the checkpoint, or why there is none although there should be one."""
-    wait_for_writer(run_folder / "checkpoints")  # of a job that has only just ended
+    """Return the checkpoint to resume from, or None and the reason if all are damaged."""
+    wait_for_writer(run_folder / "checkpoints")  # of a job that has just ended
     if resume != "auto":
         path = Path(resume)
-        if not os.path.isfile(path):  # which never raises, as Path.is_file does
+        if not os.path.isfile(path):  # unlike Path.is_file, it never raises
             raise UserError(
                 f"--resume: found no file {path}, needed auto or a checkpoint's .pt file"
             )
@@ -226,13 +230,13 @@ def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkp
     if found is not None or not steps:
         return found, ""
     return None, (
-        f"--resume auto: found {len(steps)} checkpoints in {files.folder} of which none can be "
-        "used; restore one of them, or name another --run-dir to start from scratch"
+        f"--resume auto: found {len(steps)} checkpoints in {files.folder}, but none is intact"
+        "; restore one of them, or name another --run-dir to start from scratch"
     )
 
 
 def _in_memory(config: TrainConfig, world: World) -> Checkpoint | None:
-    """Return this host's snapshot, on the host's first rank."""
+    """Return this host's snapshot, on the host's first rank; None elsewhere."""
     hosts = [info.host for info in world.infos]
     snapshots = snapshot_files(config)
     if snapshots is None or hosts.index(world.info.host) != world.rank:

@@ -1,4 +1,4 @@
-"""What a flag whose value changed does when a run is resumed. Pure: one table."""
+"""What happens when a run is resumed with a changed flag: one table, pure functions."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kaitian_mpi.config import TrainConfig, flag_name
 
 
 class OnChange(Enum):
-    """How a changed value is treated."""
+    """How a changed flag is treated."""
 
-    REFUSED = "refused"
-    """It would be another run: refused in one line, exit code 2."""
+    REJECTED = "rejected"
+    """It would be another run: a one-line error, exit code 2."""
     APPLIES = "applies"
     """It applies from the resumed step on, which is reported in one line."""
-    OF_THIS_START = "of this start"
-    """It says where and how this job runs, not what it trains: it applies without a message."""
+    APPLIES_SILENTLY = "applies silently"
+    """It determines how the job runs, not what it trains: it applies without a message."""
 
 
-class Renewed(Enum):
-    """What an earlier job determined and a change invalidates."""
+class Invalidated(Enum):
+    """A result of the earlier job that a changed flag invalidates."""
 
     COSTS = "the ranks are benchmarked again"
     EXCLUSION = "which ranks are excluded"
     PLAN = "the batch sizes"
-    ALLREDUCE = "how gradients cross device kinds"
+    ALLREDUCE = "the allreduce algorithm"
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,25 @@ class Rule:
     """How a changed flag is treated, and what it invalidates."""
 
     on_change: OnChange
-    renews: frozenset[Renewed] = frozenset()
+    invalidates: frozenset[Invalidated] = frozenset()
 
 
-def _applies(*renews: Renewed) -> Rule:
-    return Rule(OnChange.APPLIES, frozenset(renews))
+def _applies(*invalidates: Invalidated) -> Rule:
+    return Rule(OnChange.APPLIES, frozenset(invalidates))
 
 
-_REFUSED = Rule(OnChange.REFUSED)
-_OF_THIS_START = Rule(OnChange.OF_THIS_START)
+_REJECTED = Rule(OnChange.REJECTED)
+_APPLIES_SILENTLY = Rule(OnChange.APPLIES_SILENTLY)
 _APPLIES = _applies()
 # Other costs make another plan, and other ranks may be worth their communication.
-_NEW_COSTS = _applies(Renewed.COSTS, Renewed.EXCLUSION, Renewed.PLAN)
-_NEW_PLAN = _applies(Renewed.EXCLUSION, Renewed.PLAN)
+_NEW_COSTS = _applies(Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN)
+_NEW_PLAN = _applies(Invalidated.EXCLUSION, Invalidated.PLAN)
 
 RULES: Mapping[str, Rule] = {
-    "model": _REFUSED,
-    "dataset": _REFUSED,
-    "data_dir": _OF_THIS_START,  # the files may have moved; the data themselves are compared
-    "val_split": _REFUSED,
+    "model": _REJECTED,
+    "dataset": _REJECTED,
+    "data_dir": _APPLIES_SILENTLY,  # the files may have moved; the data themselves are compared
+    "val_split": _REJECTED,
     "augment": _APPLIES,
     "workers": _APPLIES,
     "global_batch_size": _NEW_PLAN,
@@ -64,10 +64,10 @@ RULES: Mapping[str, Rule] = {
     "benchmark_cache": _APPLIES,
     "micro_batch_size": _NEW_COSTS,
     "keep_all": _NEW_PLAN,
-    "allreduce": _applies(Renewed.ALLREDUCE, Renewed.EXCLUSION),
-    "devices": _OF_THIS_START,  # as mpirun's hosts and number of ranks are
-    "emulate_kinds": _OF_THIS_START,
-    "emulate_slowdown": _OF_THIS_START,
+    "allreduce": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
+    "devices": _APPLIES_SILENTLY,  # like mpirun's hosts and number of ranks
+    "emulate_kinds": _APPLIES_SILENTLY,
+    "emulate_slowdown": _APPLIES_SILENTLY,
     "epochs": _APPLIES,
     "max_steps": _APPLIES,
     "lr": _APPLIES,
@@ -81,16 +81,16 @@ RULES: Mapping[str, Rule] = {
     "memory_format": _NEW_COSTS,
     "max_bad_steps": _APPLIES,
     "check_every": _APPLIES,
-    "resume": _OF_THIS_START,
+    "resume": _APPLIES_SILENTLY,
     "checkpoint_every": _APPLIES,
     "checkpoint_minutes": _APPLIES,
     "keep_checkpoints": _APPLIES,
     "spares": _NEW_PLAN,
     "step_timeout": _APPLIES,
-    "snapshots": _OF_THIS_START,
+    "snapshots": _APPLIES_SILENTLY,
     "snapshot_every": _APPLIES,
-    "seed": _REFUSED,
-    "run_dir": _OF_THIS_START,
+    "seed": _REJECTED,
+    "run_dir": _APPLIES_SILENTLY,
     "log_interval": _APPLIES,
     "log_level": _APPLIES,
 }
@@ -98,23 +98,23 @@ RULES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True)
 class Changes:
-    """What the flags of this job change against those of the job that wrote the checkpoint."""
+    """The differences between this job's flags and those of the job that wrote the checkpoint."""
 
-    refused: str = ""
-    """Why this job cannot resume it; empty where it can."""
+    rejected: str = ""
+    """Why this job cannot resume the run; empty if it can."""
     lines: tuple[str, ...] = ()
-    """Lines to report, one per changed flag."""
-    renewed: frozenset[Renewed] = frozenset()
-    """What has to be determined again."""
+    """Lines to log, one per changed flag."""
+    invalidated: frozenset[Invalidated] = frozenset()
+    """Results that have to be determined again."""
 
 
 def compare_flags(then: Mapping[str, Any], now: TrainConfig, ranks_are_known: bool) -> Changes:
-    """Return what changed flags mean for a run that is resumed.
+    """Return the changed flags and their consequences.
 
     Args:
-        then: the settings by name, as the checkpoint has them; a setting that it lacks is newer
-            than the checkpoint and counts as the same.
-        now: the settings of this job.
+        then: the checkpoint's settings by name; one that it lacks is newer than the checkpoint and
+            counts as unchanged.
+        now: this job's settings.
         ranks_are_known: whether the earlier job has benchmarked all ranks of this one.
     """
     changed = {
@@ -123,34 +123,34 @@ def compare_flags(then: Mapping[str, Any], now: TrainConfig, ranks_are_known: bo
         if name in then and then[name] != value
     }
     for name, (before, value) in changed.items():
-        if RULES[name].on_change is OnChange.REFUSED:
+        if RULES[name].on_change is OnChange.REJECTED:
             return Changes(
                 f"{flag_name(name)}: found {value!r}, needed {before!r}, with which the "
                 "checkpoint was made; give the same, or another --run-dir"
             )
-    renewed = frozenset().union(*(RULES[name].renews for name in changed))
-    benchmarks = now.balance != "off" and (not ranks_are_known or Renewed.COSTS in renewed)
+    invalidated = frozenset().union(*(RULES[name].invalidates for name in changed))
+    benchmarks = now.balance != "off" and (not ranks_are_known or Invalidated.COSTS in invalidated)
     lines = tuple(
         _line(name, before, value, now, benchmarks)
         for name, (before, value) in changed.items()
         if RULES[name].on_change is OnChange.APPLIES
     )
-    return Changes("", lines, renewed)
+    return Changes("", lines, invalidated)
 
 
 def _line(name: str, before: Any, value: Any, now: TrainConfig, benchmarks: bool) -> str:
-    if why := _without_effect(name, now, benchmarks):
-        return f"{flag_name(name)} changed from {before!r} to {value!r}, which is ignored: {why}"
-    again = Renewed.COSTS in RULES[name].renews and now.balance != "off"
-    note = f"; {Renewed.COSTS.value}" if again else ""
+    if reason := _without_effect(name, now, benchmarks):
+        return f"{flag_name(name)} changed from {before!r} to {value!r}, which is ignored: {reason}"
+    again = Invalidated.COSTS in RULES[name].invalidates and now.balance != "off"
+    note = f"; {Invalidated.COSTS.value}" if again else ""
     return f"{flag_name(name)} changed from {before!r} to {value!r}{note}"
 
 
 def _without_effect(name: str, now: TrainConfig, benchmarks: bool) -> str:
-    """Return why a flag's new value changes nothing in this job; empty where it may."""
+    """Return why a flag's new value has no effect in this job; empty if it may have one."""
     if name in ("benchmark_seconds", "benchmark_cache") and not benchmarks:
-        why = "--balance off needs none" if now.balance == "off" else "all ranks have been"
-        return f"no rank is benchmarked; {why}"
+        reason = "--balance off needs none" if now.balance == "off" else "all ranks have been"
+        return f"no rank is benchmarked; {reason}"
     if name == "batch_size" and now.batch_policy != "paper":
         return "it is used with --batch-policy paper only"
     if name == "global_batch_size" and now.batch_policy == "paper":

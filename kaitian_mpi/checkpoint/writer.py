@@ -1,4 +1,4 @@
-"""Writing checkpoints in the background."""
+"""Writes checkpoints in a background thread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BackgroundWriter:
         """The step of the last checkpoint that this object wrote; None before the first."""
         return self._last_written
 
-    def submit(self, state: dict[str, Any], about: dict[str, Any]) -> bool:
+    def submit(self, state: dict[str, Any], description: dict[str, Any]) -> bool:
         """Write a checkpoint in the background; return at once.
 
         While an earlier one is being written, only the newest is queued; one that it replaces is
@@ -45,7 +45,7 @@ class BackgroundWriter:
 
         Args:
             state: now owned by the writer; the caller must not change it.
-            about: as of `CheckpointFiles.write`.
+            description: as in `CheckpointFiles.write`.
 
         Returns:
             Whether it replaced a queued one.
@@ -54,9 +54,9 @@ class BackgroundWriter:
             Exception: an earlier write raised something other than OSError; this one is not queued.
         """
         self._raise_bug()
-        step = about["step"]
+        step = description["step"]
         with self._lock:
-            replaced, self._waiting = self._waiting, (state, about)
+            replaced, self._waiting = self._waiting, (state, description)
             writing = self._writing
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="checkpoint-writer")
@@ -66,8 +66,7 @@ class BackgroundWriter:
             return False
         self._spare = replaced[0]
         _log.warning(
-            "checkpoint of step %d is skipped: the one of step %d is still being written, and the "
-            "one of step %d is next",
+            "checkpoint of step %d is skipped: step %d is still being written, and step %d is next",
             *(replaced[1]["step"], writing, step),
         )
         return True
@@ -79,7 +78,7 @@ class BackgroundWriter:
         return spare
 
     def wait(self) -> None:
-        """Return when all that was submitted is on disk or has failed.
+        """Wait until every submitted checkpoint is on disk or has failed.
 
         Raises:
             Exception: a write raised something other than OSError.
@@ -91,7 +90,7 @@ class BackgroundWriter:
         self._raise_bug()
 
     def close(self) -> None:
-        """Wait as `wait` does, and give the memory back."""
+        """Wait as `wait` does, and free the memory kept for reuse."""
         try:
             self.wait()
         finally:
@@ -108,19 +107,19 @@ class BackgroundWriter:
                 if self._waiting is None:
                     self._thread = self._writing = None
                     return
-                (state, about), self._waiting = self._waiting, None
-                self._writing = about["step"]
+                (state, description), self._waiting = self._waiting, None
+                self._writing = description["step"]
             try:
-                self._write(state, about)
+                self._write(state, description)
             except BaseException as error:  # raised again in the thread that submits
                 self._bug = error
             with self._lock:
                 self._spare = state
 
-    def _write(self, state: dict[str, Any], about: dict[str, Any]) -> None:
-        step = about["step"]
+    def _write(self, state: dict[str, Any], description: dict[str, Any]) -> None:
+        step = description["step"]
         try:
-            self._files.write(state, about)
+            self._files.write(state, description)
         except OSError as error:
             _log.warning(
                 "checkpoint of step %d could not be written: %s; training continues, %s",
@@ -131,14 +130,14 @@ class BackgroundWriter:
 
     def _kept(self) -> str:
         step = self._last_written
-        if step is None:  # it may be of the run that this one resumes
-            with contextlib.suppress(OSError):  # the disk has a fault: there may be no listing
+        if step is None:  # an earlier job may have written one
+            with contextlib.suppress(OSError):  # on a faulty disk, listing may fail as well
                 step = max(self._files.steps(), default=None)
         return "there is none yet" if step is None else f"the one of step {step} is kept"
 
 
 def without_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same as `copy_to_host`, whose tensors are those of `state` where possible."""
+    """Return the same as `copy_to_host`, but sharing the tensors of `state` where possible."""
     with torch.no_grad():
         return _copy(state, None, share=True)
 
@@ -149,9 +148,9 @@ def copy_to_host(state: dict[str, Any], into: dict[str, Any] | None = None) -> d
     Dicts come out as plain dicts.
 
     Args:
-        state: as of `CheckpointFiles.write`, on any device.
-        into: an earlier copy, no longer needed: its tensors of the right shape and dtype are
-            written over and used again. Fresh memory costs many times what the copy does.
+        state: as in `CheckpointFiles.write`, with tensors on any device.
+        into: an earlier copy that is no longer needed: its tensors of the right shape and dtype are
+            overwritten and reused. Allocating new memory takes many times as long as copying.
     """
     with torch.no_grad():
         return _copy(state, into)
@@ -172,7 +171,7 @@ def _copy(value: Any, into: Any, share: bool = False) -> Any:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether it is in host memory and no part of a larger storage."""
+    """Return whether a tensor is in host memory and not part of a larger storage."""
     if not tensor.is_cpu:
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -185,6 +184,6 @@ def _copy_tensor(tensor: torch.Tensor, into: Any) -> torch.Tensor:
         and into.dtype == tensor.dtype
         and into.is_cpu
     )
-    # No view of a larger storage, which torch.save would write in full.
+    # Not a view of a larger storage, which torch.save would write in full.
     target = into if fits else torch.empty_like(tensor, device="cpu")
     return target.copy_(tensor)

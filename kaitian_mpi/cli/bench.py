@@ -11,7 +11,7 @@ from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, check_file_can_be_written
 from kaitian_mpi.mpi.exchange import agree_on_errors
-from kaitian_mpi.runtime.abort import abort_on_error, label, report_once
+from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
@@ -40,7 +40,7 @@ def main() -> None:
             chosen = make_parser().parse_args(arguments)
         target = Path(chosen.json).expanduser() if chosen.json else None
         config = config_of(chosen, FLAGS)
-        configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
+        configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(0))
         comm = initialize_mpi()
         check_before_loading(config, comm)
@@ -51,7 +51,7 @@ def main() -> None:
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
-        from kaitian_mpi.benchmark.table import bench
+        from kaitian_mpi.benchmark.report import bench
 
         bench(config, init(config.devices, config.emulate_kinds), target)
         dist.destroy_process_group()

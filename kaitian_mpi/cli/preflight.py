@@ -80,7 +80,7 @@ def _check_spares(spares: int, ranks: int) -> None:
         raise UserError(
             f"--spares: found {spares} of {ranks} ranks, needed fewer, so that at least one trains"
         )
-    if not ulfm.is_on():
+    if not ulfm.is_enabled():
         raise UserError(
             "--spares: found fault tolerance off, so that no rank can be replaced; start the job "
             "with mpirun --with-ft ulfm"

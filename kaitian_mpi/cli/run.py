@@ -17,7 +17,7 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.runtime.abort import abort_on_error, label
+from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
@@ -33,7 +33,7 @@ def main() -> None:
         return
     with abort_on_error(PROGRAM):
         chosen = make_parser().parse_args(options)
-        configure_logging(chosen.log_level, label(), read_launch(os.environ).world_rank)
+        configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not os.path.isfile(chosen.script):
             raise UserError(f"found no script {chosen.script}; name the file to run")
         comm = initialize_mpi()

@@ -8,7 +8,7 @@ import sys
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading
-from kaitian_mpi.runtime.abort import abort_on_error, label, report_once
+from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss, initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
@@ -28,7 +28,7 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         with report_once():
             config = parse_config(PROGRAM, arguments)
-        configure_logging(config.log_level, label(), read_launch(os.environ).world_rank)
+        configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
         check_before_loading(config, initialize_mpi())
         # Imported late: torch takes seconds to load.

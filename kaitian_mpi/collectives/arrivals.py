@@ -6,8 +6,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.errors import OPERATION, CollectiveError, format_ranks
-from kaitian_mpi.runtime.polling import abandon, wait_for
+from kaitian_mpi.errors import OPERATION_PLACEHOLDER, CollectiveError, format_ranks
+from kaitian_mpi.runtime.polling import keep_alive, wait_request
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class ArrivalTracker:
         arrived_at = time.monotonic()
         self._calls += 1
         request = self._comm.Ibarrier()
-        if not wait_for(request, self._signing_sec):
+        if not wait_request(request, self._signing_sec):
             self._wait_long(request, ())
         # No other rank has begun to wait for this one before it arrived the last time. What
         # follows is a blocking call, for which all must have stayed.
@@ -72,7 +72,7 @@ class ArrivalTracker:
             CollectiveError: as `arrive`.
         """
         self._calls += 1
-        if not wait_for(request, self._signing_sec):
+        if not wait_request(request, self._signing_sec):
             self._wait_long(request, tensors)
         now = time.monotonic()
         if now - self._done_at > self._late_sec:
@@ -94,25 +94,25 @@ class ArrivalTracker:
         try:
             self._wait_signed(request)
         except CollectiveError:
-            abandon(request, tensors)
+            keep_alive(request, tensors)
             raise
 
     def _wait_signed(self, request: MPI.Request) -> None:
         self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
         deadline = time.monotonic() + self._timeout_sec - self._signing_sec
         while (remaining := deadline - time.monotonic()) > 0:
-            if wait_for(request, min(_LOOKING_SEC, remaining)):
+            if wait_request(request, min(_LOOKING_SEC, remaining)):
                 return
             self._check_events()
         # Who came a moment ago has signed when this is over.
-        if wait_for(request, 1.5 * self._signing_sec):
+        if wait_request(request, 1.5 * self._signing_sec):
             return
         # A late rank may have come at this moment: either all go on, or all fail.
-        if self._settle(_FAILED) == _PASSED and wait_for(request, self._timeout_sec):
+        if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
             return
         missing = [rank for rank in range(self._comm.size) if not self._reached("arrived", rank)]
         text = (
-            f"timed out after {self._timeout_sec:g} s in {OPERATION} #{self._calls}: "
+            f"timed out after {self._timeout_sec:g} s in {OPERATION_PLACEHOLDER} #{self._calls}: "
             f"waiting for {format_ranks(missing, self._comm.size)}; "
             "give the group a longer timeout if it is only slow"
         )
@@ -131,8 +131,8 @@ class ArrivalTracker:
         missing = [rank for rank in left if not self._reached("left", rank)]
         if missing:
             raise CollectiveError(
-                f"{format_ranks(missing, size)} ended the group before {OPERATION} #{self._calls}, "
-                "by destroy_process_group or the end of its script"
+                f"{format_ranks(missing, size)} ended the group before {OPERATION_PLACEHOLDER} "
+                f"#{self._calls}, by destroy_process_group or the end of its script"
             )
 
     def _confirm(self) -> None:
@@ -143,8 +143,8 @@ class ArrivalTracker:
         """
         if self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
-                f"rank {self._comm.rank} of {self._comm.size} came too late to {OPERATION} "
-                f"#{self._calls}: the others {self._failure()}"
+                f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
+                f"{OPERATION_PLACEHOLDER} #{self._calls}: the others {self._failure()}"
             )
 
     def _settle(self, outcome: bytes) -> bytes:
@@ -153,7 +153,7 @@ class ArrivalTracker:
 
     def _failure(self) -> str:
         text = self._store.get("failure").decode()
-        return text.replace(f"{OPERATION} ", "collective ")
+        return text.replace(f"{OPERATION_PLACEHOLDER} ", "collective ")
 
     def _reached(self, event: str, rank: int) -> bool:
         key = f"{event}/{rank}"

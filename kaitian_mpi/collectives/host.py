@@ -39,7 +39,7 @@ class HostOperations:
         """Leave the reduction in `tensor` on every rank."""
         if nonblocking.is_short_reduction(tensor):
             host = to_host(tensor)
-            wide = op.widened(host)
+            wide = op.in_supported_dtype(host)
             self._complete(nonblocking.allreduce(self._comm, wide, op), wide)
             op.divide_average(wide, self._comm.size)
             if wide is not host:
@@ -130,7 +130,7 @@ class HostOperations:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
         host, given = to_host(output, read=False), to_host(tensor)
         if nonblocking.is_short_reduction(given):
-            wide_given = op.widened(given)
+            wide_given = op.in_supported_dtype(given)
             wide = host if wide_given is given else host.to(wide_given.dtype)
             request = nonblocking.reduce_scatter(self._comm, wide, wide_given, op)
             self._complete(request, wide, wide_given)

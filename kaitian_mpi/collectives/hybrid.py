@@ -24,7 +24,7 @@ from kaitian_mpi.collectives.host import HostOperations
 from kaitian_mpi.collectives.staging import from_host, relay_in_chunks, to_host
 from kaitian_mpi.collectives.vendor import VendorLibrary
 from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.datatypes import WIDER, Reduction
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 
 _WIDE_ELEMENTS = 1 << 20  # of a tensor that is widened, how many at once: 4 MB of float32
@@ -111,10 +111,10 @@ def _allreduce(
     comms: GroupComms, group: GroupCollectives, tensor: torch.Tensor, op: Reduction, lanes: int
 ) -> None:
     """Leave the reduction over all ranks in `tensor`, flat and contiguous. Collective."""
-    if op.is_average and tensor.dtype in WIDER:
+    if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
         # The sum of a stage would be rounded, or overflow, before it is divided.
         for piece in tensor.split(_WIDE_ELEMENTS):
-            wide = piece.to(WIDER[tensor.dtype])
+            wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
             _allreduce(comms, group, wide, op, lanes)
             piece.copy_(wide)
         return

@@ -242,7 +242,7 @@ class Worker:
                 with context:
                     call()
         except CollectiveError as error:
-            self.broken = error.in_operation(name)
+            self.broken = error.with_operation(name)
             raise self.broken from None
         except Exception as error:
             self._check_for_loss(name, error)
@@ -251,7 +251,7 @@ class Worker:
             raise
 
     def _check_for_loss(self, name: str, error: Exception) -> None:
-        if ulfm.is_loss(error):
+        if ulfm.may_be_loss(error):
             ulfm.revoke_all()
             self.broken = RankLostError(f"{name}: a rank is lost ({error})")
             raise self.broken from None

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.balance.shares import apportion
-from kaitian_mpi.data.parcel import ByParcel
+from kaitian_mpi.data.shared_tensors import SharedTensorDataset
 
 _BATCHES_PER_WORKER = 2
 
@@ -40,7 +40,7 @@ def make_loader(
             generator; otherwise dropout would depend on how often a run was interrupted.
     """
     return DataLoader(
-        ByParcel(dataset) if workers else dataset,
+        SharedTensorDataset(dataset) if workers else dataset,
         sampler=sampler,
         batch_size=None,
         num_workers=workers,

@@ -11,7 +11,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets import cifar10, digits, mnist, synthetic
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.augment import Augmented
-from kaitian_mpi.datasets.factory_data import load_user_data
+from kaitian_mpi.datasets.user_dataset import load_user_data
 from kaitian_mpi.errors import UserError
 
 

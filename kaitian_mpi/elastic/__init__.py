@@ -1,1 +1,1 @@
-"""Which ranks are active and which are on standby, and how they regroup after a loss."""
+"""Elastic membership: active ranks, ranks on standby, and regrouping after the loss of a rank."""

@@ -1,8 +1,8 @@
-"""Which ranks are in the job: the active ones, those on standby, and how they regroup after a loss.
+"""Membership: which ranks are active and which on standby, and how they regroup after a loss.
 
 Work is divided into units, each of which ends with `Membership.commit`: either every active rank
-has done the unit, or none has. So after a loss all ranks that live are at the same point and do the
-same unit again.
+has done the unit, or none has. So after a loss all surviving ranks are at the same point and repeat
+the same unit.
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ from kaitian_mpi.runtime.polling import WakeUp, wait_until, wake_up
 
 Result = TypeVar("Result")
 
-_LOOKING_SEC = 0.05
-_NOTICING_SEC = 0.5
+_MAX_NAP_SEC = 0.05
+_DETECTION_SEC = 0.5
 _MAX_FALSE_ALARMS = 3  # in a row
 
 
 class NotCommittedError(CollectiveError):
-    """A unit of work that some rank has not done; all ranks that live raise it."""
+    """Some rank has not done the unit of work; raised on all surviving ranks."""
 
 
 @dataclass
-class Loss:
-    """Ranks that died at about the same time."""
+class RankLoss:
+    """The loss of one rank, or of several at about the same time."""
 
     lost: list[RankInfo]
     noticed_at: float
-    """Seconds since 1970."""
+    """When it was noticed, in seconds since 1970."""
     noticed: float
-    """The same by `time.perf_counter`."""
+    """The same time by `time.perf_counter`."""
     step: int | None = None
-    """The step that was started or repeated after it; None until training goes on."""
+    """The first step after it; None until training continues."""
     is_logged: bool = False
+    """Whether the recovery has been logged."""
     recovery_sec: float | None = None
-    """From the notice until the interrupted unit of work was done; None until it is."""
+    """Seconds from the notice until the interrupted unit of work was done; None until then."""
 
 
 class Membership:
-    """The ranks of the job that live, and which of them are active.
+    """The surviving ranks of the job, and which of them are active.
 
-    The one place that changes the job's ranks, and the default process group with them. Where the
-    job was not started to survive a loss (`mpirun --with-ft ulfm`), a loss ends it, and `commit`
-    costs nothing.
+    Only this class changes the job's ranks, and the default process group with them. If the job was
+    started without fault tolerance (`mpirun --with-ft ulfm`), a loss ends it, and `commit` costs
+    nothing.
     """
 
     def __init__(self, world: World) -> None:
-        """Begin with all ranks active, as members of the default process group."""
+        """Start with all ranks active, as members of the default process group."""
         self.all_ranks = world
-        """All ranks that live."""
+        """All surviving ranks."""
         self.active: World | None = world
-        """Those that train; None on a rank on standby."""
-        self.losses: list[Loss] = []
-        """The losses that were survived."""
+        """The ranks that train; None on a rank on standby."""
+        self.losses: list[RankLoss] = []
+        """The losses that the job has survived."""
         self._standby = Standby()
         self._is_released = False
         self._false_alarms = 0
@@ -71,22 +72,22 @@ class Membership:
     @property
     def survives(self) -> bool:
         """Whether the job survives the death of a rank."""
-        return ulfm.is_on()
+        return ulfm.is_enabled()
 
     @property
     def has_changed(self) -> bool:
-        """Whether the active ranks are others than all ranks that started."""
+        """Whether the active ranks differ from all ranks that were started."""
         return bool(self.losses) or self._standby != Standby()
 
     def attempt(self, work: Callable[[World], Result]) -> Result | None:
         """Do work on the active ranks; repeat it after a loss. Collective.
 
         Args:
-            work: collective over the ranks it is given, the active ones. After a loss it is called
-                again, on fewer ranks or others; units that it has committed are done for good.
+            work: collective over the ranks it is given, which are the active ones. After a loss it
+                is called again, on fewer or other ranks; units that it has committed stay done.
 
         Returns:
-            What the work returns; None on a rank that was on standby until the others were done.
+            The result of `work`; None on a rank that was on standby until the others were done.
         """
         while True:
             noticed: Exception
@@ -94,7 +95,7 @@ class Membership:
                 if self.active is None:
                     if self._wait_on_standby():
                         return None
-                    raise NotCommittedError("the active ranks regroup")
+                    raise NotCommittedError("the active ranks are regrouping")
                 result = work(self.active)
                 self.commit()
                 return result
@@ -118,7 +119,7 @@ class Membership:
             ok: whether this rank has done it.
 
         Raises:
-            NotCommittedError: some rank has not, or is lost; on every rank.
+            NotCommittedError: some rank has not, or is lost; raised on every rank.
         """
         if not self.survives:
             return
@@ -133,11 +134,11 @@ class Membership:
             loss.recovery_sec = time.perf_counter() - loss.noticed
 
     def put_on_standby(self, spares: int, excluded: Collection[int]) -> None:
-        """Let some ranks be on standby from now on. Collective over all ranks.
+        """Put some ranks on standby. Collective over all ranks.
 
         Args:
-            spares: how many of the last.
-            excluded: numbers in MPI's world of those that the job is faster without.
+            spares: how many of the last ranks are spares.
+            excluded: world ranks without which the job is faster.
         """
         standby = plan_standby(self.all_ranks.infos, spares, excluded)
         if standby == Standby():
@@ -155,21 +156,21 @@ class Membership:
             self._regroup(noticed or NotCommittedError("a rank is lost"))
 
     def begin_step(self, step: int) -> list[RankInfo]:
-        """Return who has been lost since the last step was begun; this one is the next."""
+        """Return the ranks lost since the last call; `step` is the first step without them."""
         since = [loss for loss in self.losses if loss.step is None]
         for loss in since:
             loss.step = step
         return [info for loss in since for info in loss.lost]
 
-    def newly_recovered(self) -> list[Loss]:
-        """Return, once, the losses after which the interrupted unit of work is done by now."""
+    def newly_recovered(self) -> list[RankLoss]:
+        """Return the losses from which the job has recovered since the last call."""
         recovered = [loss for loss in self.losses if loss.recovery_sec and not loss.is_logged]
         for loss in recovered:
             loss.is_logged = True
         return recovered
 
     def share_history(self, world: World) -> None:
-        """Give ranks that were on standby the times of the losses. Collective over `world`."""
+        """Share the losses' times with ranks that were on standby. Collective over `world`."""
         own = [(loss.step, loss.recovery_sec) for loss in self.losses]
         by_loss = zip(*gather_values(world.comm, own), strict=True)
         for loss, known in zip(self.losses, by_loss, strict=True):
@@ -178,14 +179,14 @@ class Membership:
             loss.is_logged = loss.recovery_sec is not None
 
     def release(self) -> None:
-        """Let the ranks on standby leave: the work is done. Collective over all ranks."""
+        """Release the ranks on standby: the work is done. Collective over all ranks."""
         if self._is_released or self._standby == Standby():
             return
         self._is_released = True
         if self.active is None:
             return  # it has been on standby until now
         if self.survives:
-            # As for a loss, so that all or none receive it, whichever rank dies at this moment.
+            # By regrouping, so that all or none are released, whichever rank dies at this moment.
             self._false_alarms = 0
             self._regroup(NotCommittedError("the work is done"))
         elif self.active.rank == 0:
@@ -193,37 +194,37 @@ class Membership:
             wake_up(self.all_ranks.comm, set(range(self.all_ranks.size)).difference(active))
 
     def _may_be_loss(self, error: Exception, world: World) -> bool:
-        """Return whether an error may be due to the loss of a rank of this world."""
+        """Return whether an error may be caused by the loss of a rank of this world."""
         if not self.survives or isinstance(error, UserError):
             return False
-        if ulfm.is_loss(error) or isinstance(error, CollectiveError):
+        if ulfm.may_be_loss(error) or isinstance(error, CollectiveError):
             return True
-        return ulfm.loss_detected_within(world.comm, _NOTICING_SEC)
+        return ulfm.loss_detected_within(world.comm, _DETECTION_SEC)
 
     def _wait_on_standby(self) -> bool:
-        """Wait until the others are done, or regroup; return whether they are done."""
+        """Wait until the others are done or regroup; return whether they are done."""
         comm = self.all_ranks.comm
         try:
-            return wait_until(WakeUp(comm).has_arrived, max_nap_sec=_LOOKING_SEC)
+            return wait_until(WakeUp(comm).has_arrived, max_nap_sec=_MAX_NAP_SEC)
         except Exception as error:
             if not self._may_be_loss(error, self.all_ranks):
                 raise
-        # A rank is lost: an active one revokes the communicator, unless all of them are lost.
+        # A rank is lost: an active rank revokes the communicator, unless all of them are lost.
         active = self._standby.active(self.all_ranks.infos)
 
         def is_over() -> bool:
             ulfm.make_progress()
             return comm.Is_revoked() or ulfm.have_failed(comm, active)
 
-        wait_until(is_over, max_nap_sec=_LOOKING_SEC)
+        wait_until(is_over, max_nap_sec=_MAX_NAP_SEC)
         return False
 
     def _regroup(self, noticed_as: Exception) -> None:
-        """Continue with the ranks that live. Collective over them.
+        """Continue with the surviving ranks. Collective over them.
 
         Raises:
-            Exception: `noticed_as`, if no rank is lost, and it is no error that MPI may raise by
-                itself, late, after a loss.
+            Exception: `noticed_as`, if no rank is lost and it is not an error that MPI may raise
+                late, some time after a loss.
         """
         at, noticed = time.time(), time.perf_counter()
         alive = self.all_ranks
@@ -250,21 +251,21 @@ class Membership:
         self.all_ranks, self.active, self._standby = alive, active, standby
         self._is_released = is_released
         if lost:
-            self.losses.append(Loss(lost, at, noticed))
+            self.losses.append(RankLoss(lost, at, noticed))
 
     def _count_false_alarm(self, noticed_as: Exception) -> None:
-        """Raise an error that was taken for a loss, unless it may be a late one of an earlier."""
+        """Raise an error mistaken for a loss, unless an earlier loss may have caused it."""
         self._false_alarms += 1
-        may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.is_loss(noticed_as)
+        may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.may_be_loss(noticed_as)
         if not may_pass or self._false_alarms > _MAX_FALSE_ALARMS:
             raise noticed_as
 
 
 def _activate(world: World, standby: Standby) -> World | None:
-    """Make a default process group of the ranks of `world` that are not on standby. Collective.
+    """Create a default process group of the ranks of `world` not on standby. Collective.
 
     Returns:
-        These ranks; None on a rank on standby, which has no process group any more.
+        These ranks; None on a rank on standby, which then has no process group.
     """
     close_process_group()
     active = keep_ranks(world, standby.active(world.infos))

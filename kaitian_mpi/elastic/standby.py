@@ -1,4 +1,4 @@
-"""Which ranks are on standby, and who replaces a lost rank."""
+"""Which ranks are on standby, and which spare replaces a lost rank. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from kaitian_mpi.mpi.topology import RankInfo
 
 @dataclass(frozen=True)
 class Standby:
-    """The ranks that do not train, by their numbers in MPI's world; all others are active."""
+    """The world ranks that do not train; all others are active."""
 
     spares: frozenset[int] = field(default_factory=frozenset)
-    """Ready to replace a lost rank."""
+    """Ranks ready to replace a lost one."""
     excluded: frozenset[int] = field(default_factory=frozenset)
-    """Ranks that the job is faster without."""
+    """Ranks without which the job is faster."""
 
     def active(self, infos: Sequence[RankInfo]) -> list[int]:
-        """Return the positions in `infos` of the active ranks."""
+        """Return the indices in `infos` of the active ranks."""
         aside = self.spares | self.excluded
         return [rank for rank, info in enumerate(infos) if info.world_rank not in aside]
 
 
 def plan_standby(infos: Sequence[RankInfo], spares: int, excluded: Collection[int] = ()) -> Standby:
-    """Return which of a job's ranks are on standby: not the excluded ones where no other is left.
+    """Return which of a job's ranks are on standby; at least one rank stays active.
+
+    If no other rank were active, no rank is excluded.
 
     Args:
         infos: the ranks.
-        spares: how many of the last ranks are kept to replace a lost one.
-        excluded: numbers in MPI's world of the ranks that the job is faster without.
+        spares: how many of the last ranks are spares.
+        excluded: world ranks without which the job is faster.
     """
     numbers = [info.world_rank for info in infos]
     last = frozenset(numbers[len(numbers) - spares :])
@@ -41,20 +43,20 @@ def replace_lost(
 ) -> Standby:
     """Return which ranks are on standby after a loss.
 
-    Each lost rank that was active is replaced by a spare: one of its device kind and host if there
-    is one, else of its kind, else of its host, else the first. Where no rank would be active, the
-    excluded ones become active again.
+    Each lost rank that was active is replaced by a spare: one of the same device kind and host if
+    there is one, else of the same kind, else of the same host, else the first. If no rank were
+    active, the excluded ones become active again.
 
     Args:
-        standby: as it was before.
-        alive: the ranks that live.
-        lost: the ranks that died.
+        standby: before the loss.
+        alive: the surviving ranks.
+        lost: the lost ranks.
     """
     spares = [info for info in alive if info.world_rank in standby.spares]
     aside = standby.spares | standby.excluded
-    for gone in sorted(lost, key=lambda info: info.world_rank):
-        if spares and gone.world_rank not in aside:
-            spares.remove(max(spares, key=lambda info: _likeness(info, gone)))
+    for lost_rank in sorted(lost, key=lambda info: info.world_rank):
+        if spares and lost_rank.world_rank not in aside:
+            spares.remove(max(spares, key=lambda info: _similarity(info, lost_rank)))
     after = Standby(
         frozenset(info.world_rank for info in spares),
         standby.excluded & {info.world_rank for info in alive},
@@ -63,9 +65,9 @@ def replace_lost(
 
 
 def _with_active(standby: Standby, infos: Sequence[RankInfo]) -> Standby:
-    """Return the same, or with no rank excluded where no rank would be active."""
+    """Return `standby`, without excluded ranks if otherwise no rank were active."""
     return standby if standby.active(infos) else Standby(spares=standby.spares)
 
 
-def _likeness(info: RankInfo, gone: RankInfo) -> tuple[bool, bool, int]:
-    return info.kind == gone.kind, info.host == gone.host, -info.world_rank
+def _similarity(spare: RankInfo, lost: RankInfo) -> tuple[bool, bool, int]:
+    return spare.kind == lost.kind, spare.host == lost.host, -spare.world_rank

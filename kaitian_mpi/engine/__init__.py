@@ -1,1 +1,1 @@
-"""One rank's work, whatever is trained: state, computation, statistics, evaluation, clock."""
+"""What one rank does in training: state, computation, batch norm, evaluation, step times."""

@@ -1,4 +1,4 @@
-"""A step's compute time and wait time."""
+"""Measures the compute time and wait time of steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from kaitian_mpi.devices.protocol import Mark
 
 
 class StepTimes(NamedTuple):
-    """Seconds of some steps, added up."""
+    """The summed times of some steps, in seconds."""
 
     steps: int = 0
     computed: float = 0.0
+    """Time without waiting for other ranks."""
     waited: float = 0.0
+    """Time spent only waiting for communication."""
 
 
 class StepClock:
-    """Splits steps into computing and waiting for communication, by marks of the device.
+    """Splits steps into computing and waiting for communication, by timestamps of the device.
 
-    A step is `start`, `bucket_ready` at each bucket of gradients, `gradients_summed`, `stop`. What
-    lies between the last bucket and the sum is waiting: nothing is left to compute there.
+    Per step, call `start`, `bucket_ready` for each gradient bucket, `gradients_summed` and `stop`.
+    The time between the last bucket and the sum is wait time: nothing is left to compute then.
     """
 
     def __init__(self, device: Device) -> None:
@@ -29,27 +31,27 @@ class StepClock:
         self._marks: list[Mark] = []
 
     def start(self) -> None:
-        """Begin a step."""
+        """Mark the start of a step."""
         mark = self._device.mark()
         self._marks = [mark, mark, mark]
 
     def bucket_ready(self) -> None:
-        """Note that a bucket's gradients are computed; it may be the last."""
+        """Mark that a bucket's gradients are computed; it may be the last."""
         self._marks[1] = self._device.mark()
 
     def gradients_summed(self) -> None:
-        """Note that the gradients of all ranks are summed."""
+        """Mark that the gradients are summed over all ranks."""
         self._marks[2] = self._device.mark()
 
     def stop(self) -> None:
-        """End the step."""
+        """Mark the end of the step."""
         self._steps.append([*self._marks, self._device.mark()])
 
     def take(self, wait: bool = False) -> StepTimes:
-        """Return the times of the steps that the device has ended, since the last call.
+        """Return the times of the steps that the device has finished since the last call.
 
         Args:
-            wait: whether to wait until the device has ended all of them.
+            wait: whether to wait until the device has finished all of them.
         """
         if wait and self._steps:
             self._steps[-1][-1].wait()

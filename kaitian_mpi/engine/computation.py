@@ -1,4 +1,4 @@
-"""What a rank computes for a batch: the same in the benchmark and in training."""
+"""Forward, loss, optimizer and learning rate: shared by the benchmark and the training."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.nn import functional
 
 from kaitian_mpi.config import TrainConfig
 
-_AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @dataclass
 class Computation:
-    """Forward, loss and backward on one device, in one precision and memory layout."""
+    """Forward pass, loss and update on one device, in one precision and memory format."""
 
     device: torch.device
     precision: str
     memory_format: str
     label_smoothing: float
     scaler: torch.amp.GradScaler = field(init=False)
-    """Scales the loss with fp16 only; elsewhere it passes everything through."""
+    """Scales the loss with fp16; disabled with other precisions."""
 
     def __post_init__(self) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -32,21 +32,21 @@ class Computation:
     def place_model(self, model: nn.Module) -> nn.Module:
         """Move a model to the device.
 
-        Its weights keep the plain layout, which DDP needs to be the same on every rank; the layout
-        of the images alone decides by which kernels a convolution runs, at the same speed.
+        The weights stay contiguous, because DDP needs the same strides on every rank. The memory
+        format of the images alone decides which convolution kernels run, at the same speed.
         """
         return model.to(self.device)
 
     def place(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Move a batch to the device, images in the memory layout."""
+        """Move a batch to the device, images in the memory format."""
         inputs = inputs.to(self.device, non_blocking=True)
         if inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=MEMORY_FORMATS[self.memory_format])
         return inputs, labels.to(self.device, non_blocking=True)
 
     def logits(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the model in the precision; returns float32 (float64 stays)."""
-        dtype = _AUTOCAST_TYPES.get(self.precision)
+        """Run the model under autocast; return its output in float32 (float64 stays)."""
+        dtype = _AUTOCAST_DTYPES.get(self.precision)
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             outputs = model(inputs)
         return outputs if outputs.dtype == torch.float64 else outputs.float()
@@ -59,14 +59,14 @@ class Computation:
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply the gradients; with fp16, skip the step where they overflowed.
 
-        The reduced gradients are the same on every rank, so all skip or none does.
+        The reduced gradients are the same on every rank, so either all ranks skip or none does.
         """
         self.scaler.step(optimizer)
         self.scaler.update()
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum; weight decay on matrices and filters only."""
+    """Return SGD with momentum; weight decay applies to weight matrices and filters only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -76,10 +76,10 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
 
 
 def make_schedule(config: TrainConfig) -> Callable[[float], float]:
-    """Return the learning rate as a function of progress, 0 to 1 of the run's steps.
+    """Return the learning rate as a function of the fraction of the run that is done, 0 to 1.
 
-    It rises linearly in the first `config.warmup` of the run, then stays or falls as a half cosine
-    to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983).
+    It rises linearly during the first `config.warmup` of the run, then stays constant or falls to 0
+    along a half cosine (Loshchilov and Hutter, 2016, arXiv 1608.03983).
     """
     import math
 

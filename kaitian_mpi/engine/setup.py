@@ -1,4 +1,4 @@
-"""Data, model and run folder, made from the config and checked to be the same on every rank."""
+"""Creates data, model and run folder from the config, and checks that all ranks have the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.digest import digest_samples
+from kaitian_mpi.data.sample_digest import digest_samples
 from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
 from kaitian_mpi.errors import UserError
@@ -27,38 +27,38 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ingredients:
-    """Data, model and run folder of one rank."""
+class Setup:
+    """A rank's data, model and run folder."""
 
     data: DataSource
     model: nn.Module
     folder: RunFolder
     slowdowns: tuple[Schedule, ...]
-    """Emulated slowdown of every rank; empty if there is none."""
+    """The emulated slowdown of every rank; empty if there is none."""
     path: Path = Path()
-    """The run folder, as rank 0 has it."""
-    data_set: str = ""
-    """Identifies the data set; the same on every rank."""
+    """The run folder's path on rank 0."""
+    dataset_size: str = ""
+    """The numbers of training and validation samples; the same on every rank."""
 
 
-def prepare(config: TrainConfig, world: World) -> Ingredients:
+def prepare(config: TrainConfig, world: World) -> Setup:
     """Load the data, build the model and open the run folder. Collective.
 
     Raises:
-        AgreedError: a rank cannot, or the ranks' data or models differ.
+        AgreedError: one of these fails on a rank, or the ranks' data or models differ.
     """
-    made = prepare_without_folder(config, world)
+    setup = prepare_without_folder(config, world)
     with agree_on_errors(world.comm):
-        # Last, so that a run that cannot start leaves no folder behind.
+        # Last, so that a run that cannot start does not leave a folder behind.
         given = Path(config.run_dir) if config.run_dir else None
         folder = open_run_folder(config, given, world.rank)
-    # A fault would have left the block above on every rank, so the name below is bound.
+    # Reached only if no rank had an error, so `folder` is bound.
     path = Path(gather_values(world.comm, str(folder.path))[0])
-    return replace(made, folder=folder, path=path)
+    return replace(setup, folder=folder, path=path)
 
 
 def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None:
-    """Write the config and the topology, once it is clear that the job will train."""
+    """Write config.json and topology.json, once it is clear that the job will train."""
     folder.write("config.json", asdict(config))
     folder.write(
         "topology.json",
@@ -69,14 +69,14 @@ def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None
     )
 
 
-def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
+def prepare_without_folder(config: TrainConfig, world: World) -> Setup:
     """Load the data and build the model, the same on every rank. Collective.
 
     The initial weights are those of rank 0, since not every model draws them from torch's seeded
     generator.
 
     Raises:
-        AgreedError: a rank cannot, or the ranks' data or models differ.
+        AgreedError: one of these fails on a rank, or the ranks' data or models differ.
     """
     with agree_on_errors(world.comm):
         slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
@@ -86,43 +86,44 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Ingredients:
                 "give --devices cpu"
             )
         set_phase_limit(setup_limit(config.step_timeout))
-        enter_phase("loading the data set (--dataset)")
-        torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
+        enter_phase("loading the dataset (--dataset)")
+        torch.manual_seed(config.seed)  # for synthetic data, which must be the same on every rank
         data = load_data(config)
         torch.manual_seed(config.seed)
         enter_phase("building the model (--model)")
         model = build_model(config.model, data.num_classes)
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
     length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
-    check_same(world.comm, "the data set", length, "give every host the same files")
+    check_same(world.comm, "the dataset", length, "give every host the same files")
     for name, part in (("training", data.train), ("validation", data.validation)):
         check_same_samples(world, name, part)
     check_same(world.comm, "the model", describe_model(model), "give every host the same code")
     broadcast_model(model)
-    # From here on the ranks' random numbers differ: dropout must not be the same everywhere.
+    # From here on random numbers differ between ranks: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
-    return Ingredients(data, model, NoFolder(), slowdowns, data_set=length)
+    return Setup(data, model, NoFolder(), slowdowns, dataset_size=length)
 
 
 def check_same_samples(world: World, name: str, data: Dataset) -> None:
-    """Compare some samples between the ranks, and warn where only the inputs differ. Collective.
+    """Compare some samples between the ranks, and warn if only their inputs differ. Collective.
 
-    Inputs may differ by random augmentation, or by a decoder's release.
+    Inputs may differ because of random augmentation or another version of an image decoder.
 
     Raises:
-        AgreedError: classes, shapes or types differ, as where hosts list files in another order.
+        AgreedError: classes, shapes or dtypes differ, e.g. because hosts list files in different
+            orders.
     """
-    by_rank = gather_values(world.comm, digest_samples(data))
-    same_samples = list(zip(*by_rank, strict=False))  # a slow rank may have read fewer
-    for of_ranks in same_samples:
-        if len({text for text, _ in of_ranks}) > 1:
+    digests = gather_values(world.comm, digest_samples(data))
+    same_samples = list(zip(*digests, strict=False))  # a rank with slow storage may have read fewer
+    for by_rank in same_samples:
+        if len({text for text, _ in by_rank}) > 1:
             advice = "give every host the same files, in the same order"
-            own, _ = of_ranks[world.rank]
+            own, _ = by_rank[world.rank]
             check_same(world.comm, f"the {name} data", own, advice)
-    differing = sum(len({digest for _, digest in of_ranks}) > 1 for of_ranks in same_samples)
+    differing = sum(len({digest for _, digest in by_rank}) > 1 for by_rank in same_samples)
     if differing and world.rank == 0:
         _log.warning(
-            "the inputs of %d of %d %s samples differ between ranks, their classes do not; unless "
+            "the inputs of %d of %d %s samples differ between ranks, but not their classes; unless "
             "they are augmented at random, give every host the same files",
             *(differing, len(same_samples), name),
         )
@@ -130,17 +131,17 @@ def check_same_samples(world: World, name: str, data: Dataset) -> None:
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, also those no checkpoint holds. Collective.
+    """Copy rank 0's parameters and all its buffers, persistent or not, to every rank. Collective.
 
     Args:
-        model: of the same layout on every rank, wherever it is.
+        model: with the same parameters and buffers on every rank, on any device.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor, src=0)
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return a model's number of parameters, and a hash of its parameters' names and shapes."""
+    """Return a model's number of parameters, and a hash of their names, shapes and dtypes."""
     state = model.state_dict()
     text = ";".join(f"{name}:{tuple(value.shape)}:{value.dtype}" for name, value in state.items())
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The state of a training run: everything that must not be lost."""
+"""The state of a training run: the model, its optimizer and the progress."""
 
 from __future__ import annotations
 
@@ -23,55 +23,58 @@ from kaitian_mpi.mpi.world import World
 
 @dataclass
 class Progress:
-    """How far the run is: what has been done on every rank."""
+    """How far the run is; the same on every rank."""
 
     total_steps: int
-    """Steps of the whole run: those done, and those left with the present batch sizes."""
+    """Steps of the whole run: those done, and those left with the current batch sizes."""
     epoch: int = 0
-    """Epochs trained and evaluated."""
+    """Epochs that are trained and evaluated."""
     step: int = 0
+    """Steps that are done."""
     step_in_epoch: int = 0
+    """Steps that are done in the current epoch."""
     position: int = 0
-    """Samples of the epoch that have been trained."""
+    """Samples that are done in the current epoch."""
     samples: int = 0
-    """Samples that have been trained since the run began."""
+    """Samples that are done since the run started."""
     bad_steps: int = 0
-    """Steps left out because their gradient was not finite."""
-    bad_in_a_row: int = 0
+    """Steps skipped because their gradient was not finite."""
+    consecutive_bad_steps: int = 0
+    """How many of them were the last ones in a row."""
     training_sec: float = 0.0
-    """Seconds spent on training, without benchmarks, evaluations and recoveries."""
+    """Seconds spent training, without benchmarks, evaluations and recoveries."""
     learning_rate: float = 0.0
     is_done: bool = False
-    """Whether nothing is left to train, and the model has been evaluated since."""
+    """Whether nothing is left to train, and the final model has been evaluated."""
 
     def step_done(self, samples: int) -> None:
-        """Count a step of so many samples, over all ranks."""
+        """Count a step with this many samples over all ranks."""
         self.step += 1
         self.step_in_epoch += 1
         self.position += samples
         self.samples += samples
 
     def epoch_done(self, epochs: int) -> None:
-        """Count an epoch, trained as far as it goes, and evaluated."""
+        """Count an epoch, which is trained and evaluated."""
         self.epoch += 1
         self.step_in_epoch = self.position = 0
         self.is_done = self.epoch >= epochs or self.step >= self.total_steps
 
     def stopped(self) -> None:
-        """Note that the run stops in mid-epoch, evaluated: more steps would train the rest."""
+        """Record that the run stops in mid-epoch, evaluated; with more steps it could continue."""
         self.is_done = True
 
     def fraction_done(self, config: TrainConfig, samples: int, epoch_samples: int) -> float:
         """Return how much of the run is done in the middle of the next step, from 0 to 1.
 
-        In the middle, so that neither the first nor the last is made with a learning rate of 0.
-        Counted in samples, so that it stays where it was when the global batch changes; or
-        in steps, where `--max-steps` ends the run before its epochs do.
+        In the middle, so that neither the first nor the last step has a learning rate of 0.
+        Counted in samples, so that a change of the global batch does not move it; or in steps, if
+        `--max-steps` ends the run before `--epochs` does.
 
         Args:
-            config: the epochs and steps of the run.
-            samples: of the next step.
-            epoch_samples: of an epoch.
+            config: the run's epochs and steps.
+            samples: samples in the next step.
+            epoch_samples: samples in an epoch.
         """
         fraction = (self.samples + samples / 2) / (config.epochs * epoch_samples)
         if config.max_steps:
@@ -86,14 +89,14 @@ def count_steps(
     min_batch: int = 1,
     progress: Progress | None = None,
 ) -> int:
-    """Return the steps of a whole run: those that are done, and those that are left.
+    """Return the number of steps of a whole run: those that are done plus those that are left.
 
     Args:
-        config: the epochs and steps of the run.
-        samples: of an epoch.
-        global_batch_size: of the steps that are left; those before may have had another.
+        config: the run's epochs and steps.
+        samples: samples in an epoch.
+        global_batch_size: samples in each of the steps that are left.
         min_batch: the fewest samples that a rank can train on.
-        progress: what is done; None: nothing.
+        progress: what is done; None for nothing.
     """
     done = progress or Progress(0)
     left = 0
@@ -108,21 +111,21 @@ def count_steps(
 
 
 class TrainingState:
-    """The model, its optimizer and how far they are, in the memory of each rank.
+    """The model, its optimizer and the progress, as each rank holds them.
 
-    Between two steps it is the same on every rank, bit by bit, except what `own` returns.
+    Between two steps they are bit-identical on all ranks, except what `rank_state` returns.
     """
 
     def __init__(
         self, config: TrainConfig, model: nn.Module, computation: Computation, total_steps: int
     ) -> None:
-        """Begin at step 0.
+        """Start at step 0.
 
         Args:
-            config: the optimizer.
-            model: anywhere; moved to the rank's device.
-            computation: how this rank computes.
-            total_steps: of the whole run.
+            config: the optimizer's settings.
+            model: on any device; moved to the rank's.
+            computation: this rank's device, precision and memory format.
+            total_steps: steps of the whole run.
         """
         self.computation = computation
         self.model = computation.place_model(model)
@@ -130,42 +133,42 @@ class TrainingState:
         self.statistics = RunningStatistics(self.model)
         self.progress = Progress(total_steps)
         self.is_begun = False
-        """Whether it holds the run's current state, rather than a freshly initialised one."""
+        """Whether this is the run's current state, rather than a freshly initialized one."""
         self.lock = StateLock()
-        """Held while a step is applied; taken by any other reader of the state."""
-        self._kept_buffers: list[torch.Tensor] = []
-        self._is_in_piece = False
+        """Held while the optimizer changes the state; taken by any other reader of the state."""
+        self._saved_buffers: list[torch.Tensor] = []
+        self._in_unit = False
 
-    def begin_piece(self) -> None:
-        """Remember what a step or an evaluation changes before it is committed: the buffers."""
+    def begin_unit(self) -> None:
+        """Start a step or an evaluation: save the buffers, which change before the commit."""
         buffers = list(self.model.buffers())
-        if not self._kept_buffers:
-            self._kept_buffers = [torch.empty_like(buffer) for buffer in buffers]
-        _copy(self._kept_buffers, buffers)
-        self.statistics.keep()
-        self._is_in_piece = True
+        if not self._saved_buffers:
+            self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
+        _copy(self._saved_buffers, buffers)
+        self.statistics.save()
+        self._in_unit = True
 
-    def piece_done(self) -> None:
-        """What has changed stays."""
-        self._is_in_piece = False
+    def end_unit(self) -> None:
+        """Keep what the step or evaluation has changed."""
+        self._in_unit = False
 
-    def undo_piece(self) -> None:
-        """Take back what an interrupted step or evaluation has left."""
+    def roll_back(self) -> None:
+        """Undo what an interrupted step or evaluation has changed."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self._is_in_piece:
-            _copy(list(self.model.buffers()), self._kept_buffers)
-            self.statistics.undo()
-        self._is_in_piece = False
+        if self._in_unit:
+            _copy(list(self.model.buffers()), self._saved_buffers)
+            self.statistics.restore()
+        self._in_unit = False
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights and buffers, on the host, in plain layout."""
+        """Return the model's weights and buffers, contiguous in host memory."""
         return {
             name: value.detach().cpu().contiguous()
             for name, value in self.model.state_dict().items()
         }
 
     def shared(self) -> dict[str, Any]:
-        """Return what is the same on every rank, by reference."""
+        """Return the part of the state that is the same on every rank, by reference."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -174,12 +177,13 @@ class TrainingState:
         }
 
     def load_shared(self, state: dict[str, Any]) -> None:
-        """Take over what `shared` returned, here or on another rank.
+        """Load a result of `shared`, from this rank or another.
 
-        What this job's flags set is kept: the optimizer's settings and the total number of steps.
+        What this job's flags determine is not loaded: the optimizer's settings and the total number
+        of steps.
 
         Raises:
-            UserError: it belongs to another model.
+            UserError: it is the state of another model.
         """
         with self.lock:
             settings = [_settings(group) for group in self.optimizer.param_groups]
@@ -198,41 +202,43 @@ class TrainingState:
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"])
             self.progress.total_steps = total_steps
-            self.statistics.parts = None
+            self.statistics.fractions = None
             self.is_begun = True
 
-    def own(self) -> dict[str, Any]:
-        """Return what belongs to this rank alone: its buffers, and its random numbers."""
+    def rank_state(self) -> dict[str, Any]:
+        """Return the part of the state that differs between ranks: buffers and random numbers."""
         device = self.computation.device
         return {
             "buffers": [buffer.detach().clone().cpu() for buffer in self.model.buffers()],
-            "parts": self.statistics.parts,
-            "random": torch.get_rng_state(),
-            "device_random": device_of(device).random_state(device.index or 0),
+            "batch_norm_fractions": self.statistics.fractions,
+            "random_state": torch.get_rng_state(),
+            "device_random_state": device_of(device).random_state(device.index or 0),
         }
 
-    def load_own(self, state: dict[str, Any]) -> None:
-        """Take over what `own` returned on a rank like this."""
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Load a result of `rank_state` from a rank with the same host and device."""
         self._load_buffers(state["buffers"])
-        self.statistics.parts = state.get("parts")
-        torch.set_rng_state(state["random"])
+        self.statistics.fractions = state["batch_norm_fractions"]
+        torch.set_rng_state(state["random_state"])
         device = self.computation.device
-        if state["device_random"] is not None:
-            device_of(device).set_random_state(device.index or 0, state["device_random"])
+        if state["device_random_state"] is not None:
+            device_of(device).set_random_state(device.index or 0, state["device_random_state"])
 
-    def load_mixture(self, of_ranks: Sequence[dict[str, Any]], shares: Sequence[int]) -> None:
-        """Take over what `own` returned on other ranks: the statistics of all their samples.
+    def load_pooled_statistics(
+        self, rank_states: Sequence[dict[str, Any]], shares: Sequence[int]
+    ) -> None:
+        """Load the batch norm statistics of other ranks, pooled over all their samples.
 
         Args:
-            of_ranks: what each returned.
-            shares: in what proportion their samples came.
+            rank_states: the results of `rank_state` of those ranks.
+            shares: the proportions of their samples.
         """
-        self._load_buffers(of_ranks[0]["buffers"])
+        self._load_buffers(rank_states[0]["buffers"])
         moments = []
-        for state in of_ranks:
+        for state in rank_states:
             self._load_buffers(state["buffers"])
             moments.append(self.statistics.moments())
-        self._load_buffers(of_ranks[0]["buffers"])
+        self._load_buffers(rank_states[0]["buffers"])
         weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
         self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
 
@@ -241,41 +247,41 @@ class TrainingState:
             for buffer, value in zip(self.model.buffers(), values, strict=True):
                 buffer.copy_(value)
 
-    def even_out(self, world: World) -> int:
-        """Give the ranks that are behind the state of one that is furthest. Collective.
+    def sync_to_latest(self, world: World) -> int:
+        """Give ranks that are behind the state of the rank that is furthest. Collective.
 
         Returns:
-            That rank.
+            The rank whose state was sent; of several, the lowest.
         """
         steps = gather_values(world.comm, self.progress.step if self.is_begun else -1)
         source = steps.index(max(steps))
         if len(set(steps)) > 1:
             behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
-            self.take_from(world, source, behind)
+            self.copy_from(world, source, behind)
         self.is_begun = True
         return source
 
-    def take_from(self, world: World, source: int, receivers: Collection[int]) -> None:
-        """Give some ranks the state of rank `source`. Collective.
+    def copy_from(self, world: World, source: int, receivers: Collection[int]) -> None:
+        """Copy the state of rank `source` to some ranks. Collective.
 
-        The others keep theirs, and with it what their own batch norms have seen.
+        The other ranks keep theirs, and so their own batch norm statistics.
         """
-        told = broadcast_bytes(
+        content = broadcast_bytes(
             world.comm, to_bytes(self.shared()) if world.rank == source else None, source
         )
         if world.rank in receivers:
-            self.load_shared(from_bytes(told))
+            self.load_shared(from_bytes(content))
 
 
 def to_bytes(state: dict[str, Any]) -> bytes:
-    """Return a state of tensors and plain values as bytes."""
+    """Serialize a state of tensors and plain values."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
-    """Return the state of tensors and plain values that `to_bytes` was given."""
+    """Deserialize a state that `to_bytes` serialized; its tensors are in host memory."""
     state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
 

@@ -1,4 +1,4 @@
-"""The lock of the training state, taken by the save at a signal."""
+"""The lock of the training state, which is also taken to save the state on a signal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class StateLock:
     """Held while the state changes; taken by any other reader of it.
 
     Attributes:
-        on_acquired: called with the lock held, before the state changes; None for nothing.
-        on_release: called with the lock held, after the change, with what ended it: an exception or
-            None. None for nothing.
+        on_acquired: called with the lock held, before the state changes; may be None.
+        on_release: called with the lock held, after the change, with the exception that ended it or
+            None; may be None.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from kaitian_mpi.errors import UnsupportedError
 MAX_COUNT = 1 << 30
 """The most elements in one MPI call, because its counts are C ints."""
 
-WIDER: dict[torch.dtype, torch.dtype] = {
+ACCUMULATION_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.int16: torch.int32,
@@ -68,13 +68,17 @@ class Reduction:
         MPI has no 16-bit floats, and Open MPI's sums of 8 and 16-bit integers saturate where vector
         instructions add them, but wrap in the remainder (open-mpi/ompi#8045).
         """
-        if dtype not in WIDER:
+        if dtype not in ACCUMULATION_DTYPES:
             return True
         return dtype in _TYPES and self.mpi_op != MPI.SUM
 
-    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+    def in_supported_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host tensor in a dtype that MPI reduces correctly: itself or a copy."""
-        return tensor if self.mpi_supports(tensor.dtype) else tensor.to(WIDER[tensor.dtype])
+        return (
+            tensor
+            if self.mpi_supports(tensor.dtype)
+            else tensor.to(ACCUMULATION_DTYPES[tensor.dtype])
+        )
 
     @property
     def without_division(self) -> Reduction:
@@ -130,7 +134,7 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
     impossible = (kind in _BITWISE and inexact) or (kind in _ORDERED and dtype.is_complex)
     if kind not in table or impossible:
         raise UnsupportedError(f"reduce operation {kind} on {dtype} is not supported by kaitian")
-    if dtype not in _TYPES and dtype not in WIDER:
+    if dtype not in _TYPES and dtype not in ACCUMULATION_DTYPES:
         raise UnsupportedError(f"a reduction of {dtype} is not supported by kaitian")
     return table[kind]
 

@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 from kaitian_mpi.mpi import pairwise
 from kaitian_mpi.mpi.datatypes import (
+    ACCUMULATION_DTYPES,
     MAX_COUNT,
     SUM,
-    WIDER,
     Reduction,
     as_buffer,
     as_raw_buffer,
@@ -40,7 +40,7 @@ def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor
     The split depends only on the tensor's length and dtype and the number of ranks, because other
     ranks may have their tensors on other devices.
     """
-    if tensor.dtype in WIDER:
+    if tensor.dtype in ACCUMULATION_DTYPES:
         return tensor.split(pairwise.elements_per_round(comm, tensor))
     if tensor.nbytes <= _LONG_BYTES:
         return (tensor,)

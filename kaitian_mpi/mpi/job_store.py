@@ -65,7 +65,7 @@ def finished_ranks(comm: MPI.Intracomm) -> list[int]:
     Raises:
         RankLostError: a rank has died, so waiting for the others may never end.
     """
-    if ulfm.is_on() and ulfm.loss_detected_within(comm, 0):
+    if ulfm.is_enabled() and ulfm.loss_detected_within(comm, 0):
         from kaitian_mpi.errors import RankLostError
 
         raise RankLostError("a rank is lost")

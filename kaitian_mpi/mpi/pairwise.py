@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.datatypes import WIDER, Reduction, as_raw_buffer
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
 from kaitian_mpi.runtime import tags
 
 # A piece is long enough to amortise a message's fixed cost; the scratch memory for all pieces that
@@ -90,8 +90,8 @@ def _reduce_parts(
     own, others = parts[comm.rank], [scratch[rank] for rank in _others(comm)]
     # A sum of two 16-bit floats is rounded once anyway; a sum of integers is not rounded.
     is_exact = len(others) == 1 or not result.is_floating_point()
-    once = result.dtype not in WIDER or (is_exact and not op.is_average)
-    total = result if once else torch.empty(length, dtype=WIDER[result.dtype])
+    once = result.dtype not in ACCUMULATION_DTYPES or (is_exact and not op.is_average)
+    total = result if once else torch.empty(length, dtype=ACCUMULATION_DTYPES[result.dtype])
     if not once or not others:
         own = total.copy_(own)
     for other in others:

@@ -30,7 +30,7 @@ from kaitian_mpi.mpi.store_server import (
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.tags import STORE_REPLIES, STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import is_loss, is_revoked, track_comm
+from kaitian_mpi.runtime.ulfm import is_revoked, may_be_loss, track_comm
 
 _MAX_NAP_SEC = 5e-3
 
@@ -75,7 +75,7 @@ class StoreLink:
         try:
             self.ask("depart", (b"%d" % self.comm.rank,), 0.0)
         except MPI.Exception as error:
-            if not is_loss(error):
+            if not may_be_loss(error):
                 raise
 
     def _ask_here(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from kaitian_mpi.runtime.abort import abort_with_traceback
-from kaitian_mpi.runtime.polling import abandon, wait_until
+from kaitian_mpi.runtime.polling import keep_alive, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import have_failed, is_loss, is_on, is_revoked
+from kaitian_mpi.runtime.ulfm import have_failed, is_enabled, is_revoked, may_be_loss
 
 OK, TIMED_OUT, REFUSED, LOST = b"ok", b"timed out", b"refused", b"lost"
 
@@ -180,7 +180,7 @@ class StoreServer:
             if self._lost or not self._thread.is_alive():
                 return True
             others = set(range(self._comm.size)) - self._departed - {self._comm.rank}
-        return not others or (is_on() and have_failed(self._comm, sorted(others)))
+        return not others or (is_enabled() and have_failed(self._comm, sorted(others)))
 
     def _serve(self) -> None:
         try:
@@ -188,7 +188,7 @@ class StoreServer:
                 try:
                     self._poll_requests()
                 except MPI.Exception as error:
-                    if not is_loss(error):
+                    if not may_be_loss(error):
                         raise
                     if is_revoked(self._comm):
                         self._give_up()
@@ -235,7 +235,7 @@ class StoreServer:
                 # Nonblocking: a stopped rank must not delay the replies to the others.
                 sent = self._comm.Isend([message, MPI.BYTE], source, reply_tag)
             except MPI.Exception as error:
-                if not is_loss(error):  # otherwise the receiver is gone
+                if not may_be_loss(error):  # otherwise the receiver is gone
                     raise
             else:
                 self._replies.append((sent, message))
@@ -249,13 +249,13 @@ class StoreServer:
 
     def _finish_replies(self) -> None:
         if not wait_until(self._drop_sent_replies, self._LAST_REPLIES_SEC):
-            abandon(self._replies)
+            keep_alive(self._replies)
 
 
 def _is_done(request: MPI.Request) -> bool:
     try:
         return bool(request.Test())
     except MPI.Exception as error:
-        if not is_loss(error):
+        if not may_be_loss(error):
             raise
         return True

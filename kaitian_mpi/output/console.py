@@ -15,13 +15,13 @@ from kaitian_mpi.mpi.world import World
 _WIDTH = 120
 
 
-def say(world: World, text: str) -> None:
+def print_rank_0(world: World, text: str) -> None:
     """Print a line from world rank 0."""
     if world.rank == 0:
         print(text, flush=True)
 
 
-def say_here(text: str) -> None:
+def print_here(text: str) -> None:
     """Print a line from this rank."""
     print(text, flush=True)
 
@@ -49,7 +49,7 @@ def show_topology(world: World, survives: bool = False) -> None:
             f"{info.memory_bytes / 2**30:.1f} GiB",
         )
     show_table(world, table)
-    say(
+    print_rank_0(
         world,
         "fault tolerance: on, the job lives on when a rank dies"
         if survives

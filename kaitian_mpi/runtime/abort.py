@@ -53,7 +53,9 @@ def _abort_on(program: str, error: BaseException) -> None:
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         reason = "" if isinstance(error.code, int | None) else f": {error.code}"
-        say(f"{label()} sys.exit({code}) before the run was complete{reason}; ending the job")
+        print_to_stderr(
+            f"{rank_prefix()} sys.exit({code}) before the run was complete{reason}; ending the job"
+        )
         abort_job(code or 1)
     else:
         abort_with_traceback()
@@ -69,7 +71,7 @@ def report_once() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if os.environ.get(_APP_CONTEXTS) == "1" and ulfm.is_on():
+        if os.environ.get(_APP_CONTEXTS) == "1" and ulfm.is_enabled():
             raise AgreedError(str(error)) from error
         raise
 
@@ -96,12 +98,12 @@ def _abort_on_uncaught(
     abort_job(1)
 
 
-def label() -> str:
+def rank_prefix() -> str:
     """Return this rank's message prefix, `[rank@host]`."""
     return f"[{read_launch(os.environ).world_rank}@{socket.gethostname()}]"
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Write whole lines to stderr in one call, so that lines of different ranks do not mix."""
     sys.stdout.flush()
     os.write(2, (text.rstrip("\n") + "\n").encode())
@@ -109,8 +111,8 @@ def say(text: str) -> None:
 
 def write_labelled(text: str) -> None:
     """Write lines to stderr in one call, each prefixed `[rank@host]`."""
-    prefix = label()
-    say("\n".join(f"{prefix} {line}" for line in text.splitlines()))
+    prefix = rank_prefix()
+    print_to_stderr("\n".join(f"{prefix} {line}" for line in text.splitlines()))
 
 
 def abort_with_traceback(what: str = "") -> None:
@@ -139,7 +141,7 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
         # Rank 0 usually finds the same error: let it print before our exit ends the job.
         time.sleep(_WAIT_FOR_RANK_0_SEC)
     if rank == 0 or not isinstance(error, AgreedError):
-        say(f"{program}: error: {error}")
+        print_to_stderr(f"{program}: error: {error}")
     if started and not isinstance(error, AgreedError):
         abort_job(error.exit_code)
     # Imported here because it imports numpy; the watchdog imports this module and must start first.

@@ -51,7 +51,7 @@ def initialize_mpi() -> MPI.Intracomm:
             f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}: "
             "mpirun and mpi4py use different MPI libraries; use the mpirun of this environment"
         )
-    if ulfm.is_on() and not shutdown.is_listening():
+    if ulfm.is_enabled() and not shutdown.is_listening():
         register_close(shutdown.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 

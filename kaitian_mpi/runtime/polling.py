@@ -89,7 +89,7 @@ def wake_up(comm: MPI.Comm, ranks: Iterable[int]) -> None:
         comm.Send([b"", MPI.BYTE], rank, tags.WAKE_UP)
 
 
-def wait_for(request: MPI.Request, limit_sec: float = math.inf) -> bool:
+def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
     """Wait for an MPI request as `wait_until` does; return whether it completed within the limit.
 
     MPI's blocking calls spin while they wait for a slower rank; a rank that shares its cores with
@@ -98,7 +98,7 @@ def wait_for(request: MPI.Request, limit_sec: float = math.inf) -> bool:
     return wait_until(request.Test, limit_sec)
 
 
-def abandon(*kept: object) -> None:
+def keep_alive(*kept: object) -> None:
     """Keep a request that will not complete, and its buffers, alive until this process exits.
 
     MPI may still write to the buffers.
@@ -107,5 +107,5 @@ def abandon(*kept: object) -> None:
 
 
 def sleeping_barrier(comm: MPI.Comm) -> None:
-    """Wait, as `wait_for` does, until every rank of `comm` has called this. Collective."""
-    wait_for(comm.Ibarrier())
+    """Wait, as `wait_request` does, until every rank of `comm` has called this. Collective."""
+    wait_request(comm.Ibarrier())

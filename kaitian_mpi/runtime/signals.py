@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.abort import say
+from kaitian_mpi.runtime.abort import print_to_stderr
 from kaitian_mpi.runtime.launcher import read_launch
 
-REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
+CHECKPOINT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request a checkpoint: a batch system's warning before it ends the job."""
 
 _OTHERS_SAVING_SEC = 2.0
@@ -56,7 +56,7 @@ def on_exit_signal(
 
 
 @contextmanager
-def requests(answer: Callable[[], None]) -> Iterator[None]:
+def on_checkpoint_request(answer: Callable[[], None]) -> Iterator[None]:
     """Call `answer`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block."""
     global _on_request
     _on_request = answer
@@ -79,16 +79,16 @@ def handle_signals(program: str) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (*_REASONS, *REQUESTS):
+    for number in (*_REASONS, *CHECKPOINT_SIGNALS):
         signal.signal(number, _handle)
-    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, CHECKPOINT_SIGNALS)
     _keep_from_children()
 
     def wait_for_signal() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CHECKPOINT_SIGNALS)
         while True:
             number = os.read(reader, 1)[0]
-            if number in REQUESTS and _on_request is not None:
+            if number in CHECKPOINT_SIGNALS and _on_request is not None:
                 _on_request()
             elif number in _REASONS:
                 _exit_by_signal(number)
@@ -123,7 +123,7 @@ def _keep_from_children() -> None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for number in REQUESTS:
+            for number in CHECKPOINT_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # still blocked by the mask
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.outside)
 
@@ -144,7 +144,7 @@ def _exit_by_signal(number: int) -> None:
     elif message == "":
         # Another rank may be saving, and the launcher kills it once this one has exited.
         time.sleep(_OTHERS_SAVING_SEC)
-    if ulfm.is_on():
+    if ulfm.is_enabled():
         # Open MPI notifies the others of a rank's end only if a signal killed it.
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(128 + number)
@@ -160,7 +160,7 @@ def write_to_launcher_stderr(text: str) -> None:
     try:
         descriptor = open_launcher_stderr()
     except OSError:
-        say(output_line(text).decode())
+        print_to_stderr(output_line(text).decode())
         return
     with suppress(OSError):
         os.write(descriptor, output_line(text))

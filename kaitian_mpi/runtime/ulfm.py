@@ -25,14 +25,14 @@ _tracked: list[MPI.Comm] = []
 _shrunk = False
 
 
-def is_on() -> bool:
+def is_enabled() -> bool:
     """Return whether the job was started with `mpirun --with-ft ulfm`."""
     return os.environ.get(FAULT_TOLERANCE) == "1"
 
 
 def track_comm(comm: Comm) -> Comm:
     """Register a communicator to be revoked when a rank is lost; return it."""
-    if is_on():
+    if is_enabled():
         _tracked.append(comm)
     return comm
 
@@ -54,10 +54,10 @@ def revoke_all() -> None:
 
 def is_revoked(comm: MPI.Comm) -> bool:
     """Return whether a communicator has been revoked and can no longer be used. Not collective."""
-    return is_on() and comm.Is_revoked()
+    return is_enabled() and comm.Is_revoked()
 
 
-def is_loss(error: BaseException) -> bool:
+def may_be_loss(error: BaseException) -> bool:
     """Return whether an error may mean that a rank is lost, or that another rank noticed a loss.
 
     Any MPI error may: when a rank dies during a nonblocking collective, Open MPI sometimes reports
@@ -65,7 +65,7 @@ def is_loss(error: BaseException) -> bool:
     """
     from mpi4py import MPI
 
-    return is_on() and isinstance(error, MPI.Exception)
+    return is_enabled() and isinstance(error, MPI.Exception)
 
 
 def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
@@ -79,7 +79,7 @@ def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
         make_progress()
         return comm.Is_revoked() or comm.Get_failed().size > 0
 
-    return is_on() and wait_until(is_detected, seconds, _POLL_SEC)
+    return is_enabled() and wait_until(is_detected, seconds, _POLL_SEC)
 
 
 def make_progress() -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from kaitian_mpi.runtime.abort import label
+from kaitian_mpi.runtime.abort import rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
 
 _log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def start_watchdog(limit_sec: float) -> Watchdog | None:
     global _current
     alone = read_launch(os.environ).world_size == 1  # may outlive the shell that started it
     with suppress(OSError):
-        _current = Watchdog(label(), limit_sec, follow_launcher=not alone)
+        _current = Watchdog(rank_prefix(), limit_sec, follow_launcher=not alone)
     return _current
 
 

@@ -58,7 +58,7 @@ class Report:
         return min(_MAX_NAP_SEC, self.limit / _NAPS_PER_LIMIT)
 
 
-def updated(known: Report | None, lines: list[bytes]) -> Report | None:
+def newest_report(known: Report | None, lines: list[bytes]) -> Report | None:
     """Return the newest report after reading more lines; malformed lines are ignored.
 
     The last two lines suffice: one thread writes the phases and another the heartbeats, so that
@@ -76,7 +76,7 @@ def updated(known: Report | None, lines: list[bytes]) -> Report | None:
     return known
 
 
-def judge(now: float, report: Report, restarted: float, state: str = "") -> str | None:
+def kill_reason(now: float, report: Report, restarted: float, state: str = "") -> str | None:
     """Return why the rank has to be killed, or None.
 
     Args:
@@ -179,7 +179,7 @@ class Watch:
         # A forked worker of the rank may hold the pipe's other end open.
         if lines is None or os.getppid() != self._rank:
             return False
-        self._report = updated(self._report, lines)
+        self._report = newest_report(self._report, lines)
         slept, self._checked = now - self._checked, now
         if self._report and was_suspended(slept, self._nap, self._report.limit):
             self._restarted = now
@@ -194,7 +194,7 @@ class Watch:
         state, launcher = self._read_stat()
         if self._launcher and launcher != self._launcher:
             return f"its launcher has exited, last in {self._report.where}"
-        return judge(self._checked, self._report, self._restarted, state)
+        return kill_reason(self._checked, self._report, self._restarted, state)
 
     def _read_stat(self) -> tuple[str, int]:
         try:

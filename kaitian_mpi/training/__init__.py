@@ -1,1 +1,1 @@
-"""A training run: the session, the step loop, metrics, health checks, the summary."""
+"""A training run: the session, the step loop, metrics, health checks and the summary."""

@@ -1,4 +1,4 @@
-"""Training a run on one set of ranks, until it is done or a rank is lost."""
+"""Trains a run on one set of ranks until it is done or a rank is lost."""
 
 from __future__ import annotations
 
@@ -15,78 +15,78 @@ from kaitian_mpi.engine.evaluation import Evaluation
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import lost_line, result_line, say
+from kaitian_mpi.output.console import lost_line, print_rank_0, result_line
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.runtime.signals import on_exit_signal, requests
+from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.results import write_results
-from kaitian_mpi.training.resumption import begin_course
+from kaitian_mpi.training.resumption import begin_branch
 from kaitian_mpi.training.run import Run
 from kaitian_mpi.training.trainer import Trainer
 
 
 def train_run(run: Run, world: World) -> None:
-    """Train from wherever the run is, and keep its summary up to date.
+    """Train from the run's current step on, and keep its summary up to date.
 
-    Collective over the active ranks; called again, on other ranks, after a loss.
+    Collective over the active ranks; called again on the new active ranks after a loss.
     """
-    run.take_files(world)
+    run.take_over_files(world)
     run.choose_allreduce_again(world)
     plan = run.plan(world)
-    run.reach_state(world, plan)
-    run.checkpoints.begin()
+    run.restore_state(world, plan)
+    run.checkpoints.restart_timer()
     trainer = run.make_trainer(world, plan)
     with StepFollowUp(run.config, world, run.setup.folder, trainer, plan) as follow_up:
         attempt = Attempt(run, trainer, follow_up)
         attempt.log_start(plan)
-        run.earlier = begin_course(
+        run.earlier = begin_branch(
             run.config, run.earlier, world, run.checkpoints, run.state, attempt.metadata()
         )
         try:
-            with attempt.saved_at_signals():
+            with attempt.save_on_signals():
                 attempt.train()
         finally:
-            run.remember_costs(world, follow_up.balancing.costs())
+            run.record_costs(world, follow_up.balancing.costs())
     enter_phase("writing the last checkpoint", limited=False)
-    with attempt.saved_at_signals():
+    with attempt.save_on_signals():
         attempt.finish()
 
 
 class Attempt:
-    """Trains a run on one set of ranks until it is done, or one of them is lost.
+    """Trains a run on one set of ranks until it is done or one of them is lost.
 
-    Every method is collective over these ranks, unless it says otherwise.
+    Every method is collective over these ranks, unless stated otherwise.
     """
 
     def __init__(self, run: Run, trainer: Trainer, follow_up: StepFollowUp) -> None:
-        """Begin with what belongs to these ranks.
+        """Store the objects of these ranks.
 
         Args:
-            run: that is trained, and learns of it.
-            trainer: of these ranks.
-            follow_up: of the trainer's steps.
+            run: the run to train; its summary and results are updated.
+            trainer: trains on these ranks.
+            follow_up: handles each step that the trainer has done.
         """
         self._run, self._trainer, self._follow_up = run, trainer, follow_up
         self._world, self._state = trainer.world, trainer.state
         self._checkpoints = run.checkpoints
 
     def train(self) -> None:
-        """Train and evaluate what is left of the run."""
+        """Train and evaluate the remaining epochs."""
         while not self._state.progress.is_done:
             self._follow_up.metrics.restart()
             for step in self._trainer.steps():
-                is_wanted = self._follow_up.step_done(step, self._checkpoints.wants())
+                requested = self._follow_up.step_done(step, self._checkpoints.wants_checkpoint())
                 self._log_recovery(step.number)
                 self._check_weights(step.number)
-                self._save_if_due(step.number, is_wanted)
+                self._save_if_due(step.number, requested)
             self._follow_up.epoch_done()
             self._end_epoch(self._trainer.evaluate())
 
     def finish(self) -> None:
-        """Bring the results to disk; without them the run is not finished."""
+        """Write the results to disk; without them the run is not finished."""
         run, fault = self._run, ""
         if self._world.rank == 0:
             summary = replace(run.summary, failures=run.failures())
@@ -101,15 +101,15 @@ class Attempt:
         if not run.fault:
             self._checkpoints.close()
             run.summary = replace(run.summary, finished=True)
-            say(self._world, f"results in {run.setup.path}")
+            print_rank_0(self._world, f"results in {run.setup.path}")
 
     def metadata(self) -> RunMetadata:
-        """Return what is saved with the state. Not collective."""
+        """Return the metadata to save with the state. Not collective."""
         return self._run.metadata(self._world, self._trainer.sampler.batch_sizes)
 
     @contextmanager
-    def saved_at_signals(self) -> Iterator[None]:
-        """Save what there is when a signal ends the job, or asks for it. Not collective."""
+    def save_on_signals(self) -> Iterator[None]:
+        """Save the state when a signal ends the job or requests it in the block. Not collective."""
         state, checkpoints = self._state, self._checkpoints
         prepare = partial(checkpoints.prepare_exit, state)
         exit_save = ExitSave(
@@ -118,33 +118,33 @@ class Attempt:
             None if device_of(state.computation.device).is_host else prepare,
         )
         owns_files = not isinstance(self._run.setup.folder, NoFolder)
-        ending = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)
-        with on_exit_signal(*ending), requests(checkpoints.ask):
+        callbacks = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)
+        with on_exit_signal(*callbacks), on_checkpoint_request(checkpoints.request):
             yield
 
     def log_start(self, plan: Plan) -> None:
-        """Show and write the plan, and that these ranks train."""
+        """Log and record the plan and the ranks that train."""
         run, world, step = self._run, self._world, self._state.progress.step
         if lost := run.membership.begin_step(step + 1):
-            why = lost_line(lost)
-            say(world, f"step {step}: {why}; {world.size} ranks continue")
+            reason = lost_line(lost)
+            print_rank_0(world, f"step {step}: {reason}; {world.size} ranks continue")
         elif step:
-            why = "as resumed"
+            reason = "as resumed"
         elif run.profiles.measured:
-            why = FROM_BENCHMARK
+            reason = FROM_BENCHMARK
             run.profiles.show(world, run.setup, plan)
         else:
-            why = "equal shares"
-        record_plan(world, run.setup, plan, step, why)
-        run.summary = run.summary.with_ranks(world, self._state, plan, run.algorithm)
+            reason = "equal shares"
+        record_plan(world, run.setup, plan, step, reason)
+        run.summary = run.summary.with_ranks(world, self._state, plan, run.allreduce_algorithm)
         run.write_summary()
 
     def _log_recovery(self, step: int) -> None:
-        """Log once how long a loss has held the run up."""
+        """Log, once per loss, how long the recovery took."""
         recovered = self._run.membership.newly_recovered()
         for loss in recovered:
             text = f"step {step} is done, {loss.recovery_sec:.2f} s after the loss was noticed"
-            say(self._world, text)
+            print_rank_0(self._world, text)
         if recovered:
             self._run.write_summary()
 
@@ -154,9 +154,9 @@ class Attempt:
         if every and step % every == 0:
             repair_divergence(self._world, self._state)
 
-    def _save_if_due(self, step: int, is_wanted: bool) -> None:
-        """Save a checkpoint where it is time for one, and a snapshot."""
-        if self._checkpoints.is_due(step, is_wanted):
+    def _save_if_due(self, step: int, requested: bool) -> None:
+        """Save a checkpoint and a snapshot, if they are due."""
+        if self._checkpoints.is_due(step, requested):
             enter_phase("saving a checkpoint", limited=False)
             self._checkpoints.save(self._world, self._state, self.metadata())
         self._checkpoints.snapshot(self._world, self._state, self.metadata)
@@ -168,7 +168,7 @@ class Attempt:
         else:
             progress.stopped()
         where = (progress.epoch, progress.position, progress.step)
-        say(self._world, result_line(*where, result.loss, result.accuracy))
+        print_rank_0(self._world, result_line(*where, result.loss, result.accuracy))
         run.setup.folder.save_model(self._state.weights())
         run.summary = run.summary.with_epoch(self._trainer, self._follow_up, result)
         run.write_summary()

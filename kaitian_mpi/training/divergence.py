@@ -1,4 +1,4 @@
-"""Whether the ranks still hold the same weights."""
+"""Checks that all ranks still have the same weights, and repairs those that do not."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ import torch
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 
-_COLUMNS = 61  # a prime: what is copied to a wrong place by a power of two shows
+_COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
 
 
 def repair_divergence(world: World, state: TrainingState) -> list[int]:
-    """Give a rank whose weights differ those of a healthy one. Collective.
+    """Copy a healthy rank's weights to the ranks whose weights differ. Collective.
 
-    Ranks get the same gradients and do the same with them, so they differ only by a fault: broken
-    memory, a kernel that is not deterministic, or code that changes weights on some ranks only.
-    Right is what most ranks hold; of equally many, the lowest rank.
+    Ranks apply the same gradients in the same way, so they differ only because of a fault: broken
+    memory, a nondeterministic kernel, or code that changes weights on some ranks only. The weights
+    that most ranks have are taken as right; with equal numbers, those of the lowest rank.
 
     Returns:
-        The ranks that differed, by the numbers that MPI gave.
+        The world ranks that differed.
     """
     fingerprints = gather_values(world.comm, fingerprint(state))
     healthy, different = split_by_majority(fingerprints)
     if not different:
         return []
     names = ", ".join(str(world.infos[rank]) for rank in different)
-    say(
+    print_rank_0(
         world,
         f"step {state.progress.step}: the weights of {names} differ from the others'; copied from "
         f"{world.infos[healthy]}",
     )
-    state.take_from(world, healthy, different)
+    state.copy_from(world, healthy, different)
     return [world.infos[rank].world_rank for rank in different]
 
 
 def split_by_majority(values: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the first rank with the most frequent value, and the ranks with another."""
+    """Return the first rank with the most frequent value, and the ranks with another value."""
     counts = Counter(values)
     most = max(counts.values())
     healthy = next(rank for rank, value in enumerate(values) if counts[value] == most)
@@ -49,9 +49,9 @@ def split_by_majority(values: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def fingerprint(state: TrainingState) -> int:
-    """Return a number that is the same where weights and optimizer are the same, bit by bit.
+    """Return a checksum of the weights and the optimizer's state, for bitwise comparison.
 
-    Sums of the tensors' bits as integers, where the tensors are, and a checksum of those sums.
+    The tensors' bits are summed as integers on their device; then the sums are hashed.
     """
     tensors = [parameter.detach() for parameter in state.model.parameters()]
     for of_parameter in state.optimizer.state.values():

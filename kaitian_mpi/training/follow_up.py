@@ -1,4 +1,4 @@
-"""What the ranks do together after each step: exchange reports, adopt plans, record metrics."""
+"""What all ranks do after each step: exchange reports, adopt new plans, record metrics."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from kaitian_mpi.training.trainer import Step, Trainer
 
 
 class StepFollowUp:
-    """Follows a trainer's steps, on the ranks that it trains on.
+    """Handles a trainer's steps on all of its ranks.
 
-    Every method is collective. Use it as a context: leaving it by an exception waits for no rank.
+    Every method is collective. Use it as a context manager; leaving it by an exception does not
+    wait for other ranks.
     """
 
     def __init__(
         self, config: TrainConfig, world: World, folder: RunFolder, trainer: Trainer, plan: Plan
     ) -> None:
-        """Begin with a plan.
+        """Start with a plan.
 
         Args:
             config: the settings.
             world: the ranks.
             folder: where metrics and plans are written.
-            trainer: whose steps follow.
-            plan: the one that the trainer begins with.
+            trainer: the trainer whose steps are handled.
+            plan: the trainer's initial plan.
         """
         self._trainer = trainer
         self._exchange = StepExchange(world.comm)
@@ -62,18 +63,19 @@ class StepFollowUp:
         self.close(together=kind is None)
 
     def close(self, together: bool = True) -> None:
-        """End the exchange of reports; not `together` where a rank may be lost."""
+        """End the exchange of reports; pass `together=False` if a rank may be lost."""
         self._exchange.close(together)
 
     def step_done(self, step: Step, wants_checkpoint: bool = False) -> bool:
-        """Do what every step is followed by.
+        """Handle a step.
 
         Args:
-            step: that the trainer has just done.
-            wants_checkpoint: whether this rank asks for a checkpoint.
+            step: the step that the trainer has just done.
+            wants_checkpoint: whether this rank requests a checkpoint.
 
         Returns:
-            Whether any rank has asked for one by the step before; the same on every rank.
+            Whether any rank requested one with its report of the step before; the same on every
+            rank.
 
         Raises:
             AgreedError: too many steps in a row had no finite gradient.
@@ -85,7 +87,7 @@ class StepFollowUp:
         return any(report.wants_checkpoint for report in reports)
 
     def epoch_done(self) -> None:
-        """Record the steps since the last line of metrics."""
+        """Write the metrics of the steps since the last line."""
         self.metrics.read(self._trainer.progress)
 
     def _adopt_plan(self, step: Step, reports: Sequence[StepReport]) -> None:

@@ -1,4 +1,4 @@
-"""Which host has a slow way to the others."""
+"""Finds the host whose network links are slow."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from kaitian_mpi.mpi.exchange import gather_values
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FEWEST, MOST = 3, 256  # of two ends either may be slow; links are measured one after the other
+# With two hosts either may be the slow one; links are measured one after the other.
+MIN_HOSTS, MAX_HOSTS = 3, 256
 _BYTES = 256 << 10
 _REPEATS = 8
 _SLOW_FACTOR = 2.0
 
 
 def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
-    """Return the seconds that 256 KiB take both ways at once between each end and the next.
-
-    The last is between the last end and the first. Of eight times each, the least. Collective.
+    """Time the link from each of some ranks to the next, in a ring. Collective.
 
     Args:
         comm: the ranks.
-        ends: some of them, one of each host, say.
+        ends: the ranks in the ring, such as one per host.
+
+    Returns:
+        Seconds to exchange 256 KiB in both directions at once, the shortest of eight times, by
+        link; the last link is from the last rank to the first.
     """
     own, other = np.zeros(_BYTES, dtype=np.uint8), np.empty(_BYTES, dtype=np.uint8)
-    mine: dict[int, float] = {}
+    own_times: dict[int, float] = {}
     for link, left in enumerate(ends):
         right = ends[(link + 1) % len(ends)]
         if comm.rank not in (left, right):
@@ -42,21 +45,23 @@ def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
             comm.Sendrecv(own, partner, recvbuf=other, source=partner)
             times.append(time.perf_counter() - start)
         if comm.rank == left:
-            mine[link] = min(times)
-    times_of = {
-        int(link): sec for of_rank in gather_values(comm, mine) for link, sec in of_rank.items()
+            own_times[link] = min(times)
+    times_by_link = {
+        int(link): sec
+        for by_rank in gather_values(comm, own_times)
+        for link, sec in by_rank.items()
     }
-    return [times_of[link] for link in range(len(ends))]
+    return [times_by_link[link] for link in range(len(ends))]
 
 
 def end_with_slow_links(links: Sequence[float]) -> tuple[int, float] | None:
-    """Return the end both of whose links are slow, and how many times slower than usual.
+    """Return the index of the rank with two slow links, and how many times slower they are.
 
     Args:
-        links: as `time_links` returns them, of three ends or more.
+        links: the result of `time_links` for three ranks or more.
 
     Returns:
-        None where no end's faster link takes twice as long as that of the median end.
+        None if no rank's faster link takes at least twice as long as the median rank's.
     """
     faster = [min(link, links[end - 1]) for end, link in enumerate(links)]
     worst = max(faster)

@@ -1,4 +1,4 @@
-"""What is measured while training, and how the ranks bring it together."""
+"""Collects losses and times of all ranks while training, and writes and prints them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import progress_line, say
+from kaitian_mpi.output.console import print_rank_0, progress_line
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.trainer import Step
@@ -20,7 +20,7 @@ from kaitian_mpi.training.trainer import Step
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's figures since the last reading; times in seconds."""
+    """One rank's sums since the last reading; times in seconds."""
 
     loss_sum: float
     compute: float
@@ -30,30 +30,30 @@ class Reading:
 
 
 class Metrics:
-    """Counts this rank's losses and times, and shares them with the others every few steps.
+    """Sums this rank's losses and times, and gathers those of all ranks every few steps.
 
-    The ranks derive from each reading which step the next one is at, so that the steps in between
-    cost nothing.
+    From each reading all ranks derive the step of the next one, so that the steps in between need
+    no communication.
     """
 
     def __init__(
         self, config: TrainConfig, world: World, folder: RunFolder, clock: StepClock
     ) -> None:
-        """Start counting.
+        """Start with empty sums.
 
         Args:
             config: the number of epochs and the seconds between progress lines.
             world: the ranks.
-            folder: where the lines go.
-            clock: of this rank's steps.
+            folder: where metrics.jsonl is written.
+            clock: measures this rank's steps.
         """
         self._clock = clock
         self.compute_sec = [0.0] * world.size
         self.wait_sec = [0.0] * world.size
         self.steps = 0
-        """How many steps these sums are of; they start at 0 after a recovery."""
+        """The number of steps in these sums; both restart at 0 after a recovery."""
         self._config, self._world, self._folder = config, world, folder
-        # Summed where the losses are, so that a step does not wait for its device.
+        # Summed on the losses' device, so that a step does not wait for it.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
@@ -61,15 +61,15 @@ class Metrics:
         self._since = time.perf_counter()
 
     def restart(self) -> None:
-        """Do not count the time since the last reading: it went into something else."""
+        """Exclude the time since the last reading, which was not spent training."""
         self._since = time.perf_counter()
 
     def observe(self, step: Step, progress: Progress) -> None:
-        """Count a step. Collective at a reading.
+        """Add a step. Collective if a reading is due.
 
         Args:
-            step: of this rank.
-            progress: how far the run is with this step.
+            step: this rank's step.
+            progress: including this step.
         """
         self._loss_sum += step.loss.to(self._loss_sum) * step.own_samples
         self._data_sec += step.data_sec
@@ -80,7 +80,7 @@ class Metrics:
             self.read(progress)
 
     def read(self, progress: Progress) -> None:
-        """Bring the ranks' figures together, write and show them. Collective."""
+        """Gather the ranks' sums, then write and print them. Collective."""
         if self._steps == 0:
             return
         readings = self._gather()
@@ -137,4 +137,4 @@ class Metrics:
             rate=self._samples / elapsed,
             left_sec=(progress.total_steps - progress.step) * elapsed / self._steps,
         )
-        say(self._world, line)
+        print_rank_0(self._world, line)

@@ -1,4 +1,4 @@
-"""Following the ranks while they train: new plans, and which rank is slow."""
+"""Adjusts the plan to the ranks' speeds while they train, and reports slow ranks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
 from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerDetector
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.output.run_folder import RunFolder
-from kaitian_mpi.training.link_probe import FEWEST, MOST, end_with_slow_links, time_links
+from kaitian_mpi.training.link_probe import MAX_HOSTS, MIN_HOSTS, end_with_slow_links, time_links
 from kaitian_mpi.training.step_exchange import StepReport
 
 
 class Balancing:
-    """Follows every rank's speed; all ranks draw the same conclusions from the same reports."""
+    """Tracks every rank's speed; all ranks reach the same decisions from the same reports."""
 
     def __init__(
         self,
@@ -29,36 +29,36 @@ class Balancing:
         steps_ahead: int = 0,
         min_batch: int = 1,
     ) -> None:
-        """Begin with a plan.
+        """Start with a plan.
 
         Args:
             world: the ranks.
             folder: where plans are written.
             batch_sizes: the plan.
-            costs: of each rank, None where there was no benchmark.
-            adaptive: whether to propose other plans; needs `costs`.
-            steps_ahead: how many steps' batches are fetched before they are needed, which a new
-                plan does not change any more.
-            min_batch: the smallest batch that a plan may give.
+            costs: the ranks' costs; None without a benchmark.
+            adaptive: whether to propose new plans; needs `costs`.
+            steps_ahead: for how many steps batches are fetched in advance, which a new plan cannot
+                change.
+            min_batch: the smallest batch size in a plan.
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
         self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
-        self._watch = StragglerDetector(world.size, costs or ())
+        self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
 
     def observe(self, step: int, reports: Sequence[StepReport]) -> list[int] | None:
-        """Take in every rank's report of a step; return other batch sizes where they pay.
+        """Add the ranks' reports of a step; return new batch sizes if they are worth the change.
 
-        Collective: where the exchange between hosts has become slow, its links are measured.
+        Collective: if communication has become slow, the links between hosts are measured.
 
         Args:
-            step: how many steps are done by now; the reports are of the one before.
-            reports: by rank.
+            step: the number of steps done; the reports are of the step before.
+            reports: of each rank.
         """
         steps = [_rank_step(report) for report in reports]
         data_sec = [report.data_sec for report in reports]
-        for change in self._watch.observe(step - 1, steps, data_sec):
-            say(self._world, f"step {step}: {self._line(self._traced(change))}")
+        for change in self._stragglers.observe(step - 1, steps, data_sec):
+            print_rank_0(self._world, f"step {step}: {self._describe(self._trace_links(change))}")
         plan = self._rebalancer.observe(steps) if self._rebalancer else None
         if plan is None:
             return None
@@ -66,31 +66,32 @@ class Balancing:
         return plan.batch_sizes
 
     def slow_ranks(self) -> list[dict[str, Any]]:
-        """Return which ranks were slow, and why, for the summary."""
+        """Return which ranks were slow and why, for the summary."""
         return [
-            {**dataclasses.asdict(slow), **self._where(slow.rank)} for slow in self._watch.found
+            {**dataclasses.asdict(slow), **self._where(slow.rank)}
+            for slow in self._stragglers.found
         ]
 
     def costs(self) -> list[RankCost] | None:
-        """Return what a step costs each rank by what has been seen of it; None if unknown."""
+        """Return each rank's cost as estimated from its steps; None if unknown."""
         return self._rebalancer.costs if self._rebalancer else None
 
-    def _traced(self, change: SlowPeriod) -> SlowPeriod:
-        """Find out by a few messages which host's links are slow, where the exchange has become so.
+    def _trace_links(self, change: SlowPeriod) -> SlowPeriod:
+        """Find the host with slow links, if communication has just become slow.
 
         Collective: all ranks see the same change at the same step.
         """
         first = {info.host: rank for rank, info in reversed(list(enumerate(self._world.infos)))}
         ends = sorted(first.values())
         begins = change.kind == COMMUNICATION and change.until_step is None
-        if not begins or not FEWEST <= len(ends) <= MOST:
+        if not begins or not MIN_HOSTS <= len(ends) <= MAX_HOSTS:
             return change
         found = end_with_slow_links(time_links(self._world.comm, ends))
         if found is None:
             return change
         end, factor = found
         text = f"{change.text}; messages to and from its host take {factor:.1f}x as long as usual"
-        return self._watch.name(change, ends[end], text)
+        return self._stragglers.name(change, ends[end], text)
 
     def _record(self, step: int, plan: NewPlan) -> None:
         self.plans += 1
@@ -98,17 +99,17 @@ class Balancing:
             "step": step + self._steps_ahead,
             "decided_at_step": step,
             "batch_sizes": plan.batch_sizes,
-            "why": f"{self._world.infos[plan.rank]} {plan.why}",
+            "reason": f"{self._world.infos[plan.rank]} {plan.reason}",
             "predicted_gain": round(plan.gain, 4),
-            "times_as_long_as_measured": [round(factor, 3) for factor in plan.factors],
+            "compute_time_factors": [round(factor, 3) for factor in plan.factors],
         }
         self._folder.append("plan.jsonl", line)
-        say(
+        print_rank_0(
             self._world,
-            f"step {step}: new plan {plan.batch_sizes}: {line['why']}",
+            f"step {step}: new plan {plan.batch_sizes}: {line['reason']}",
         )
 
-    def _line(self, slow: SlowPeriod) -> str:
+    def _describe(self, slow: SlowPeriod) -> str:
         name = self._world.infos[slow.rank]
         if slow.until_step is not None:
             return f"{name} recovered ({slow.kind}, slow since step {slow.since_step})"
@@ -125,7 +126,7 @@ class Balancing:
 
 
 def _rank_step(report: StepReport) -> RankStep:
-    """Return a rank's step; getting the batch is its own work, as computing is."""
+    """Convert a report; getting the batch counts as the rank's own work, like computing."""
     count = max(1, report.timed_steps)
     return RankStep(
         report.timed_steps,

@@ -1,4 +1,4 @@
-"""Writing a run's results: until they are on disk, the run is not finished."""
+"""Writes a run's results; until they are on disk, the run is not finished."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def write_results(
     metadata: Callable[[], RunMetadata],
     summary: Summary,
 ) -> None:
-    """Write the weights, if they are not on disk yet, and then that the run is finished.
+    """Write the weights, unless they are on disk already, and then the summary as finished.
 
-    On the rank that owns the files. What was there before is kept; if the disk is full, the state
-    is kept in this host's memory. A checkpoint that did not fit is not an error.
+    Called on the rank that writes the files. Existing files are kept; if the disk is full, the
+    state is kept in this host's memory. A checkpoint that did not fit is not an error.
 
     Args:
-        folder: the run's.
-        checkpoints: the run's.
-        state: of the last step.
-        metadata: what goes with it.
-        summary: of the run.
+        folder: the run folder.
+        checkpoints: the run's checkpoints.
+        state: after the last step.
+        metadata: returns the metadata to save with the state.
+        summary: the run's summary.
 
     Raises:
         StorageError: the disk is full, or cannot be written for another reason.
     """
-    checkpoints.wait()  # one that is being written takes room
+    checkpoints.wait()  # one that is still being written needs space
     try:
-        if not folder.has(_MODEL):  # the disk may have been full only for a while
+        if not folder.has(_MODEL):  # the disk may have been full only temporarily
             folder.save_model(state.weights())
         folder.require(_MODEL)
         folder.write(NAME, replace(summary, finished=True).to_json())
@@ -55,7 +55,7 @@ def _keep(
     state: TrainingState,
     metadata: Callable[[], RunMetadata],
 ) -> str:
-    """Keep the state where there is room; return what the user should do."""
+    """Keep the state where there is space; return what the user should do."""
     step = state.progress.step
     again = f"make room, and run the same command with --run-dir {folder.path} --resume auto"
     if checkpoints.is_on_disk(step):

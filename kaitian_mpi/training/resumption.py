@@ -1,4 +1,4 @@
-"""How a job resumes a run that an earlier job has left: what each stage of the session needs."""
+"""Resumes a run that an earlier job has trained: what each stage of the session needs for it."""
 
 from __future__ import annotations
 
@@ -8,128 +8,130 @@ from pathlib import Path
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume import (
-    Found,
+    FoundCheckpoint,
     check_resumable,
     find_checkpoint,
     is_held,
     is_over,
     restore,
 )
-from kaitian_mpi.checkpoint.resume_rules import Renewed
+from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.setup import Ingredients, describe_start
+from kaitian_mpi.engine.setup import Setup, describe_start
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import say
+from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.training.summary import NAME, Summary
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """What an earlier job has left, if anything."""
+class EarlierJob:
+    """What was found of an earlier job of the run, if anything."""
 
-    found: Found = field(default_factory=Found)
+    found: FoundCheckpoint = field(default_factory=FoundCheckpoint)
     """Its last checkpoint."""
-    renewed: frozenset[Renewed] = frozenset()
-    """What the earlier job found out and this one has to find out again."""
+    invalidated: frozenset[Invalidated] = frozenset()
+    """Results of the earlier job that this one has to determine again."""
     summary: Summary = field(default_factory=Summary)
-    """Its results up to that checkpoint."""
+    """Its summary up to that checkpoint."""
     is_finished: bool = False
-    """Whether the run is finished, with nothing left to do."""
-    stood_by: bool = False
-    """Whether this rank did not train at first."""
-    begins_course: bool = False
-    """Whether this rank knows that the run leaves its later checkpoints for good."""
+    """Whether the run is finished, so that nothing is left to do."""
+    was_on_standby: bool = False
+    """Whether this rank of the present job was on standby at first."""
+    begins_branch: bool = False
+    """Whether the user named the checkpoint, so that later ones are still to be set aside."""
 
-    def remembered(self, what: Renewed) -> RunMetadata | None:
-        """Return what the earlier job knew, if what it knew of this still holds."""
-        return None if what in self.renewed else self.found.metadata
+    def remembered(self, what: Invalidated) -> RunMetadata | None:
+        """Return the earlier job's metadata, if its result for `what` is still valid."""
+        return None if what in self.invalidated else self.found.metadata
 
     def remembered_exclusion(self, world: World) -> RunMetadata | None:
-        """Return the same about the ranks to exclude.
+        """Return the earlier job's metadata, if its choice of excluded ranks is still valid.
 
-        They were found by comparison with the ranks that trained: it may not hold without those.
+        They were compared with the ranks that trained, so all of those must be present again.
         """
-        metadata = self.remembered(Renewed.EXCLUSION)
+        metadata = self.remembered(Invalidated.EXCLUSION)
         places = {info.place for info in world.infos}
-        return metadata if metadata is not None and places.issuperset(metadata.crew) else None
+        return (
+            metadata if metadata is not None and places.issuperset(metadata.active_places) else None
+        )
 
 
-def find_earlier(config: TrainConfig, setup: Ingredients, world: World) -> Earlier:
-    """Look for a checkpoint, if one is asked for, and log what has changed since. Collective.
+def find_earlier_job(config: TrainConfig, setup: Setup, world: World) -> EarlierJob:
+    """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective.
 
     Args:
-        config: `--resume`, and what is compared with the earlier job's settings.
-        setup: of this job.
+        config: `--resume`, and the settings to compare with the earlier job's.
+        setup: this job's data, model and run folder.
         world: all ranks.
 
     Raises:
-        AgreedError: there is none that can be used, or it is of another run.
+        AgreedError: there is no usable checkpoint, or it belongs to another run.
     """
     earlier = _compare(config, setup, world)
     if earlier.is_finished:
         setup.folder.confirm(NAME)  # for kaitian-supervise
         results = earlier.summary
-        say(
+        print_rank_0(
             world,
             f"{setup.path} is finished ({results.epochs} epochs, {results.steps} steps): nothing "
-            "left to train; more --epochs or --max-steps resume it",
+            "left to train; to continue it, raise --epochs or --max-steps",
         )
     else:
         describe_start(config, world, setup.folder)
     return earlier
 
 
-def _compare(config: TrainConfig, setup: Ingredients, world: World) -> Earlier:
+def _compare(config: TrainConfig, setup: Setup, world: World) -> EarlierJob:
     found = find_checkpoint(config, world, setup.path, config.resume)
     if found.metadata is None:
-        return Earlier()
-    changes = check_resumable(config, world, found, setup.data_set)
+        return EarlierJob()
+    changes = check_resumable(config, world, found, setup.dataset_size)
     summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
     if _is_finished(config, found, summary):
-        return Earlier(found, summary=summary, is_finished=True)
+        return EarlierJob(found, summary=summary, is_finished=True)
     for line in changes.lines:
-        say(world, line)
-    return Earlier(found, changes.renewed, results_until(found.progress["step"], summary))
+        print_rank_0(world, line)
+    return EarlierJob(found, changes.invalidated, results_until(found.progress["step"], summary))
 
 
-def _is_finished(config: TrainConfig, found: Found, summary: Summary) -> bool:
-    """Return whether the run has come to its end, with the results that are in its summary."""
+def _is_finished(config: TrainConfig, found: FoundCheckpoint, summary: Summary) -> bool:
+    """Return whether the run has ended and its summary has the results."""
     has_results = summary.finished and summary.steps == found.progress["step"]
     return config.resume == "auto" and has_results and is_over(config, found.progress)
 
 
 def results_until(step: int, summary: Summary) -> Summary:
-    """Return what a summary says, if it is of no later step than the run resumes from."""
+    """Return a summary, or an empty one if it is of a later step than the run resumes from."""
     return summary if summary.steps is not None and summary.steps <= step else Summary()
 
 
 def begin_or_resume(
     config: TrainConfig,
-    setup: Ingredients,
-    earlier: Earlier,
+    setup: Setup,
+    earlier: EarlierJob,
     world: World,
     state: TrainingState,
     lost: bool,
-) -> Earlier:
-    """Begin on the active ranks, or resume from what was found. Collective.
+) -> EarlierJob:
+    """Start from scratch, or resume from what was found. Collective over the active ranks.
 
     Args:
         config: `--resume`, and the seed.
-        setup: whose folder forgets the steps that are trained again.
+        setup: its folder drops the lines of steps that will be trained again.
         earlier: what was found.
         world: the active ranks.
-        state: of this rank, as it was made.
+        state: this rank's, freshly initialized.
         lost: whether ranks of this job have been lost.
 
     Returns:
-        What was found: something else where whoever had read the checkpoint is lost.
+        What was found, which differs if the rank that had read the checkpoint is lost.
     """
     resume, found = config.resume, earlier.found
     if lost and not is_held(world, found):
-        # Whoever had read the checkpoint, or had trained, is lost.
-        if not resume or any(gather_values(world.comm, earlier.stood_by)):
+        # The rank that had read the checkpoint, or the ranks that had trained, are lost.
+        if not resume or any(gather_values(world.comm, earlier.was_on_standby)):
             resume = "auto"  # the others may have trained since the file that the user names
         found = find_checkpoint(config, world, setup.path, resume)
         earlier = replace(earlier, found=found)
@@ -139,35 +141,35 @@ def begin_or_resume(
         return earlier
     restore(world, state, found, config.seed)
     setup.folder.cut_after(state.progress.step)
-    say(world, f"resuming from step {state.progress.step} ({found.name})")
-    return replace(earlier, begins_course=resume not in ("", "auto"))
+    print_rank_0(world, f"resuming from step {state.progress.step} ({found.name})")
+    return replace(earlier, begins_branch=resume not in ("", "auto"))
 
 
-def begin_course(
+def begin_branch(
     config: TrainConfig,
-    earlier: Earlier,
+    earlier: EarlierJob,
     world: World,
     checkpoints: Checkpointing,
     state: TrainingState,
     metadata: RunMetadata,
-) -> Earlier:
-    """Leave the later checkpoints of a run that resumes from one that the user names. Collective.
+) -> EarlierJob:
+    """Set later checkpoints aside if the user named the one to resume from. Collective.
 
     Args:
         config: `--resume`.
-        earlier: whose later checkpoints are left, once.
+        earlier: tells whether this is still to be done.
         world: the active ranks.
-        checkpoints: of the run.
-        state: as it was restored.
-        metadata: what is saved with it.
+        checkpoints: the run's checkpoints.
+        state: as restored.
+        metadata: the metadata to save with the state.
 
     Returns:
-        The same, with nothing left to leave.
+        The same, with this done.
     """
-    # Not all ranks know: one that was on standby may have become active since the restore.
-    if not any(gather_values(world.comm, earlier.begins_course)):
+    # Not all ranks know it: one may have become active since the restore.
+    if not any(gather_values(world.comm, earlier.begins_branch)):
         return earlier
-    aside = checkpoints.begin_course(world, state, metadata, Path(config.resume))
+    aside = checkpoints.begin_branch(world, state, metadata, Path(config.resume))
     if aside is not None:
-        say(world, f"the run's other checkpoints are in {aside} from now on")
-    return replace(earlier, begins_course=False)
+        print_rank_0(world, f"the run's other checkpoints are now in {aside}")
+    return replace(earlier, begins_branch=False)

@@ -1,7 +1,7 @@
-"""One training run, from a config to a summary; reads top to bottom like a recipe.
+"""One training run, from a config to a summary, as a sequence of stages.
 
-Each stage is a function from frozen results to a frozen result, collective over the ranks that it
-is given, and is repeated on the ranks that live where a rank is lost meanwhile.
+Each stage is a function from frozen results to a frozen result. It is collective over the ranks it
+is given, and is repeated on the surviving ranks if a rank is lost in it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kaitian_mpi.benchmark.plan import is_emulated
 from kaitian_mpi.benchmark.profiles import Profiles, find_profiles
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume import hand_over
-from kaitian_mpi.checkpoint.resume_rules import Renewed
+from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import Ingredients, prepare
+from kaitian_mpi.engine.setup import Setup, prepare
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.mpi.topology import RankInfo
@@ -32,7 +32,7 @@ from kaitian_mpi.output.console import show_topology
 from kaitian_mpi.output.run_folder import check_run_folder
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.training.attempt import train_run
-from kaitian_mpi.training.resumption import Earlier, find_earlier
+from kaitian_mpi.training.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.training.run import Run
 from kaitian_mpi.training.summary import Summary
 
@@ -41,16 +41,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Selection:
-    """Which ranks train, and how they sum gradients."""
+    """Which ranks train, and the algorithm by which they sum gradients."""
 
-    algorithm: str
-    """How gradients cross device kinds."""
+    allreduce_algorithm: str
+    """The algorithm that sums gradients across device kinds."""
     excluded: Mapping[RankInfo, str]
-    """The ranks that the job is faster without, and why."""
+    """The ranks without which the job is faster, and why."""
 
     @property
-    def excluded_numbers(self) -> list[int]:
-        """The excluded ranks' numbers in MPI's world."""
+    def excluded_ranks(self) -> list[int]:
+        """The excluded world ranks."""
         return [info.world_rank for info in self.excluded]
 
 
@@ -58,32 +58,32 @@ def train(config: TrainConfig, world: World) -> Summary:
     """Train a model and return its summary. Collective.
 
     Returns:
-        The summary; on a rank that has not trained, little of it.
+        The summary; incomplete on a rank that has not trained.
 
     Raises:
-        AgreedError: a rank cannot make what the config asks for, and nothing has been trained; or
-            the results could not be written, with the exit code of `StorageError`.
+        AgreedError: the config asks for something that is impossible on a rank, and nothing has
+            been trained; or the results could not be written, with the exit code of `StorageError`.
     """
     membership = Membership(world)
     show_topology(world, membership.survives)
     membership.attempt(partial(check_run_folder, config))
     on_all = partial(_on_all_ranks, membership)
-    setup: Ingredients = on_all(partial(prepare, config))
-    earlier: Earlier = on_all(partial(find_earlier, config, setup))
+    setup: Setup = on_all(partial(prepare, config))
+    earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
     if earlier.is_finished:
         return earlier.summary
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection))
-    membership.put_on_standby(config.spares, selection.excluded_numbers)
+    membership.put_on_standby(config.spares, selection.excluded_ranks)
     run = Run(
         config=config,
         membership=membership,
         setup=setup,
-        earlier=replace(earlier, stood_by=membership.active is None),
+        earlier=replace(earlier, was_on_standby=membership.active is None),
         profiles=profiles,
-        algorithm=selection.algorithm,
+        allreduce_algorithm=selection.allreduce_algorithm,
         excluded_places=[info.place for info in selection.excluded],
         state=state,
         checkpoints=Checkpointing(config, setup.path),
@@ -91,23 +91,21 @@ def train(config: TrainConfig, world: World) -> Summary:
     )
     membership.attempt(partial(train_run, run))
     membership.release()
-    if run.fault:  # only now, for the ranks on standby would wait for ever
+    if run.fault:  # raised only now, or the ranks on standby would wait forever
         raise AgreedError(run.fault, StorageError.exit_code)
     return run.summary
 
 
 def _on_all_ranks(membership: Membership, stage: Callable[[World], Result]) -> Result:
-    """Do a stage while no rank is on standby."""
+    """Run a stage while no rank is on standby."""
     result = membership.attempt(stage)
     assert result is not None
     return result
 
 
-def profile_ranks(
-    config: TrainConfig, setup: Ingredients, earlier: Earlier, world: World
-) -> Profiles:
-    """Find out what a step costs each rank, unless that is known or not asked for."""
-    metadata = earlier.remembered(Renewed.COSTS)
+def profile_ranks(config: TrainConfig, setup: Setup, earlier: EarlierJob, world: World) -> Profiles:
+    """Benchmark the ranks, unless their costs are known or no benchmark is wanted."""
+    metadata = earlier.remembered(Invalidated.COSTS)
     slowdown = Slowdown(setup.slowdowns[world.info.world_rank])
     return find_profiles(
         config, world, setup, slowdown, {} if metadata is None else metadata.profiles
@@ -115,60 +113,66 @@ def profile_ranks(
 
 
 def select_ranks(
-    config: TrainConfig, setup: Ingredients, earlier: Earlier, profiles: Profiles, world: World
+    config: TrainConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
 ) -> Selection:
-    """Choose how gradients are summed, and which ranks the job is faster without."""
+    """Choose the allreduce algorithm and the ranks to exclude."""
     buckets = gradient_buckets(setup.model)
     places = [info.place for info in world.infos]
-    metadata = earlier.remembered(Renewed.ALLREDUCE)
-    known = metadata.algorithm if metadata is not None and metadata.crew == places else ""
-    allreduce = choose_allreduce(known or config.allreduce, world, buckets)
+    metadata = earlier.remembered(Invalidated.ALLREDUCE)
+    known = (
+        metadata.allreduce_algorithm
+        if metadata is not None and metadata.active_places == places
+        else ""
+    )
+    algorithm = choose_allreduce(known or config.allreduce, world, buckets)
     metadata = earlier.remembered_exclusion(world)
     if metadata is not None and profiles.are_remembered:
         excluded = {
-            rank: "as in the job before"
+            rank: "as in the earlier job"
             for rank, place in enumerate(places)
-            if place in metadata.left_out
+            if place in metadata.excluded_places
         }
     else:
         excluded = _find_excluded(config, profiles, buckets, world)
     log_excluded(world, excluded)
-    return Selection(allreduce, {world.infos[rank]: why for rank, why in excluded.items()})
+    return Selection(algorithm, {world.infos[rank]: reason for rank, reason in excluded.items()})
 
 
 def _find_excluded(
     config: TrainConfig, profiles: Profiles, buckets: Sequence[int], world: World
 ) -> dict[int, str]:
-    """Return the ranks without which the job is faster; none where any is to be a spare."""
+    """Return the ranks without which the job is faster; none if there are spares."""
     costs = profiles.costs(world.infos)
-    asked = not (config.keep_all or config.spares) and config.balance != "off"
-    if costs is None or not asked or config.batch_policy == "paper" or world.size == 1:
+    wanted = not (config.keep_all or config.spares) and config.balance != "off"
+    if costs is None or not wanted or config.batch_policy == "paper" or world.size == 1:
         return {}
     return ranks_to_exclude(config, world, costs, buckets, profiles.min_batch)
 
 
 def make_state(
-    config: TrainConfig, setup: Ingredients, profiles: Profiles, world: World
+    config: TrainConfig, setup: Setup, profiles: Profiles, world: World
 ) -> TrainingState:
-    """Make what is trained, on ranks to be on standby too: the first time takes a second."""
+    """Create the training state, on later spares too, because creating the first takes a second."""
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
-    how = (world.device, profile.precision, profile.memory_format, config.label_smoothing)
-    state = TrainingState(config, setup.model, Computation(*how), total_steps=0)
+    settings = (world.device, profile.precision, profile.memory_format, config.label_smoothing)
+    state = TrainingState(config, setup.model, Computation(*settings), total_steps=0)
     state.load_shared(from_bytes(to_bytes(state.shared())))
     state.is_begun = False
     return state
 
 
 def hand_over_checkpoint(
-    config: TrainConfig, earlier: Earlier, selection: Selection, world: World
-) -> Earlier:
-    """Have the checkpoint at a rank that will train: the one that read it may be excluded."""
-    standby = plan_standby(world.infos, config.spares, selection.excluded_numbers)
+    config: TrainConfig, earlier: EarlierJob, selection: Selection, world: World
+) -> EarlierJob:
+    """Move the checkpoint to a rank that will train: the one that read it may be excluded."""
+    standby = plan_standby(world.infos, config.spares, selection.excluded_ranks)
     return replace(earlier, found=hand_over(world, earlier.found, standby.active(world.infos)[0]))
 
 
-def summary_of(world: World, setup: Ingredients, earlier: Earlier, selection: Selection) -> Summary:
-    """Return what is known before the training: the results of an earlier job, too."""
-    excluded = [{"rank": info.world_rank, "why": why} for info, why in selection.excluded.items()]
-    return replace(earlier.summary, emulated=is_emulated(world, setup), left_out=excluded)
+def summary_of(world: World, setup: Setup, earlier: EarlierJob, selection: Selection) -> Summary:
+    """Return the summary before training: what is known, and an earlier job's results."""
+    excluded = [
+        {"rank": info.world_rank, "reason": reason} for info, reason in selection.excluded.items()
+    ]
+    return replace(earlier.summary, emulated=is_emulated(world, setup), excluded=excluded)

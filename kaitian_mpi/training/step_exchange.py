@@ -1,4 +1,4 @@
-"""Every rank's report of every step, a step late, so that no rank waits for another's."""
+"""Gathers every rank's report of each step one step later, so that no rank waits for another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_type_hints
 import numpy as np
 
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.runtime.polling import abandon, wait_for
+from kaitian_mpi.runtime.polling import keep_alive, wait_request
 from kaitian_mpi.runtime.ulfm import is_revoked, track_comm
 
 if TYPE_CHECKING:
@@ -18,39 +18,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a rank reports of a step to all others; a field more is one number more per rank."""
+    """What a rank reports to all others about a step. Each field is sent as one float64."""
 
     samples: int
-    """This rank's in the step."""
+    """The rank's samples in the step."""
     timed_steps: int
-    """How many steps its device has finished since the last report."""
+    """The number of steps that its device has finished since the last report."""
     computed_sec: float
-    """Of these steps, without waiting."""
+    """Compute time of these steps, without waiting."""
     waited_sec: float
-    """Of these steps, for communication."""
+    """Time these steps spent waiting for communication."""
     data_sec: float
-    """Getting the step's batch."""
+    """Time spent getting the step's batch."""
     wants_checkpoint: bool = False
-    """Whether it asks for a checkpoint."""
+    """Whether the rank requests a checkpoint."""
 
     def to_row(self) -> tuple[float, ...]:
-        """Return the fields in order, as they are exchanged."""
+        """Return the fields as numbers, in order."""
         return tuple(float(getattr(self, name)) for name in _FIELDS)
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> StepReport:
-        """Return the report that `to_row` was called on."""
+        """Return the report whose `to_row` is given."""
         return cls(*(kind(value) for kind, value in zip(_FIELDS.values(), row, strict=True)))
 
 
-_FIELDS: dict[str, type] = get_type_hints(StepReport)  # in the order in which they are exchanged
+_FIELDS: dict[str, type] = get_type_hints(StepReport)  # in the order of `to_row`
 
 
 class StepExchange:
-    """Gathers every rank's report of a step, while the next one is computed."""
+    """Gathers every rank's report of a step while the next step is computed."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Prepare. Collective over `comm`, as every method is."""
+        """Duplicate the communicator. Collective over `comm`, as is every method."""
         self._comm = track_comm(comm.Dup())
         self._own = np.empty(len(_FIELDS))
         self._gathered = np.empty((comm.size, len(_FIELDS)))
@@ -58,32 +58,32 @@ class StepExchange:
         register_close(self.close)
 
     def swap(self, report: StepReport) -> list[StepReport] | None:
-        """Start sending this step's report, and return those of the step before, by rank.
+        """Start sending this step's report; return all reports of the previous step, by rank.
 
         Returns:
             None in the first call.
         """
-        before = self._receive()
+        previous = self._receive()
         self._own[:] = report.to_row()
         self._request = self._comm.Iallgather(self._own, self._gathered)
-        return before
+        return previous
 
     def close(self, together: bool = True) -> None:
-        """End the exchange; what is under way is received and dropped.
+        """End the exchange; reports in flight are received and dropped.
 
         Args:
-            together: False where a rank may be lost, so that no rank is waited for.
+            together: False if a rank may be lost, so that no rank is waited for.
         """
         unregister_close(self.close)
         if together and not is_revoked(self._comm):
             self._receive()
             self._comm.Free()
         elif self._request is not None:
-            abandon(self._request, self._own, self._gathered)
+            keep_alive(self._request, self._own, self._gathered)
 
     def _receive(self) -> list[StepReport] | None:
         if self._request is None:
             return None
-        wait_for(self._request)
+        wait_request(self._request)
         self._request = None
         return [StepReport.from_row(row) for row in self._gathered.tolist()]

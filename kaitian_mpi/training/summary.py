@@ -1,6 +1,6 @@
-"""What `summary.json` says of a run: its fields, where their values come from, and how it is read.
+"""The fields of `summary.json`, how they are filled in, and how the file is read.
 
-Loads neither torch nor MPI: `kaitian-supervise` reads the file too.
+Imports neither torch nor MPI, because `kaitian-supervise` reads the file too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 if TYPE_CHECKING:
     from kaitian_mpi.benchmark.plan import Plan
-    from kaitian_mpi.elastic.membership import Loss
+    from kaitian_mpi.elastic.membership import RankLoss
     from kaitian_mpi.engine.evaluation import Evaluation
     from kaitian_mpi.engine.state import TrainingState
     from kaitian_mpi.mpi.world import World
@@ -25,66 +25,66 @@ NAME = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run stands; None where nothing is known yet. Per-rank lists are ordered as `ranks`."""
+    """The state of a run; None if not known yet. Per-rank lists are in the order of `ranks`."""
 
     finished: bool = False
-    """Written last: the only sign of success that counts."""
+    """Written last: the only reliable sign of success."""
     emulated: bool | None = None
     """Whether any device kind or slowdown is emulated."""
-    left_out: list[dict[str, Any]] | None = None
-    """The ranks that the job is faster without, and why."""
+    excluded: list[dict[str, Any]] | None = None
+    """The ranks without which the job is faster: `rank` and `reason` of each."""
     allreduce: str | None = None
-    """How gradients cross device kinds; `direct` where there is one kind."""
+    """The algorithm that sums gradients across device kinds; `direct` with a single kind."""
     failures: list[dict[str, Any]] | None = None
-    """The losses that the run has survived, in this job and in those before."""
+    """The losses of ranks that the run has survived, in this job and earlier ones."""
 
     world_size: int | None = None
-    """How many ranks train."""
+    """The number of ranks that train."""
     ranks: list[int] | None = None
-    """These ranks, by their numbers in MPI's world."""
+    """The world ranks that train."""
     device_kinds: list[str] | None = None
     groups: dict[str, list[int]] | None = None
-    """The ranks of each device kind."""
+    """The world ranks of each device kind."""
     global_batch_size: int | None = None
     batch_sizes: list[int] | None = None
     """Samples per step of each rank."""
     scores: list[float] | None = None
-    """Of each rank, time_min / time_i."""
+    """Each rank's score, time_min / time_i."""
     parameters: int | None = None
-    """Of the model."""
+    """The model's number of parameters."""
     torch_version: str | None = None
 
     steps: int | None = None
     epochs: int | None = None
     bad_steps: int | None = None
-    """Steps that were skipped: their gradient was not finite."""
+    """Steps that were skipped because their gradient was not finite."""
     plans: int | None = None
-    """How many plans there were since these ranks train."""
+    """The number of plans since these ranks started to train."""
     slow_ranks: list[dict[str, Any]] | None = None
-    """Which ranks were slow since these ranks train, from when to when, and why."""
+    """Which ranks were slow since these ranks started to train, from when to when, and why."""
     samples_per_sec: float | None = None
     step_time_sec: float | None = None
     compute_time_sec: list[float] | None = None
-    """Mean per step of each rank."""
+    """Mean per step, by rank."""
     wait_time_sec: list[float] | None = None
-    """Mean per step of each rank."""
+    """Mean per step, by rank."""
     training_time_sec: float | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known as the content of the file."""
+        """Return the known fields as the content of the file."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
-        """Return what a file says; a value of another type than the field's is ignored."""
+        """Return a file's content as a summary; values of a wrong type are ignored."""
         types = get_type_hints(cls)
         names = [field.name for field in fields(cls) if field.name in content]
         return cls(**{name: content[name] for name in names if _fits(content[name], types[name])})
 
     def with_ranks(self, world: World, state: TrainingState, plan: Plan, allreduce: str) -> Summary:
-        """Return this with what is known when some ranks begin to train."""
+        """Return this with the fields that are known when some ranks start to train."""
         names = [info.world_rank for info in world.infos]
         return replace(
             self,
@@ -102,7 +102,7 @@ class Summary:
         )
 
     def with_epoch(self, trainer: Trainer, follow_up: StepFollowUp, result: Evaluation) -> Summary:
-        """Return this with how the run stands after an epoch."""
+        """Return this with the results after an epoch."""
         metrics, progress = follow_up.metrics, trainer.progress
         steps = max(1, metrics.steps)
         return replace(
@@ -123,8 +123,8 @@ class Summary:
         )
 
 
-def describe_losses(losses: Sequence[Loss]) -> list[dict[str, Any]]:
-    """Return losses as `failures` lists them."""
+def describe_losses(losses: Sequence[RankLoss]) -> list[dict[str, Any]]:
+    """Return losses as entries of `failures`."""
     return [
         {
             "at": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(loss.noticed_at)),
@@ -145,7 +145,7 @@ def describe_losses(losses: Sequence[Loss]) -> list[dict[str, Any]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from JSON is of a field's type, as far as its outermost type says."""
+    """Return whether a value from JSON has a field's type; only the outermost type is checked."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))

@@ -1,4 +1,4 @@
-"""Steps and evaluations, in step with the other ranks."""
+"""Trains and evaluates on some ranks, step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.backend.ddp_hook import WeightedSum
-from kaitian_mpi.balance.shares import cut
+from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.config import TrainConfig
@@ -23,36 +23,36 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.computation import make_schedule
 from kaitian_mpi.engine.evaluation import Evaluation, evaluate
-from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import Progress, TrainingState
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.training.step_exchange import StepReport
 
-_STEPS_TO_KNOW = 3  # before that the first step may still compile kernels
+_WARM_UP_STEPS = 3  # kernels may still be compiled in them
 
 
 @dataclass(frozen=True)
 class Step:
-    """A global step that all ranks have done, as one of them sees it."""
+    """A global step that all ranks have done, as seen by one of them."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     samples: int
-    """Of all ranks."""
+    """All ranks' samples."""
     own_samples: int
-    """Of this rank."""
+    """This rank's samples."""
     loss: torch.Tensor
-    """Mean over this rank's samples, where they were computed; reading it waits for the device."""
+    """Mean over this rank's samples, on its device; reading it waits for the device."""
     is_finite: bool
-    """Whether its gradient is; otherwise all ranks have skipped the optimizer's step."""
+    """Whether its gradient is finite; if not, all ranks have skipped the optimizer's step."""
     times: StepTimes
-    """Of the steps that the device has finished since the step before."""
+    """Times of the steps that the device has finished since the previous step."""
     data_sec: float
-    """Spent on getting this rank's batch."""
+    """Time spent getting this rank's batch."""
 
     def report(self, wants_checkpoint: bool = False) -> StepReport:
-        """Return what the other ranks need to know of it."""
+        """Return the report of this step for the other ranks."""
         steps, computed, waited = self.times
         return StepReport(
             self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
@@ -60,7 +60,7 @@ class Step:
 
 
 class Trainer:
-    """Trains on some ranks, in step with each other, from wherever the state is.
+    """Trains on some ranks from the state's current step on.
 
     Every method is collective.
     """
@@ -69,30 +69,30 @@ class Trainer:
         self,
         config: TrainConfig,
         world: World,
-        made: Ingredients,
+        setup: Setup,
         state: TrainingState,
         plan: Plan,
         slowdown: Slowdown,
         commit: Callable[[bool], None] | None = None,
     ) -> None:
-        """Make what belongs to these ranks, for a state that outlives them.
+        """Build the sampler and DDP for these ranks, around a state that outlives them.
 
         Args:
             config: the settings.
-            world: the ranks, which are those of the default process group.
-            made: the data.
+            world: the ranks of the default process group.
+            setup: the data.
             state: the same on every rank.
-            plan: the batch sizes of these ranks.
+            plan: the ranks' batch sizes.
             slowdown: this rank's emulated slowdown.
-            commit: called with whether this rank has done a step or an evaluation, before anything
-                is changed by it; raises where some rank has not.
+            commit: called before a step or evaluation takes effect, with whether this rank has done
+                it; raises if some rank has not.
         """
-        data = made.data
+        data = setup.data
         self.world, self.state = world, state
         self._config, self._data = config, data
         self._computation, self._slowdown = state.computation, slowdown
         self._commit = commit
-        state.undo_piece()
+        state.roll_back()
         self.sampler = LoadAdaptiveSampler(
             data.train,  # type: ignore[arg-type]
             plan.batch_sizes,
@@ -102,17 +102,17 @@ class Trainer:
         )
         self._micro_batch, self._min_batch = plan.micro_batch_size, plan.min_batch
         self._gradients = WeightedSum(on_bucket=self._bucket_ready)
-        # The state is the same on all ranks, except the buffers, which must stay different.
+        # The state is already the same on all ranks, except for buffers, which must stay different.
         self._ddp = DistributedDataParallel(
             state.model, init_sync=False, gradient_as_bucket_view=True, **NO_BUFFERS_IN_FORWARD
         )
-        # Its type cannot be named here: the import would start MPI, also in the processes
-        # that load data, which import the module that their data set comes from.
+        # Its type is not imported here: that would start MPI, also in data loading workers, which
+        # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
         if commit is not None:
             self._group.record_losses()
         self._gradients.attach(self._ddp)
-        # A 1x1 filter's gradient in channels_last names other strides for the same order of bytes.
+        # In channels_last a 1x1 filter's gradient has other strides, but the same order of bytes.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         self._rate = make_schedule(config)
         self.clock = StepClock(world.device_kind)
@@ -124,14 +124,11 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is."""
+        """The progress of the run."""
         return self.state.progress
 
     def steps(self) -> Iterator[Step]:
-        """Train a step each time that the next one is asked for.
-
-        Ends with the epoch, or where `--max-steps` does.
-        """
+        """Train a step per iteration, until the end of the epoch or `--max-steps`."""
         if self.progress.step >= self.progress.total_steps:
             return
         self._data.set_epoch(self.progress.epoch)
@@ -155,7 +152,7 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
         shares = self.sampler.batch_sizes
-        self.state.begin_piece()
+        self.state.begin_unit()
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = evaluate(
             self.state.model,
@@ -166,25 +163,25 @@ class Trainer:
             self._micro_batch,
             self._evaluation_limit,
         )
-        known = self._steps_seen >= _STEPS_TO_KNOW
+        is_warm = self._steps_seen >= _WARM_UP_STEPS
         set_phase_limit(
-            self._limit.limit_sec if known else first_step_limit(self._config.step_timeout)
+            self._limit.limit_sec if is_warm else first_step_limit(self._config.step_timeout)
         )
-        self._commit_piece()
+        self._commit_unit()
         return result
 
     def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> Step:
         """Train on this rank's share of the next global batch.
 
         Args:
-            inputs: on the host.
-            labels: on the host.
-            data_sec: seconds that getting them took.
+            inputs: in host memory.
+            labels: in host memory.
+            data_sec: seconds spent getting them.
         """
         samples = self.sampler.samples_of_step(self.progress.position)
         self._set_rate(samples)
         if self._commit is not None:
-            self.state.begin_piece()
+            self.state.begin_unit()
         step_in_epoch = self.progress.step_in_epoch
         self.state.statistics.before_step(step_in_epoch, len(labels), samples)
         self._gradients.weight = len(labels) / samples
@@ -194,7 +191,7 @@ class Trainer:
         enter_phase("forward", step=self.progress.step + 1)
         loss = self._gradients_of(inputs, labels)
         is_finite = self._gradients.is_finite(self.state.model)
-        self._commit_piece()
+        self._commit_unit()
         self.clock.gradients_summed()
         self._slowdown.start()
         self._apply(is_finite, samples)
@@ -205,29 +202,29 @@ class Trainer:
         number, own_samples = self.progress.step, len(labels)
         return Step(number, samples, own_samples, loss, is_finite, times, data_sec)
 
-    def _commit_piece(self) -> None:
-        """Go on only if every rank has come so far."""
+    def _commit_unit(self) -> None:
+        """Agree with the other ranks that all have done the step or evaluation."""
         if self._commit is not None:
             self._commit(not self._group.is_broken)
-        self.state.piece_done()
+        self.state.end_unit()
 
     def _apply(self, is_finite: bool, samples: int) -> None:
-        """Change the state by a step: all ranks do, by the same gradient."""
+        """Apply a step to the state; every rank does so with the same gradient."""
         enter_phase("the optimizer", step=self.progress.step + 1)
         with self.state.lock:
-            # With fp16 the scaler leaves the step out itself, and lowers its scale.
+            # With fp16 the scaler itself skips the step, and lowers its scale.
             if is_finite or self._computation.scaler.is_enabled():
                 self._computation.update(self.state.optimizer)
             self.state.optimizer.zero_grad()
             self.progress.step_done(samples)
 
     def _gradients_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Leave the global batch's gradient in the parameters; return this rank's mean loss.
+        """Compute the global batch's gradient; return this rank's mean loss.
 
-        A share that is larger than what fits the memory is taken in equal micro-batches, whose
-        gradients add up to exactly that of the share. Only the last sums over the ranks.
+        A share too large for the memory is split into equal micro-batches, whose gradients add up
+        to exactly that of the share. Only the last one is summed over the ranks.
         """
-        sizes = cut(len(labels), self._micro_batch, self._min_batch)
+        sizes = split_micro_batches(len(labels), self._micro_batch, self._min_batch)
         parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
         losses = []
         for part_inputs, part_labels in parts[:-1]:
@@ -248,12 +245,12 @@ class Trainer:
         return loss.detach()
 
     def _watch(self, times: StepTimes, data_sec: float) -> None:
-        """Tell the watchdog how long a step takes, and that the ranks wait for each other now."""
+        """Update the watchdog's time limit; a phase of waiting for other ranks starts."""
         self._steps_seen += 1
         if times.steps:
             step_sec = (times.computed + times.waited) / times.steps
             limit = self._limit.observe(step_sec + data_sec)
-            if limit is not None or self._steps_seen == _STEPS_TO_KNOW:
+            if limit is not None or self._steps_seen == _WARM_UP_STEPS:
                 set_phase_limit(self._limit.limit_sec)
         enter_phase("reporting the step", step=self.progress.step, waits=True)
 
@@ -261,8 +258,8 @@ class Trainer:
         if len(labels):
             self.state.statistics.before_batch(len(labels))
             return self._computation.loss(self._ddp, inputs, labels)
-        # No sample falls to this rank in an epoch's last, partial step, yet it must take part in
-        # the sum: one of zeros, with no effect on batch norm, and a weight of zero.
+        # In an epoch's last, partial step this rank may have no samples but must take part in the
+        # sum: it computes one sample of zeros with weight 0 and no effect on batch norm.
         self._ddp.eval()
         logits = self._computation.logits(self._ddp, inputs.new_zeros((1, *inputs.shape[1:])))
         self._ddp.train()
@@ -275,8 +272,8 @@ class Trainer:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 
     def _set_rate(self, samples: int) -> None:
-        of_epoch = len(self._data.train)  # type: ignore[arg-type]
-        rate = self._rate(self.progress.fraction_done(self._config, samples, of_epoch))
+        epoch_samples = len(self._data.train)  # type: ignore[arg-type]
+        rate = self._rate(self.progress.fraction_done(self._config, samples, epoch_samples))
         self.progress.learning_rate = rate
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate

@@ -28,14 +28,14 @@ def slowed(tmp_path_factory):
 def test_plan_follows_a_rank_that_becomes_slow(slowed):
     folder, ended = slowed
     plans = read_lines(folder / "run" / "plan.jsonl")
-    assert plans[0]["why"] == "the benchmark"
+    assert plans[0]["reason"] == "the benchmark"
     before = [plan for plan in plans if plan["step"] < 15][-1]["batch_sizes"]
     after = plans[-1]["batch_sizes"]
     assert sum(after) == sum(before) == 256
     assert after[1] < 0.6 * before[1]
     change = max(plans[1:], key=lambda plan: plan["predicted_gain"])
     assert change["step"] >= 15
-    named = re.match(r"rank 1 \(\S+, cpu\) takes ([\d.]+)x as long as planned; ", change["why"])
+    named = re.match(r"rank 1 \(\S+, cpu\) takes ([\d.]+)x as long as planned; ", change["reason"])
     assert change["predicted_gain"] >= 0.05
     assert float(named[1]) > 1.5
     assert f"new plan {after}" in ended.out
@@ -68,7 +68,7 @@ def test_second_job_uses_the_benchmark_cache(slowed):
     assert "from --benchmark-cache" not in first.out
     kept = json.loads((folder / "run2" / "benchmark.json").read_text())
     timed = json.loads((folder / "run" / "benchmark.json").read_text())
-    assert all(rank["cached"] for rank in kept["ranks"])
+    assert all(rank["from_cache"] for rank in kept["ranks"])
     for one, other in zip(kept["ranks"], timed["ranks"], strict=True):
         assert one["alpha_sec"] == other["alpha_sec"]
         assert one["fit_error"] == other["fit_error"]
@@ -90,7 +90,7 @@ def test_a_rank_that_is_too_slow_is_excluded_even_rank_0(mpirun, tmp_path):
     assert summary["finished"] is True
     assert summary["ranks"] == [1, 2]
     assert summary["groups"] == {"cpu": [1, 2]}
-    assert [entry["rank"] for entry in summary["left_out"]] == [0]
+    assert [entry["rank"] for entry in summary["excluded"]] == [0]
     assert len(summary["batch_sizes"]) == 2
     assert sum(summary["batch_sizes"]) == 24
     assert (tmp_path / "run" / "checkpoints" / "model.pt").exists()
@@ -101,7 +101,7 @@ def test_keep_all_keeps_a_rank_that_is_too_slow(mpirun, tmp_path):
     ended = mpirun(2, *"kaitian-train --model cnn --run-dir run --keep-all".split(), *flags.split())
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["left_out"] == []
+    assert summary["excluded"] == []
     assert min(summary["batch_sizes"]) >= 1
     assert len(summary["batch_sizes"]) == 2
 

@@ -196,7 +196,7 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
     assert summary["failures"][0]["step"] == 1
     assert summary["failures"][1]["step"] > 3
     assert summary["failures"][1]["seconds_to_recover"] < RECOVERY_LIMIT_SEC
-    assert re.search(r"the files are written by rank 2 \(.*\) from now on", ended.text)
+    assert re.search(r"rank 2 \(.*\) now writes the files", ended.text)
     assert "differ from the others'" not in ended.text
 
 
@@ -348,7 +348,7 @@ def test_watchdog_kills_a_rank_that_hangs_while_loading_data(tmp_path):
     ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
     assert ended.code != 0
     assert re.search(
-        r"^\[1@\S+\] killed by its watchdog: .* s in loading the data set \(--dataset\), "
+        r"^\[1@\S+\] killed by its watchdog: .* s in loading the dataset \(--dataset\), "
         r"the limit is 8.0 s",
         ended.err,
         re.MULTILINE,
@@ -361,7 +361,7 @@ def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
     command += "--step-timeout 0.2 --run-dir run --log-interval 0".split()
     ended = run_ranks(3, *"--with-ft ulfm kaitian-train".split(), *command, cwd=tmp_path)
     for rank, phase in (
-        (1, r"loading the data set \(--dataset\)"),
+        (1, r"loading the dataset \(--dataset\)"),
         (2, r"building the model \(--model\)"),
         (0, "the benchmark"),
     ):

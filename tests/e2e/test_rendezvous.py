@@ -58,7 +58,7 @@ def test_a_wrong_rank_or_world_size_raises_on_every_rank_and_can_be_corrected(pl
         f'UserError: found a world size of 4, {needed} init_method="mpi://"': 6,
         f'UserError: found a world size of 2, {needed} init_method="mpi://"': 3,
         **{
-            f"AgreedError: found the ranks {ranks}, by MPI's order, needed each of 0 to 2 once; "
+            f"AgreedError: found the ranks {ranks}, in MPI's order, needed each of 0 to 2 once; "
             "give every process a rank of its own": 3
             for ranks in ("[0, 1, 1]", "[1, 2, 3]")
         },

@@ -155,8 +155,8 @@ time.sleep(rank / 2)
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
-        ("before init", 1, r"init_process_group: rank 1 of 3 left the job before coming here"),
-        ("before init", 0, r"init_process_group: rank 0 of 3 left the job before coming here"),
+        ("before init", 1, r"init_process_group: rank 1 of 3 left the job without calling it"),
+        ("before init", 0, r"init_process_group: rank 0 of 3 left the job without calling it"),
         ("in the middle", 2, r"rank 2 of 3 ended the group before all_reduce #2"),
     ],
 )

@@ -18,7 +18,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.output.run_folder import NoFolder
@@ -66,7 +66,7 @@ class Run:
             global_batch_size=BATCH, epochs=EPOCHS, workers=workers, log_interval=60, lr=0.1
         )
         model = make_model(with_norm)
-        self.made = Ingredients(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
+        self.setup = Setup(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
         self.state = TrainingState(
             self.config,
             model,
@@ -102,7 +102,7 @@ class Run:
             micro_batch_size=self.micro_batch_size,
         )
         trainer = Trainer(
-            self.config, self.world, self.made, self.state, plan, Slowdown(), self.commit
+            self.config, self.world, self.setup, self.state, plan, Slowdown(), self.commit
         )
         step_on = trainer.step
 

@@ -200,23 +200,23 @@ def test_changed_flags_apply(world, folder, capsys):
     group = content["optimizer"]["param_groups"][0]
     held = [group[name] for name in ("momentum", "weight_decay", "nesterov")]
     assert held == [0.3, 0.2, False]
-    profiles = content["memory"]["profiles"].values()
+    profiles = content["metadata"]["profiles"].values()
     assert {profile["precision"] for profile in profiles} == {"bf16"}
-    assert content["memory"]["algorithm"] == ("flat" if world.size > 1 else "direct")
+    assert content["metadata"]["allreduce_algorithm"] == ("flat" if world.size > 1 else "direct")
 
 
 def test_balance_can_be_switched_on_and_off(world, folder, capsys):
     measured = {"balance": "static", "benchmark_seconds": 0.5, "keep_all": True}
     run(world, folder, max_steps=2)
     run(world, folder, max_steps=4, **measured)
-    profiles = newest(folder)["memory"]["profiles"].values()
+    profiles = newest(folder)["metadata"]["profiles"].values()
     assert all(profile["cost"] for profile in profiles)
     capsys.readouterr()
     run(world, folder, max_steps=6, **measured | {"benchmark_seconds": 0.6})
     if world.rank == 0:
         assert "0.6, which is ignored: no rank is benchmarked" in capsys.readouterr().out
     run(world, folder)
-    sizes = newest(folder)["memory"]["batch_sizes"]
+    sizes = newest(folder)["metadata"]["batch_sizes"]
     assert sum(sizes) == BATCH
     assert max(sizes) - min(sizes) <= 1
     assert summary_in(folder)["steps"] == 2 * STEPS
@@ -249,7 +249,7 @@ def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
     run(world, folder, max_steps=3)
     before = contents(folder)
     monkeypatch.setenv("POINTS", "40")
-    with pytest.raises(AgreedError, match=r"the data set: found 40 \+ 40 .*, needed 60 \+ 60 "):
+    with pytest.raises(AgreedError, match=r"the dataset: found 40 \+ 40 .*, needed 60 \+ 60 "):
         run(world, folder)
     with pytest.raises(AgreedError, match="--seed: found 3, needed 0"):
         run(world, folder, seed=3)
@@ -275,7 +275,7 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
             path.write_bytes(b"not what it was")
     world.comm.Barrier()
     before = contents(folder)
-    needed = rf"found 2 checkpoints in {folder}/checkpoints of which none can be used; restore"
+    needed = rf"found 2 checkpoints in {folder}/checkpoints, but none is intact; restore"
     with pytest.raises(AgreedError, match=needed) as caught:
         run(world, folder)
     assert "\n" not in str(caught.value)
@@ -291,10 +291,10 @@ class Loaded:
     def load_shared(self, content):
         self.content, self.progress = content, Progress(**content["progress"])
 
-    def load_own(self, own):
+    def load_rank_state(self, own):
         self.own = own
 
-    def even_out(self, world):
+    def sync_to_latest(self, world):
         steps = gather_values(world.comm, self.progress.step if self.content else -1)
         if self.content is None:
             self.progress.step = max(steps)

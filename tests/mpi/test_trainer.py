@@ -15,7 +15,7 @@ from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import Ingredients
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.run_folder import NoFolder
@@ -57,11 +57,11 @@ def make_trainer(world, shares, micro_batch_size=None, workers=0):
     )
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    made = Ingredients(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
+    setup = Setup(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
     plan = make_plan(world, shares, micro_batch_size)
     computation = Computation(world.device, "fp32", "contiguous", 0.0)
     state = TrainingState(config, model, computation, count_steps(config, LENGTH, BATCH))
-    return Trainer(config, world, made, state, plan, Slowdown())
+    return Trainer(config, world, setup, state, plan, Slowdown())
 
 
 def train(trainer, plans=None):
@@ -84,9 +84,9 @@ def train(trainer, plans=None):
 
 
 def shares_of(world, weights):
-    cut = [BATCH * w // sum(weights) for w in weights]
-    cut[0] += BATCH - sum(cut)
-    return cut
+    shares = [BATCH * w // sum(weights) for w in weights]
+    shares[0] += BATCH - sum(shares)
+    return shares
 
 
 def uneven(world):
@@ -157,7 +157,7 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     length = 2 * sum(shares) + rest
     data, model = Points(length), Batches()
     config = TrainConfig(global_batch_size=sum(shares), epochs=2, log_interval=60)
-    made = Ingredients(DataSource("points", data, data, 4), model, NoFolder(), ())
+    setup = Setup(DataSource("points", data, data, 4), model, NoFolder(), ())
     plan = Plan(
         shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size, min_batch=2
     )
@@ -166,7 +166,7 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     state = TrainingState(
         config, model, Computation(world.device, "fp32", "contiguous", 0.0), steps
     )
-    trainer = Trainer(config, world, made, state, plan, Slowdown())
+    trainer = Trainer(config, world, setup, state, plan, Slowdown())
     assert [step.number for step in trainer.steps()] == list(range(1, steps // 2 + 1))
     result = trainer.evaluate()
     assert (trainer.progress.position, trainer.progress.step) == (length, steps // 2)
@@ -241,12 +241,12 @@ def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
             parameter.fill_(1.0)
         model[1].running_mean.fill_(world.rank)
         model[0].weight[0, 0] += world.rank == 1
-    state.statistics.parts = [0.125]
+    state.statistics.fractions = [0.125]
     assert repair_divergence(world, state) == [1]
     assert model[0].weight[0, 0] == 1
     broken = world.rank == 1
     assert model[1].running_mean.tolist() == [0 if broken else world.rank] * 4
-    assert state.statistics.parts == (None if broken else [0.125])
+    assert state.statistics.fractions == (None if broken else [0.125])
 
 
 @pytest.mark.ranks(2)
@@ -257,6 +257,6 @@ def test_ranks_that_are_behind_get_the_state_and_others_keep_theirs(world):
     )
     model[1].running_mean.fill_(world.rank)
     state.progress.step, state.is_begun = 7, world.rank > 0
-    assert state.even_out(world) == 1
+    assert state.sync_to_latest(world) == 1
     assert model[1].running_mean.tolist() == [max(1, world.rank)] * 4
     assert state.progress.step == 7

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.balance.shares import cut
+from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.evaluation import evaluate
@@ -90,11 +90,11 @@ def test_pooled_means_equal_those_of_one_device(world, most):
         expected += max(0.3, 1 / (step + 1)) * (samples.mean(0) - expected)
         own = samples[sum(plan[: world.rank]) :][: plan[world.rank]]
         statistics.before_step(step, len(own), sum(plan))
-        for part in own.split(cut(len(own), most)) if len(own) else ():
+        for part in own.split(split_micro_batches(len(own), most)) if len(own) else ():
             statistics.before_batch(len(part))
             # Computed here, as a single sample has no variance.
             norm.running_mean += norm.momentum * (part.mean(0) - norm.running_mean)
-    statistics.pool(part=123.0)
+    statistics.pool(fraction=123.0)
     assert (norm.running_mean - expected).abs().max() < 1e-12
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
-from kaitian_mpi.mpi import retired
+from kaitian_mpi.mpi import deferred_free
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=60)
@@ -41,8 +41,8 @@ def test_groups_may_be_destroyed_in_any_order(world):
     assert add() == world.size
     own = {id(group.comms) for group in groups}
     deadline = time.monotonic() + SOON_SEC
-    while own & {id(comms) for _, comms in retired._retired}:  # not yet freed
-        retired.free_retired_comms()
+    while own & {id(comms) for _, comms in deferred_free._waiting}:  # not yet freed
+        deferred_free.free_unused_comms()
         assert time.monotonic() < deadline
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(
         add()  # after the others have timed out
         took = seconds_until_error(
             lambda: call(one_second_group, world.size),
-            rf"^rank {last} of {world.size} came too late to \w+ #2: the others timed out",
+            rf"^rank {last} of {world.size} arrived too late in \w+ #2: the others timed out",
         )
         assert took < SOON_SEC
     else:

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel, fit, scores
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.errors import UserError
 

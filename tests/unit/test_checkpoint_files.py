@@ -98,8 +98,8 @@ def test_write_and_load_round_trip(tmp_path):
     assert (found.path, found.step) == (path, 120)
     assert_same(found.state, state)
     assert_same(torch.load(path), state)  # by plain torch, as users do
-    assert found.about == json.loads(path.with_suffix(".json").read_text())
-    assert found.about | {"written_at": 0, "check": 0} == {
+    assert found.description == json.loads(path.with_suffix(".json").read_text())
+    assert found.description | {"written_at": 0, "check": 0} == {
         "step": 120,
         "epoch": 3,
         "score": 0.5,
@@ -204,7 +204,7 @@ def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two, cap
             assert "format version" in str(error)  # noqa: PT017
             continue
         found += checkpoint.step == 100
-        assert checkpoint.step == 100 or checkpoint.about == json.loads(whole)
+        assert checkpoint.step == 100 or checkpoint.description == json.loads(whole)
     assert found > 0.9 * len(whole)
 
 
@@ -244,8 +244,8 @@ def test_leftover_files_of_killed_writers_are_removed(two, ignored):
 
 def test_a_newer_format_is_an_error(two, ignored):
     path = two.folder / "step-00000120.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 3}))
-    reason = r"found format version 3, needed at most 2; install a newer kaitian-mpi"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 4}))
+    reason = r"found format version 4, needed at most 3; install a newer kaitian-mpi"
     with pytest.raises(UserError, match=reason):
         two.newest_good()
     with pytest.raises(UserError, match=reason):
@@ -256,8 +256,8 @@ def test_a_newer_format_is_an_error(two, ignored):
 
 def test_an_older_format_is_an_error(two, ignored):
     path = two.folder / "step-00000120.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 1}))
-    with pytest.raises(UserError, match=r"found format version 1, needed 2; finish that run with"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    with pytest.raises(UserError, match=r"found format version 2, needed 3; finish that run with"):
         two.newest_good()
 
 
@@ -284,8 +284,8 @@ def put_content(files, content):
     """Replace the newest checkpoint's .pt, with a .json that has the right checksum."""
     path = files.folder / "step-00000120.pt"
     path.write_bytes(content)
-    about = describe({"step": 120}, len(content), hashlib.sha256(content).hexdigest())
-    path.with_suffix(".json").write_bytes(about)
+    description = describe({"step": 120}, len(content), hashlib.sha256(content).hexdigest())
+    path.with_suffix(".json").write_bytes(description)
 
 
 def test_nothing_in_a_checkpoint_is_executed(two, ignored):
@@ -535,14 +535,14 @@ def test_dying_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
                 files.write(small(7), {"step": step, "value": 7})
             calls = count[0]
         found = files.newest_good()
-        assert found.about["value"] in (120, 7)
-        assert_same(found.state, small(found.about["value"]))
+        assert found.description["value"] in (120, 7)
+        assert_same(found.state, small(found.description["value"]))
         files.write(small(9), {"step": 160})
         assert len(files.steps()) == keep
         assert len(names(files.folder)) == 2 * keep
         number += 1
     assert number > 10
-    assert found.about["value"] == 7  # the last attempt survived
+    assert found.description["value"] == 7  # the last attempt survived
 
 
 KILLS = """
@@ -575,12 +575,12 @@ for attempt in range(2, 17):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     found = files.newest_good()
-    assert found.about["attempt"] in (last, attempt), (found.about, last, attempt)
+    assert found.description["attempt"] in (last, attempt), (found.description, last, attempt)
     assert len(found.state) == 60
     for tensor in found.state.values():
-        assert torch.equal(tensor, torch.full((10_000,), float(found.about["attempt"])))
-    old += found.about["attempt"] == last
-    last = found.about["attempt"]
+        assert torch.equal(tensor, torch.full((10_000,), float(found.description["attempt"])))
+    old += found.description["attempt"] == last
+    last = found.description["attempt"]
 print(old)
 BackgroundWriter(files).submit({"a": torch.ones(1000)}, {"step": 1000})  # and never closed
 """
@@ -603,10 +603,10 @@ class GatedFiles(CheckpointFiles):
         super().__init__(folder, keep)
         self.gate, self.begun = threading.Event(), threading.Event()
 
-    def write(self, state, about):
+    def write(self, state, description):
         self.begun.set()
         assert self.gate.wait(20)
-        return super().write(state, about)
+        return super().write(state, description)
 
 
 def test_the_background_writer_writes_each_submission(tmp_path):
@@ -636,8 +636,8 @@ def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     assert writer.take_spare() is states[1]
     assert writer.submit(states[3], {"step": 13}) is True
     assert caplog.messages == [
-        f"checkpoint of step {step} is skipped: the one of step 10 is still being written, and the "
-        f"one of step {step + 1} is next"
+        f"checkpoint of step {step} is skipped: step 10 is still being written, and step "
+        f"{step + 1} is next"
         for step in (11, 12)
     ]
     assert writer.last_written is None

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kaitian_mpi.data.loader import evaluation_indices, make_loader
-from kaitian_mpi.data.parcel import Parcel
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.data.shared_tensors import SharedTensors
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.augment import Augmented
 
@@ -86,21 +86,21 @@ def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch) -> None:
         torch.ones(2, dtype=torch.bfloat16),
         {"text": "x", "number": 7},
     ]
-    got = pickle.loads(reduction.ForkingPickler.dumps(Parcel(sent)))
+    got = pickle.loads(reduction.ForkingPickler.dumps(SharedTensors(sent)))
     for one, other in zip(got[:-1], sent[:-1], strict=True):
         assert torch.equal(one, other)
         assert (one.dtype, one.stride()) == (other.dtype, other.stride())
     assert got[-1] == sent[-1]
     got[1] += 1  # a view of the whole there as well, and no view of what is here
     assert torch.equal(got[0][:, 1], whole[:, 1] + 1)
-    assert pickle.loads(reduction.ForkingPickler.dumps(Parcel("nothing"))) == "nothing"
+    assert pickle.loads(reduction.ForkingPickler.dumps(SharedTensors("nothing"))) == "nothing"
 
 
 LOAD = """
 import torch
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.data.loader import make_loader
-from kaitian_mpi.datasets.factory_data import CollatedDataset
+from kaitian_mpi.datasets.user_dataset import CollatedDataset
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""load_data: built-in data sets, users' factories, and their errors."""
+"""load_data: built-in datasets, users' factories, and their errors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MESSAGES = {
         "timed out after ",
         "give the group a longer timeout if it is only slow",
         " ended the group before ",
-        " left the job before coming ",
+        " left the job ",
         "the ranks call different collectives, or with different shapes: ",
         " failed to pass monitoredBarrier in ",
     ),

@@ -1,4 +1,4 @@
-"""A slow data set is loaded in pieces that the watchdog counts as progress."""
+"""A slow dataset is loaded in pieces that the watchdog counts as progress."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ class Slow(Dataset):
     """Data whose samples take a fixed time each on a fake clock."""
 
     def __init__(self, sample_sec):
-        self.sample_sec, self.now, self.asked = sample_sec, 0.0, []
+        self.sample_sec, self.now, self.read_sizes = sample_sec, 0.0, []
 
     def __getitem__(self, indices):
         self.now += self.sample_sec * len(indices)
-        self.asked.append(len(indices))
+        self.read_sizes.append(len(indices))
         return torch.tensor(indices)[:, None], torch.tensor(indices)
 
 
@@ -29,7 +29,7 @@ def test_each_piece_loads_quickly_or_is_a_single_sample(monkeypatch, sample_sec,
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: data.now)
     monkeypatch.setattr(evaluation, "enter_phase", phases.append)
     samples = list(range(5, 21))
-    inputs, labels = evaluation._Loading(data).load(samples)
+    inputs, labels = evaluation._Reader(data).read(samples)
     assert labels.tolist() == inputs[:, 0].tolist() == samples
-    assert data.asked == pieces
+    assert data.read_sizes == pieces
     assert len(phases) == len(pieces)

@@ -6,7 +6,7 @@ import pytest
 
 from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark import exclusion
 from kaitian_mpi.benchmark.exclusion import ranks_to_exclude
 from kaitian_mpi.config import TrainConfig
@@ -40,18 +40,18 @@ def leave_out(monkeypatch):
 
 def test_with_cheap_communication_no_rank_is_excluded(leave_out):
     world = make_world(["gpu", "gpu", "mlu", "mlu"], "aabb")
-    left_out, measured = leave_out(world, [FAST] * 4, lambda ranks: 1e-3)
-    assert left_out == {}
+    excluded, measured = leave_out(world, [FAST] * 4, lambda ranks: 1e-3)
+    assert excluded == {}
     assert measured == [[0, 1, 2, 3]]
 
 
 def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
     world = make_world(["gpu"] * 3, "aaa")
     snail = RankCost(CostModel(0.0, 5.0))
-    left_out, measured = leave_out(world, [FAST, snail, FAST], lambda ranks: 0.0)
-    assert list(left_out) == [1]
+    excluded, measured = leave_out(world, [FAST, snail, FAST], lambda ranks: 0.0)
+    assert list(excluded) == [1]
     assert (
-        "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s" in left_out[1]
+        "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s" in excluded[1]
     )
     assert measured == []  # one kind and one host: nothing to compare
 
@@ -60,21 +60,21 @@ def test_a_kind_that_costs_more_communication_than_it_computes_is_excluded(leave
     world = make_world(["gpu", "gpu", "mlu", "mlu"], "aaaa")
     costs = [FAST, FAST, RankCost(CostModel(0.0, 0.04)), RankCost(CostModel(0.0, 0.04))]
     crossing = lambda ranks: 0.5 if set(ranks) & {2, 3} and set(ranks) & {0, 1} else 0.001  # noqa: E731
-    left_out, _ = leave_out(world, costs, crossing)
-    assert sorted(left_out) == [2, 3]
-    assert "with kind mlu" in left_out[2]
-    assert "including communication" in left_out[2]
+    excluded, _ = leave_out(world, costs, crossing)
+    assert sorted(excluded) == [2, 3]
+    assert "with kind mlu" in excluded[2]
+    assert "including communication" in excluded[2]
 
 
 def test_a_host_behind_a_slow_link_is_excluded_whatever_its_kind(leave_out):
     world = make_world(["cpu"] * 3, ["near", "near", "far"])
-    left_out, _ = leave_out(world, [FAST] * 3, lambda ranks: 1.0 if 2 in ranks else 0.001)
-    assert sorted(left_out) == [2]
-    assert "with host far" in left_out[2]
+    excluded, _ = leave_out(world, [FAST] * 3, lambda ranks: 1.0 if 2 in ranks else 0.001)
+    assert sorted(excluded) == [2]
+    assert "with host far" in excluded[2]
 
 
 def test_a_gain_below_five_percent_excludes_nothing(leave_out):
     world = make_world(["gpu", "mlu"], "aa")
     costs = [FAST, RankCost(CostModel(0.0, 0.3))]
-    left_out, _ = leave_out(world, costs, lambda ranks: 0.02 if len(ranks) == 2 else 0.0)
-    assert left_out == {}
+    excluded, _ = leave_out(world, costs, lambda ranks: 0.02 if len(ranks) == 2 else 0.0)
+    assert excluded == {}

@@ -27,7 +27,7 @@ if where != "large":  # which an accelerator's build of torch alone may be
     exit_save_module._LARGE_KB = 1 << 40
 handle_signals("program")
 lock, state = StateLock(), [0, 0]
-memory = b"x" * (300 << 20 if where == "large" else 0)
+memory = b"x" * (600 << 20 if where == "large" else 0)
 def save():
     time.sleep(1)
     Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kaitian_mpi.balance.allreduce_scaling import scale_allreduce
 from kaitian_mpi.balance.communication import (
     AllreduceCost,
     MeasuredAllreduce,
@@ -15,6 +16,7 @@ from kaitian_mpi.balance.communication import (
     fit_allreduce,
 )
 from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
 from kaitian_mpi.balance.forecast import (
     Cohort,
     forecast,
@@ -22,8 +24,6 @@ from kaitian_mpi.balance.forecast import (
     format_rate,
     scale_cohorts,
 )
-from kaitian_mpi.balance.optimum import RankCost, fastest_split
-from kaitian_mpi.balance.scaling import scale_allreduce
 from kaitian_mpi.errors import UserError
 
 MIB = 2**20

@@ -13,7 +13,7 @@ LIMIT_SEC = 30
 
 
 class Identities:
-    """A data set whose samples are the ids of the processes that load them."""
+    """A dataset whose samples are the ids of the processes that load them."""
 
     def __len__(self):
         return 8

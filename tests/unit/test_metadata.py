@@ -3,7 +3,7 @@
 import json
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark.plan import Profile
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.config import TrainConfig
@@ -23,10 +23,17 @@ def make_metadata():
         "a/1/gpu/cuda:1": Profile(RankCost(CostModel(0.0, 2e-4), None), "contiguous", "fp32"),
         "b/0/mlu/cpu": Profile(None, "channels_last", "fp32"),
     }
-    crew = list(profiles)
+    active_places = list(profiles)
     config = TrainConfig(model="cnn", lr=0.3, run_dir="run")
     return RunMetadata(
-        config, profiles, [crew[2]], "leader", crew[:2], [100, 156], [FAILURE], "8 + 2 samples"
+        config,
+        profiles,
+        [active_places[2]],
+        "leader",
+        active_places[:2],
+        [100, 156],
+        [FAILURE],
+        "8 + 2 samples",
     )
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from kaitian_mpi.benchmark.min_batch import min_batch_of
-from kaitian_mpi.datasets.factory_data import CollatedDataset
+from kaitian_mpi.datasets.user_dataset import CollatedDataset
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.models import build_model
 

@@ -11,8 +11,8 @@ from kaitian_mpi.balance import forecast
 from kaitian_mpi.balance.bench_file import Bench, BenchRank, bench_to_json, read_bench
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost
-from kaitian_mpi.benchmark import table
+from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.benchmark import report
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import save_json
@@ -338,7 +338,7 @@ def test_the_command_suggested_by_kaitian_bench_works(tmp_path, kinds, works):
     )
     target = tmp_path / "bench.json"
     save_json(target, bench_to_json(found))
-    text = table.advice(target, found)
+    text = report.advice(target, found)
     if not works:
         assert text == "to forecast a larger job with kaitian-plan, measure two ranks of each kind"
         return

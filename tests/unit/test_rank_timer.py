@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from kaitian_mpi.benchmark import rank_timer
 from kaitian_mpi.benchmark.cache import BenchmarkCache
 from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
-from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
+from kaitian_mpi.benchmark.rank_timer import RankMeasurement, RankTimer, Workload
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
@@ -49,7 +49,7 @@ class Device(CpuDevice):
         self.limit, self.base, self.per_sample = limit, base, per_sample
         self.batch = 0
 
-    def __deepcopy__(self, _):  # with the model that tells it of its batches
+    def __deepcopy__(self, _):  # with the model that reports its batches
         return self
 
     def memory_limit_bytes(self, index, sharers):
@@ -109,7 +109,7 @@ def measure(device, most, min_batch=1, **settings):
     )
     world = make_world(device)
     model = Hungry(most, device, min_batch)
-    return RankTimer(config, world, model, Data(), Slowdown(), min_batch).measure()
+    return RankTimer(Workload(config, world, model, Data(), Slowdown(), min_batch)).measure()
 
 
 def test_without_memory_limits_the_largest_share_is_timed():
@@ -181,7 +181,7 @@ def test_the_real_cpu_has_free_memory():
     gauge = MemoryGauge(make_world(CpuDevice()))
     for batch in (8, 16):
         gauge.restart()
-        gauge.note(batch)
+        gauge.record(batch)
     assert gauge.has_room_for(17)
 
 
@@ -199,7 +199,7 @@ def test_ranks_on_one_device_share_its_memory():
     for gauge in (alone, beside_another):
         for batch in (1, 2):
             world.device_kind.memory_peak_bytes = lambda index, batch=batch: 1_000 * batch
-            gauge.note(batch)
+            gauge.record(batch)
     assert alone.largest_batch(9) == 5  # of 90% of 6,000 bytes
     assert beside_another.largest_batch(9) == 2
 
@@ -214,13 +214,13 @@ def test_a_containers_memory_limit_applies(tmp_path):
     assert available_bytes(tmp_path) > 10 * MIB
 
 
-FOUND = Measured([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
+FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
 
 
 def make_cache(folder, **settings):
     config = TrainConfig(**{"benchmark_cache": str(folder)} | settings)
     world = make_world(CpuDevice())
-    return BenchmarkCache(config, world, nn.Linear(4, 2), Data(), Slowdown())
+    return BenchmarkCache(Workload(config, world, nn.Linear(4, 2), Data(), Slowdown()))
 
 
 def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
@@ -244,6 +244,7 @@ def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
         lambda content: content.replace("0.1,", ""),
         lambda content: content.replace("0.1,", '"x",'),
         lambda content: content.replace("0.1,", "NaN,"),
+        lambda content: content.replace('"measurement"', '"measured"'),  # an older format
     ],
 )
 def test_an_invalid_cache_file_is_ignored(tmp_path, change):

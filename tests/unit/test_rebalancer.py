@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.monitor import SpeedMonitor
-from kaitian_mpi.balance.optimum import RankCost
 from kaitian_mpi.balance.planner import plan_fastest
 from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
 
@@ -110,7 +110,7 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
     first = next(plan for step, plan in job.plans if step >= 50)
     assert first.rank == 1
     assert first.gain > 0.3
-    assert "x as long as planned" in first.why
+    assert "x as long as planned" in first.reason
 
 
 def test_a_wrong_benchmark_is_corrected():

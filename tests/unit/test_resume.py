@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from kaitian_mpi.checkpoint.metadata import RunMetadata
-from kaitian_mpi.checkpoint.resume import Found, check_resumable, is_over
-from kaitian_mpi.checkpoint.resume_rules import Renewed
+from kaitian_mpi.checkpoint.resume import FoundCheckpoint, check_resumable, is_over
+from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
@@ -18,10 +18,10 @@ THEN = TrainConfig(model="cnn", run_dir="run", lr=0.1)
 DATA = "80 + 20 samples"
 
 
-def check(config=None, found=None, data_set=DATA, **changes):
-    found = found or Found(RunMetadata(THEN, {}, [], "", [], [], [], DATA))
+def check(config=None, found=None, dataset_size=DATA, **changes):
+    found = found or FoundCheckpoint(RunMetadata(THEN, {}, [], "", [], [], [], DATA))
     config = config or TrainConfig(**{**asdict(THEN), **changes})
-    return check_resumable(config, SimpleNamespace(rank=0, infos=()), found, data_set)
+    return check_resumable(config, SimpleNamespace(rank=0, infos=()), found, dataset_size)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def check(config=None, found=None, data_set=DATA, **changes):
         ({"val_split": 0.5}, "--val-split: found 0.5, needed 0.2, with which"),
         ({"seed": 1}, "--seed: found 1, needed 0, with which"),
         (
-            {"data_set": "90 + 20 samples"},
-            "the data set: found 90 + 20 samples, needed 80 + 20 samples, with which",
+            {"dataset_size": "90 + 20 samples"},
+            "the dataset: found 90 + 20 samples, needed 80 + 20 samples, with which",
         ),
     ],
 )
@@ -49,7 +49,7 @@ def test_changed_settings_are_logged():
         "--global-batch-size changed from 256 to 128",
         "--lr changed from 0.1 to 0.2",
     ]
-    assert changes.renewed == {Renewed.PLAN, Renewed.EXCLUSION}
+    assert changes.invalidated == {Invalidated.PLAN, Invalidated.EXCLUSION}
 
 
 def test_irrelevant_changes_are_not_logged():
@@ -64,7 +64,7 @@ def test_irrelevant_changes_are_not_logged():
 
 
 def test_a_setting_newer_than_the_checkpoint_counts_as_unchanged():
-    found = Found(RunMetadata({"model": "cnn"}, {}, [], "", [], [], []))
+    found = FoundCheckpoint(RunMetadata({"model": "cnn"}, {}, [], "", [], [], []))
     assert check(THEN, found).lines == ()
 
 

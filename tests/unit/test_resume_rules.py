@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.checkpoint.resume_rules import RULES, OnChange, Renewed, compare_flags
+from kaitian_mpi.checkpoint.resume_rules import RULES, Invalidated, OnChange, compare_flags
 from kaitian_mpi.config import TrainConfig, flag_name
 
 THEN = TrainConfig(model="cnn", run_dir="run", resume="auto")
-COSTS = {Renewed.COSTS, Renewed.EXCLUSION, Renewed.PLAN}
-PLAN = {Renewed.EXCLUSION, Renewed.PLAN}
+COSTS = {Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN}
+PLAN = {Invalidated.EXCLUSION, Invalidated.PLAN}
 
-REFUSED = {"model": "resnet18", "dataset": "mnist", "val_split": 0.5, "seed": 1}
-UNSAID = {
+REJECTED = {"model": "resnet18", "dataset": "mnist", "val_split": 0.5, "seed": 1}
+SILENT = {
     "data_dir": "moved",
     "devices": "cpu",
     "emulate_kinds": "a,b",
@@ -32,7 +32,7 @@ APPLIES = {
     "balance": ("static", PLAN, ""),
     "micro_batch_size": (8, COSTS, "; the ranks are benchmarked again"),
     "keep_all": (True, PLAN, ""),
-    "allreduce": ("flat", {Renewed.ALLREDUCE, Renewed.EXCLUSION}, ""),
+    "allreduce": ("flat", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
     "epochs": (20, set(), ""),
     "max_steps": (7, set(), ""),
     "lr": (0.2, set(), ""),
@@ -70,7 +70,7 @@ def compare(ranks_are_known=True, then=THEN, **changes):
 def test_every_flag_has_a_rule_and_a_test():
     names = {field.name for field in fields(TrainConfig)}
     assert set(RULES) == names
-    tested = [*REFUSED, *UNSAID, *APPLIES, *IGNORED]
+    tested = [*REJECTED, *SILENT, *APPLIES, *IGNORED]
     assert sorted(tested) == sorted(names)
 
 
@@ -78,49 +78,49 @@ def test_the_documented_table_has_every_flag():
     text = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
     table = text.partition("| flags | effect |")[2].partition("\n\n")[0]
     meanings = {
-        OnChange.REFUSED: "refused",
+        OnChange.REJECTED: "rejected",
         OnChange.APPLIES: "the new value applies from there on|the same",
-        OnChange.OF_THIS_START: "specific to each job",
+        OnChange.APPLIES_SILENTLY: "specific to each job",
     }
     for name, rule in RULES.items():
         rows = [row for row in table.splitlines()[2:] if f"`{flag_name(name)}`" in row]
         assert any(re.search(meanings[rule.on_change], row) for row in rows), name
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_settings_of_another_run_are_rejected(name):
-    changes = compare(**{name: REFUSED[name]}, lr=0.5)
+    changes = compare(**{name: REJECTED[name]}, lr=0.5)
     flag = "--" + name.replace("_", "-")
-    assert changes.refused.startswith(f"{flag}: found {REFUSED[name]!r}, needed ")
-    assert "give the same, or another --run-dir" in changes.refused
+    assert changes.rejected.startswith(f"{flag}: found {REJECTED[name]!r}, needed ")
+    assert "give the same, or another --run-dir" in changes.rejected
     assert not changes.lines
 
 
-@pytest.mark.parametrize("name", UNSAID)
+@pytest.mark.parametrize("name", SILENT)
 def test_settings_of_the_job_may_change_silently(name):
-    changes = compare(**{name: UNSAID[name]})
-    assert (changes.refused, changes.lines, changes.renewed) == ("", (), set())
+    changes = compare(**{name: SILENT[name]})
+    assert (changes.rejected, changes.lines, changes.invalidated) == ("", (), set())
 
 
 @pytest.mark.parametrize("name", APPLIES)
 def test_an_applied_change_is_logged_and_renews_what_depends_on_it(name):
-    value, renewed, note = APPLIES[name]
+    value, invalidated, note = APPLIES[name]
     changes = compare(**{name: value})
     flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
-    assert changes.refused == ""
+    assert changes.rejected == ""
     assert changes.lines == (f"{flag} changed from {before!r} to {value!r}{note}",)
-    assert changes.renewed == renewed
+    assert changes.invalidated == invalidated
 
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_a_change_without_effect_is_logged_as_ignored(name):
-    value, renewed, why = IGNORED[name]
+    value, invalidated, why = IGNORED[name]
     changes = compare(**{name: value})
     flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
     assert changes.lines == (
         f"{flag} changed from {before!r} to {value!r}, which is ignored: {why}",
     )
-    assert changes.renewed == renewed
+    assert changes.invalidated == invalidated
 
 
 def test_changes_that_are_ignored_only_in_some_cases():

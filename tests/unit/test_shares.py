@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kaitian_mpi.balance.shares import apportion, cut, merge_small
+from kaitian_mpi.balance.shares import apportion, merge_small, split_micro_batches
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_invalid_input(total: int, weights: list[float], message: str) -> None:
 
 
 def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed():
-    assert cut(10, None) == [10]
-    assert cut(0, 4) == [0]
-    assert cut(10, 4) == [4, 3, 3]
+    assert split_micro_batches(10, None) == [10]
+    assert split_micro_batches(0, 4) == [0]
+    assert split_micro_batches(10, 4) == [4, 3, 3]
     for samples in range(1, 50):
         for most in range(1, 12):
-            parts = cut(samples, most)
+            parts = split_micro_batches(samples, most)
             assert sum(parts) == samples
             assert max(parts) <= most
             assert max(parts) - min(parts) <= 1
@@ -77,17 +77,17 @@ def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed():
 
 
 def test_a_micro_batch_is_never_too_small_where_the_share_is_not():
-    assert cut(5, 2, 2) == [3, 2]
-    assert cut(3, 2, 2) == [3]
-    assert cut(1, 2, 2) == [1]
-    assert cut(0, 2, 2) == [0]
+    assert split_micro_batches(5, 2, 2) == [3, 2]
+    assert split_micro_batches(3, 2, 2) == [3]
+    assert split_micro_batches(1, 2, 2) == [1]
+    assert split_micro_batches(0, 2, 2) == [0]
     for samples in range(2, 50):
         for most in range(2, 12):
-            parts = cut(samples, most, 2)
+            parts = split_micro_batches(samples, most, 2)
             assert sum(parts) == samples
             assert 2 <= min(parts) <= max(parts) <= max(most, 3)
             if most > 2:
-                assert parts == cut(samples, most)
+                assert parts == split_micro_batches(samples, most)
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def test_per_rank_state_is_restored_bit_by_bit():
     state, other = make_state(), make_state(seed=1)
     train(state)
     fill_buffers(state.model)
-    own = from_bytes(to_bytes(state.own()))
+    own = from_bytes(to_bytes(state.rank_state()))
     expected = torch.rand(5)
     torch.manual_seed(77)
-    other.load_own(own)
+    other.load_rank_state(own)
     assert equal(buffers(state), buffers(other))
     assert torch.equal(torch.rand(5), expected)
     assert not equal(parameters(state), parameters(other))
@@ -136,10 +136,10 @@ def test_per_rank_state_is_restored_bit_by_bit():
 
 def test_per_rank_state_of_a_model_without_buffers():
     state = make_state(nn.Linear(4, 2))
-    state.load_own(from_bytes(to_bytes(state.own())))
-    state.begin_piece()
-    state.undo_piece()
-    assert state.own()["buffers"] == []
+    state.load_rank_state(from_bytes(to_bytes(state.rank_state())))
+    state.begin_unit()
+    state.roll_back()
+    assert state.rank_state()["buffers"] == []
 
 
 def test_an_interrupted_transaction_is_rolled_back():
@@ -148,13 +148,13 @@ def test_an_interrupted_transaction_is_rolled_back():
     fill_buffers(state.model)
     weights, before = parameters(state), buffers(state)
     for _ in range(2):
-        state.begin_piece()
+        state.begin_unit()
         state.model(torch.randn(8, 4)).sum().backward()
         state.model.whole.add_(1)
         state.model.short.zero_()
         state.model.switch.logical_not_()
         assert not equal(before, buffers(state))
-        state.undo_piece()
+        state.roll_back()
         assert equal(before, buffers(state))
         assert equal(weights, parameters(state))
         assert all(parameter.grad is None for parameter in state.model.parameters())
@@ -163,13 +163,13 @@ def test_an_interrupted_transaction_is_rolled_back():
 def test_a_committed_transaction_is_not_rolled_back():
     state = make_state()
     before = buffers(state)
-    state.undo_piece()  # no transaction has begun
+    state.roll_back()  # no transaction has begun
     assert equal(before, buffers(state))
-    state.begin_piece()
+    state.begin_unit()
     train(state, 1)
-    state.piece_done()
+    state.end_unit()
     after = buffers(state)
-    state.undo_piece()
+    state.roll_back()
     assert equal(after, buffers(state))
     assert not equal(before, after)
 
@@ -184,9 +184,9 @@ def test_new_ranks_get_the_statistics_of_all_samples():
         norm.running_mean.copy_(part.mean(0))
         norm.running_var.copy_(part.var(0, correction=0))
         state.model.whole.fill_(rank)
-        own.append(from_bytes(to_bytes(state.own())))
+        own.append(from_bytes(to_bytes(state.rank_state())))
     other = make_state(seed=1)
-    other.load_mixture(own, shares)
+    other.load_pooled_statistics(own, shares)
     torch.testing.assert_close(other.model.norm.running_mean.double(), samples.mean(0))
     torch.testing.assert_close(
         other.model.norm.running_var.double(), samples.var(0, correction=0), rtol=1e-5, atol=1e-4
@@ -198,7 +198,7 @@ def test_pooling_equal_ranks_changes_nothing():
     state = make_state()
     train(state)
     before = buffers(state)
-    state.load_mixture([state.own()] * 3, [1, 2, 3])
+    state.load_pooled_statistics([state.rank_state()] * 3, [1, 2, 3])
     for one, other in zip(before, buffers(state), strict=True):
         torch.testing.assert_close(one, other)
 

@@ -1,7 +1,7 @@
 """Detecting stragglers, and why they are slow, from the step times that ranks report."""
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.rebalancer import RankStep
 from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, StragglerDetector
 

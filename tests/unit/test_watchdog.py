@@ -12,7 +12,13 @@ import psutil
 import pytest
 
 from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
-from kaitian_mpi.runtime.watchdog_process import Report, judge, parse_stat, updated, was_suspended
+from kaitian_mpi.runtime.watchdog_process import (
+    Report,
+    kill_reason,
+    newest_report,
+    parse_stat,
+    was_suspended,
+)
 
 LONGEST_SEC = 30
 
@@ -72,7 +78,7 @@ def report(
     ],
 )
 def test_verdict_on_a_rank(now, line, anew, state, reason):
-    found = judge(now, Report(line), anew, state)
+    found = kill_reason(now, Report(line), anew, state)
     assert found == reason if reason is None else reason in found
 
 
@@ -97,13 +103,15 @@ def test_an_undetected_stop_plus_a_beat_is_shorter_than_the_limit(limit):
 
 
 def test_the_newest_report_counts_and_a_late_beat_of_an_older_phase_does_too():
-    known = updated(None, [report(beat=1, serial=1), report(beat=2, serial=3, phase="backward")])
+    known = newest_report(
+        None, [report(beat=1, serial=1), report(beat=2, serial=3, phase="backward")]
+    )
     assert (known.where, known.beat) == ("backward of step 12", 2)
-    known = updated(known, [report(beat=3, serial=4, since=3), report(beat=2.9, serial=3)])
+    known = newest_report(known, [report(beat=3, serial=4, since=3), report(beat=2.9, serial=3)])
     assert (known.serial, known.since, known.beat) == (4, 3, 3)
-    known = updated(known, [report(beat=4, serial=2, since=0)])
+    known = newest_report(known, [report(beat=4, serial=2, since=0)])
     assert (known.serial, known.since, known.beat) == (4, 3, 4)
-    assert updated(known, []) is known
+    assert newest_report(known, []) is known
 
 
 @pytest.mark.parametrize(
@@ -122,8 +130,8 @@ def test_the_newest_report_counts_and_a_late_beat_of_an_older_phase_does_too():
 )
 def test_malformed_lines_are_ignored(line):
     known = Report(report())
-    assert updated(None, [line]) is None
-    assert updated(known, [line]) is known
+    assert newest_report(None, [line]) is None
+    assert newest_report(known, [line]) is known
 
 
 def test_a_phase_may_have_any_name():

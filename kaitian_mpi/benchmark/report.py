@@ -16,14 +16,20 @@ from kaitian_mpi.balance.forecast import (
 from kaitian_mpi.benchmark.allreduce import choose_allreduce, gradient_buckets, measure_allreduce
 from kaitian_mpi.benchmark.min_batch import find_min_batch
 from kaitian_mpi.benchmark.plan import equal_share, is_emulated
-from kaitian_mpi.benchmark.ranks import RankBenchmark, benchmark_ranks, scores_of, show_benchmark
+from kaitian_mpi.benchmark.rank_benchmark import (
+    RankBenchmark,
+    benchmark_ranks,
+    scores_of,
+    show_benchmark,
+)
+from kaitian_mpi.benchmark.rank_timer import Workload
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
-from kaitian_mpi.engine.setup import Ingredients, prepare_without_folder
+from kaitian_mpi.engine.setup import Setup, prepare_without_folder
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import make_table, say, show_table, show_topology
+from kaitian_mpi.output.console import make_table, print_rank_0, show_table, show_topology
 from kaitian_mpi.output.files import save_json
 
 _EXAMPLE_RANKS = 8
@@ -41,15 +47,16 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
         AgreedError: a rank cannot load the model or data, or the file cannot be written.
     """
     show_topology(world)
-    made = prepare_without_folder(config, world)
-    slowdown = Slowdown(made.slowdowns[world.rank])
-    min_batch = find_min_batch(config, world, made.model, made.data.train)
-    results = benchmark_ranks(config, world, made.model, made.data.train, slowdown, min_batch)
-    buckets = gradient_buckets(made.model)
+    setup = prepare_without_folder(config, world)
+    slowdown = Slowdown(setup.slowdowns[world.rank])
+    min_batch = find_min_batch(config, world, setup.model, setup.data.train)
+    workload = Workload(config, world, setup.model, setup.data.train, slowdown, min_batch)
+    results = benchmark_ranks(workload)
+    buckets = gradient_buckets(setup.model)
     choose_allreduce(config.allreduce, world, buckets)
     found = Bench(
         model=config.model,
-        emulated=is_emulated(world, made),
+        emulated=is_emulated(world, setup),
         gradient_bytes=sum(buckets),
         global_batch_size=config.global_batch_size,
         ranks=tuple(
@@ -59,13 +66,13 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
         measured=tuple(_measure_subsets(config, world, buckets)),
     )
     forecasts = forecast_subsets(found.cohorts(), found.global_batch_size, buckets, found.measured)
-    _show_ranks(config, world, made, results, forecasts)
+    _show_ranks(config, world, setup, results, forecasts)
     _show_allreduce(world, found)
     _show_forecasts(world, found, forecasts)
     with agree_on_errors(world.comm):
         if target is not None and world.rank == 0:
             save_json(target, bench_to_json(found, {"forecasts": _to_json(forecasts)}))
-            say(world, f"written to {target}; {advice(target, found)}")
+            print_rank_0(world, f"written to {target}; {advice(target, found)}")
     return found
 
 
@@ -101,12 +108,12 @@ def _measure_subsets(
 def _show_ranks(
     config: TrainConfig,
     world: World,
-    made: Ingredients,
+    setup: Setup,
     results: list[RankBenchmark],
     forecasts: SubsetForecasts,
 ) -> None:
     scores = scores_of(results, equal_share(config, world.size))
-    slowed = [describe_slowdown(made.slowdowns[info.world_rank]) for info in world.infos]
+    slowed = [describe_slowdown(setup.slowdowns[info.world_rank]) for info in world.infos]
     show_benchmark(world, results, scores, forecasts.whole.batch_sizes, slowed)
 
 
@@ -150,9 +157,9 @@ def _show_forecasts(world: World, found: Bench, forecasts: SubsetForecasts) -> N
         )
     show_table(world, table)
     for kind in forecasts.kinds:
-        say(world, forecasts.worth(kind))
+        print_rank_0(world, forecasts.worth(kind))
     for note in forecasts.notes:
-        say(world, f"note: {note}")
+        print_rank_0(world, f"note: {note}")
 
 
 def _shortened(batch_sizes: list[int]) -> str:

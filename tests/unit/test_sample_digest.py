@@ -1,4 +1,4 @@
-"""Digests of data sets, by which ranks compare their samples."""
+"""Digests of datasets, by which ranks compare their samples."""
 
 import random
 import time
@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.data import digest
-from kaitian_mpi.data.digest import digest_samples
-from kaitian_mpi.datasets.factory_data import CollatedDataset
+from kaitian_mpi.data import sample_digest
+from kaitian_mpi.data.sample_digest import digest_samples
+from kaitian_mpi.datasets.user_dataset import CollatedDataset
 
 
 class Samples(Dataset):
@@ -71,8 +71,10 @@ def test_small_and_failing_data_sets():
 
 
 def test_reading_stops_when_the_time_is_up(monkeypatch):
-    monkeypatch.setattr(digest, "_MAX_SEC", 0.02)
+    monkeypatch.setattr(sample_digest, "_MAX_SEC", 0.02)
     monkeypatch.setattr(Samples, "__len__", lambda self: time.sleep(0.01) or len(self.order))
     data = CollatedDataset(Samples(range(100)))
-    monkeypatch.setattr(digest, "_digest", lambda data, index: (time.sleep(0.01), ("", ""))[1])
+    monkeypatch.setattr(
+        sample_digest, "_digest", lambda data, index: (time.sleep(0.01), ("", ""))[1]
+    )
     assert 1 <= len(digest_samples(data)) <= 3

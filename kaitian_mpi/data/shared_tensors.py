@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 
-class Parcel:
+class SharedTensors:
     """Wraps a value for sending to another process, with its tensors in anonymous memory.
 
     The receiver gets the value itself, without the wrapper. It is sent by multiprocessing: to a
@@ -104,16 +104,16 @@ def _tensor(
     return torch.empty(0, dtype=dtype).set_(region, first, shape, stride)  # type: ignore[call-overload,no-any-return]
 
 
-class ByParcel(Dataset[Any]):
-    """Wraps a dataset so that it is sent to workers, and its batches back, as a `Parcel`."""
+class SharedTensorDataset(Dataset[Any]):
+    """Wraps a dataset so that it is sent to workers, and its batches back, as a `SharedTensors`."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._parcel = dataset, Parcel(dataset)
+        self._dataset, self._parcel = dataset, SharedTensors(dataset)
 
     def __getitem__(self, indices: list[int]) -> Any:
         """Return a batch, to be sent to another process."""
-        return Parcel(self._dataset[indices])
+        return SharedTensors(self._dataset[indices])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the dataset as a parcel."""
-        return ByParcel, (self._parcel,)
+        return SharedTensorDataset, (self._parcel,)

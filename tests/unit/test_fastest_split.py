@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.optimum import RankCost, fastest_split
+from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
 from kaitian_mpi.balance.planner import plan_fastest
 
 

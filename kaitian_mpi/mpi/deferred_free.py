@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.runtime.polling import abandon
-from kaitian_mpi.runtime.ulfm import is_loss
+from kaitian_mpi.runtime.polling import keep_alive
+from kaitian_mpi.runtime.ulfm import may_be_loss
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.topology import GroupComms
 
 _lock = threading.Lock()
-_retired: list[tuple[MPI.Request, GroupComms]] = []
+_waiting: list[tuple[MPI.Request, GroupComms]] = []
 
 
-def retire_comms(comms: GroupComms) -> None:
-    """Free communicators once every rank has retired them. Does not block."""
+def free_when_unused(comms: GroupComms) -> None:
+    """Free communicators once every rank has called this for them. Does not block."""
     from mpi4py import MPI
 
-    free_retired_comms()
+    free_unused_comms()
     try:
         request = comms.messages.Ibarrier()
     except MPI.Exception as error:
-        if not is_loss(error):
+        if not may_be_loss(error):
             raise
         return
     with _lock:
-        _retired.append((request, comms))
+        _waiting.append((request, comms))
 
 
-def free_retired_comms() -> None:
-    """Free the communicators that every rank has retired by now. Not collective, does not block."""
+def free_unused_comms() -> None:
+    """Free the communicators that no rank uses any more. Not collective, does not block."""
     with _lock:
-        _retired[:] = [(request, comms) for request, comms in _retired if _is_kept(request, comms)]
+        _waiting[:] = [(request, comms) for request, comms in _waiting if _is_kept(request, comms)]
 
 
 def _is_kept(request: MPI.Request, comms: GroupComms) -> bool:
@@ -51,9 +51,9 @@ def _is_kept(request: MPI.Request, comms: GroupComms) -> bool:
         if not request.Test():
             return True
     except MPI.Exception as error:
-        if not is_loss(error):
+        if not may_be_loss(error):
             raise
-        abandon(request, comms)
+        keep_alive(request, comms)
         return False
     comms.free()
     return False

@@ -1,4 +1,4 @@
-"""Times the user's model on every rank."""
+"""Benchmarks the user's model on every rank, and prints the results."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
 from kaitian_mpi.balance.cost_model import fit, fit_error, scores
-from kaitian_mpi.balance.optimum import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark.cache import BenchmarkCache
-from kaitian_mpi.benchmark.rank_timer import Measured, RankTimer
+from kaitian_mpi.benchmark.rank_timer import RankMeasurement, RankTimer, Workload
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import make_table, show_table
@@ -26,35 +23,22 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 class RankBenchmark:
     """The benchmark results of one rank."""
 
-    measured: Measured
+    measured: RankMeasurement
     cost: RankCost
     """The cost model fitted to the measurements, and the memory limit."""
     fit_error: float
     """Root mean square of the cost model's relative errors."""
-    cached: bool
+    from_cache: bool
     """Whether the result comes from an earlier job."""
 
 
-def benchmark_ranks(
-    config: TrainConfig,
-    world: World,
-    model: nn.Module,
-    data: Dataset,
-    slowdown: Slowdown,
-    min_batch: int = 1,
-) -> list[RankBenchmark]:
+def benchmark_ranks(workload: Workload) -> list[RankBenchmark]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
-    Takes at most about `config.benchmark_seconds`, or no time if all ranks have cached results. The
-    model itself is not changed.
+    Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results.
 
     Args:
-        config: precision, optimizer, memory format and seconds.
-        world: the ranks.
-        model: the user's model, on any device.
-        data: the training data, whose samples are used.
-        slowdown: this rank's emulated slowdown.
-        min_batch: the fewest samples that the model can train on at once.
+        workload: this rank's.
 
     Returns:
         Every rank's result, by rank.
@@ -63,19 +47,22 @@ def benchmark_ranks(
         AgreedError: not even the smallest batch fits in a rank's memory, or the cache cannot be
             written.
     """
-    cache = BenchmarkCache(config, world, model, data, slowdown)
+    config, world, min_batch = workload.config, workload.world, workload.min_batch
+    cache = BenchmarkCache(workload)
     own = cache.read()
     # All or none: ranks that share a host must be timed while the others compute as well.
-    cached = all(gather_values(world.comm, own is not None))
-    if not cached:
+    from_cache = all(gather_values(world.comm, own is not None))
+    if not from_cache:
         with torch.random.fork_rng(devices=[]):
-            timer = RankTimer(config, world, model, data, slowdown, min_batch)
+            timer = RankTimer(workload)
             own = _measure(world, timer)
         with agree_on_errors(world.comm):
             cache.write(own)
     assert own is not None
     results = gather_values(world.comm, asdict(own))
-    return [_evaluate(config, Measured(**result), cached, min_batch) for result in results]
+    return [
+        _evaluate(config, RankMeasurement(**result), from_cache, min_batch) for result in results
+    ]
 
 
 def scores_of(results: list[RankBenchmark], share: int) -> list[float]:
@@ -91,8 +78,8 @@ def show_benchmark(
     slowed: Sequence[str],
 ) -> None:
     """Print each rank's cost and batch size, on world rank 0."""
-    cached = " (from --benchmark-cache)" if results[0].cached else ""
-    table = make_table(f"benchmark{cached}: samples per step sum to {sum(batch_sizes)}")
+    source = " (from --benchmark-cache)" if results[0].from_cache else ""
+    table = make_table(f"benchmark{source}: samples per step sum to {sum(batch_sizes)}")
     texts = ("group", "computes in")
     columns = ("rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score")
     for column in (*columns, "samples/step"):
@@ -117,7 +104,7 @@ def show_benchmark(
     show_table(world, table)
 
 
-def _measure(world: World, timer: RankTimer) -> Measured:
+def _measure(world: World, timer: RankTimer) -> RankMeasurement:
     # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
     # that is done keeps computing until the last one is done.
     sleeping_barrier(world.comm)
@@ -125,18 +112,18 @@ def _measure(world: World, timer: RankTimer) -> Measured:
         try:
             measured = timer.measure()
         finally:
-            arrival = NonblockingBarrier(world.comm)
-        while not arrival.complete():
+            barrier = NonblockingBarrier(world.comm)
+        while not barrier.complete():
             timer.keep_busy()
         enter_phase("comparing the benchmarks", waits=True, limited=False)
     return measured
 
 
 def _evaluate(
-    config: TrainConfig, measured: Measured, cached: bool, min_batch: int
+    config: TrainConfig, measured: RankMeasurement, from_cache: bool, min_batch: int
 ) -> RankBenchmark:
     model = fit(measured.batches, measured.seconds)
     limits = (measured.largest_micro_batch, config.micro_batch_size)
     limit = min((max(limit, min_batch) for limit in limits if limit), default=None)
     error = fit_error(model, measured.batches, measured.seconds)
-    return RankBenchmark(measured, RankCost(model, limit), error, cached)
+    return RankBenchmark(measured, RankCost(model, limit), error, from_cache)
