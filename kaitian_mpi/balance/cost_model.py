@@ -27,7 +27,9 @@ class CostModel:
         return CostModel(self.alpha_sec * factor, self.beta_sec * factor)
 
 
-def fit(batches: Sequence[int], seconds: Sequence[float]) -> CostModel:
+def fit(
+    batches: Sequence[int], seconds: Sequence[float], weights: Sequence[float] | None = None
+) -> CostModel:
     """Fit a rising line with a non-negative intercept to measured (batch, seconds).
 
     Weighted least squares that assumes a measurement's variance to be proportional to its time, as
@@ -35,19 +37,22 @@ def fit(batches: Sequence[int], seconds: Sequence[float]) -> CostModel:
     largest measured batch a rank would then look many times faster or slower than it is. So if the
     intercept is negative, the best line through the origin is used; and if more than three quarters
     of the largest batch's time would be independent of the batch, the best line with exactly that.
+    A single batch size gives the line through the origin.
 
     Args:
-        batches: samples, at least 1 each.
+        batches: samples, at least 1 each, or 0 where there are other ones too.
         seconds: above 0, one for each batch.
+        weights: one for each batch, inversely proportional to the variance; None for the above.
     """
-    weights = [1.0 / s for s in seconds]
-    total = sum(weights)
-    mean_batch = sum(w * b for w, b in zip(weights, batches, strict=True)) / total
-    mean_sec = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
+    weights = weights or [1.0 / s for s in seconds]
+    # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
+    total = math.fsum(weights)
+    mean_batch = math.fsum(w * b for w, b in zip(weights, batches, strict=True)) / total
+    mean_sec = math.fsum(w * s for w, s in zip(weights, seconds, strict=True)) / total
     measured = list(zip(weights, batches, seconds, strict=True))
-    spread = sum(w * (b - mean_batch) ** 2 for w, b, _ in measured)
-    if spread > 0:
-        beta = sum(w * (b - mean_batch) * (s - mean_sec) for w, b, s in measured) / spread
+    if max(batches) > min(batches):
+        spread = math.fsum(w * (b - mean_batch) * (b - mean_batch) for w, b, _ in measured)
+        beta = math.fsum(w * (b - mean_batch) * (s - mean_sec) for w, b, s in measured) / spread
         alpha = mean_sec - beta * mean_batch
         min_slope = _MIN_SLOPE * max(zip(batches, seconds, strict=True))[1] / max(batches)
         if beta < min_slope:
@@ -55,7 +60,9 @@ def fit(batches: Sequence[int], seconds: Sequence[float]) -> CostModel:
             alpha = mean_sec - beta * mean_batch
         if alpha >= 0:
             return CostModel(alpha, beta)
-    slope = sum(w * b * s for w, b, s in measured) / sum(w * b * b for w, b, _ in measured)
+    slope = math.fsum(w * b * s for w, b, s in measured) / math.fsum(
+        w * b * b for w, b, _ in measured
+    )
     return CostModel(0.0, slope)
 
 

@@ -36,6 +36,39 @@ def plan_fastest(
     return remove_surplus(shares, costs, global_batch_size, min_batch, may_idle=False)
 
 
+def plan_fastest_within(
+    costs: Sequence[RankCost],
+    global_batch_size: int,
+    most: Sequence[int | None],
+    min_batch: int = 1,
+) -> list[int]:
+    """Divide the global batch as `plan_fastest` does, but give no rank more than it may have.
+
+    Args:
+        costs: of each rank.
+        global_batch_size: samples per step over all ranks.
+        most: the largest batch size of each rank, at least `min_batch`; None for no limit.
+        min_batch: the fewest samples that the model can train on.
+
+    Raises:
+        UserError: there are too few samples for the ranks.
+        ValueError: together, the ranks may not have the whole global batch.
+    """
+    limits = [global_batch_size if limit is None else limit for limit in most]
+    if sum(limits) < global_batch_size:
+        raise ValueError(f"most: found {sum(limits)} in all, needed {global_batch_size} or more")
+    shares = plan_fastest(costs, global_batch_size, min_batch)
+    # A limit only gives more to the others, so a rank beyond its limit stays at it.
+    while any(share > limit for share, limit in zip(shares, limits, strict=True)):
+        shares = [min(share, limit) for share, limit in zip(shares, limits, strict=True)]
+        free = [rank for rank, limit in enumerate(limits) if shares[rank] < limit]
+        left = global_batch_size - sum(shares) + sum(shares[rank] for rank in free)
+        divided = plan_fastest([costs[rank] for rank in free], left, min_batch)
+        for rank, share in zip(free, divided, strict=True):
+            shares[rank] = share
+    return shares
+
+
 def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[int]:
     """Divide the global batch equally, to within one sample.
 

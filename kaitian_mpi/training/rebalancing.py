@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from kaitian_mpi.balance.cost_learner import CostLearner
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.rebalancer import NewPlan, RankStep, Rebalancer
+from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
 from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerDetector
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
@@ -36,12 +37,14 @@ class Balancing:
             folder: where plans are written.
             batch_sizes: the plan.
             costs: the ranks' costs; None without a benchmark.
-            adaptive: whether to propose new plans; needs `costs`.
+            adaptive: whether to propose new plans; without `costs`, they are learned first.
             steps_ahead: for how many steps batches are fetched in advance, which a new plan cannot
                 change.
             min_batch: the smallest batch size in a plan.
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
+        self._min_batch, learns = min_batch, adaptive and not costs
+        self._learner = CostLearner(batch_sizes, min_batch, steps_ahead) if learns else None
         self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
         self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
@@ -56,13 +59,16 @@ class Balancing:
             reports: of each rank.
         """
         steps = [_rank_step(report) for report in reports]
+        if self._learner is not None:
+            return self._learn(step, self._learner, steps)
         data_sec = [report.data_sec for report in reports]
         for change in self._stragglers.observe(step - 1, steps, data_sec):
             print_rank_0(self._world, f"step {step}: {self._describe(self._trace_links(change))}")
         plan = self._rebalancer.observe(steps) if self._rebalancer else None
         if plan is None:
             return None
-        self._record(step, plan)
+        reason = f"{self._world.infos[plan.rank]} {plan.reason}"
+        self._record(step, plan.batch_sizes, reason, plan.gain, plan.factors)
         return plan.batch_sizes
 
     def slow_ranks(self) -> list[dict[str, Any]]:
@@ -75,6 +81,18 @@ class Balancing:
     def costs(self) -> list[RankCost] | None:
         """Return each rank's cost as estimated from its steps; None if unknown."""
         return self._rebalancer.costs if self._rebalancer else None
+
+    def _learn(self, step: int, learner: CostLearner, steps: list[RankStep]) -> list[int] | None:
+        """Learn the costs; rebalancing and straggler detection start when they are known."""
+        batch_sizes, reason = learner.observe(steps), "learning what a step costs"
+        if learner.costs is not None:
+            reason = f"from what the first {learner.steps} steps cost"
+            self._rebalancer = Rebalancer(learner.costs, learner.batch_sizes, self._min_batch)
+            self._stragglers = StragglerDetector(self._world.size, learner.costs)
+            self._learner = None
+        if batch_sizes is not None:
+            self._record(step, batch_sizes, reason, learner.gain, [1.0] * self._world.size)
+        return batch_sizes
 
     def _trace_links(self, change: SlowPeriod) -> SlowPeriod:
         """Find the host with slow links, if communication has just become slow.
@@ -93,21 +111,20 @@ class Balancing:
         text = f"{change.text}; messages to and from its host take {factor:.1f}x as long as usual"
         return self._stragglers.name(change, ends[end], text)
 
-    def _record(self, step: int, plan: NewPlan) -> None:
+    def _record(
+        self, step: int, batch_sizes: list[int], reason: str, gain: float, factors: list[float]
+    ) -> None:
         self.plans += 1
         line = {
             "step": step + self._steps_ahead,
             "decided_at_step": step,
-            "batch_sizes": plan.batch_sizes,
-            "reason": f"{self._world.infos[plan.rank]} {plan.reason}",
-            "predicted_gain": round(plan.gain, 4),
-            "compute_time_factors": [round(factor, 3) for factor in plan.factors],
+            "batch_sizes": batch_sizes,
+            "reason": reason,
+            "predicted_gain": round(gain, 4),
+            "compute_time_factors": [round(factor, 3) for factor in factors],
         }
         self._folder.append("plan.jsonl", line)
-        print_rank_0(
-            self._world,
-            f"step {step}: new plan {plan.batch_sizes}: {line['reason']}",
-        )
+        print_rank_0(self._world, f"step {step}: new plan {batch_sizes}: {reason}")
 
     def _describe(self, slow: SlowPeriod) -> str:
         name = self._world.infos[slow.rank]

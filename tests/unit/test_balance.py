@@ -5,7 +5,12 @@ import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel, fit, scores
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
+from kaitian_mpi.balance.planner import (
+    plan_by_paper,
+    plan_equal,
+    plan_fastest,
+    plan_fastest_within,
+)
 from kaitian_mpi.errors import UserError
 
 
@@ -37,6 +42,43 @@ def test_any_plan_sums_to_the_global_batch_and_a_faster_rank_gets_no_less():
         assert min(batches) >= 1
         ordered = sorted(zip(betas, batches, strict=True))
         assert all(fast[1] + 1 >= slow[1] for fast, slow in itertools.pairwise(ordered))
+
+
+def test_the_fastest_plan_within_limits_is_the_fastest_of_all_these():
+    generator = random.Random(0)
+    for _ in range(60):
+        costs = [
+            RankCost(CostModel(generator.uniform(0, 3), generator.uniform(0.1, 2)))
+            for _ in range(3)
+        ]
+        most = [generator.randint(2, 12), generator.randint(2, 12), None]
+        min_batch = generator.choice([1, 2])
+        batches = plan_fastest_within(costs, 16, most, min_batch)
+        assert sum(batches) == 16
+
+        def seconds(split, costs=costs):
+            return max(cost.seconds(b) for cost, b in zip(costs, split, strict=True))
+
+        allowed = [
+            (a, b, 16 - a - b)
+            for a in range(min_batch, most[0] + 1)
+            for b in range(min_batch, most[1] + 1)
+            if 16 - a - b >= min_batch
+        ]
+        assert tuple(batches) in allowed
+        assert seconds(batches) == pytest.approx(min(map(seconds, allowed)))
+
+
+def test_limits_below_the_global_batch_are_refused():
+    with pytest.raises(ValueError, match="found 7 in all, needed 8 or more"):
+        plan_fastest_within([RankCost(CostModel(0, 1))] * 2, 8, [3, 4])
+
+
+@pytest.mark.parametrize("batch", [7, 11, 32])
+def test_a_fit_to_one_batch_size_goes_through_the_origin(batch):
+    model = fit([batch] * 3, [0.3, 0.31, 0.37])
+    assert model.alpha_sec == 0
+    assert model.seconds(batch) == pytest.approx(0.32, rel=0.05)
 
 
 def test_plan_equal():

@@ -1,0 +1,263 @@
+"""Learns what a step costs each rank from the first training steps, without a benchmark."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from kaitian_mpi.balance.cost_model import fit
+from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.planner import plan_fastest_within
+from kaitian_mpi.balance.rebalancer import RankStep
+
+_STEPS_PER_TRIAL = 4
+_MIN_STEPS = 3  # of one size, so that the middle is not affected by a single slow step
+_WINDOW = 30
+_PATIENCE = 20
+# The first split is varied: a line through two close batch sizes mostly shows noise.
+_MIN_CHANGE = 1.25
+_SPREAD = 1.3
+_MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
+_MIN_GAIN = 0.02
+# Learning ends when the standard error of every rank's time is small, or after many steps.
+_MAX_ERROR = 0.015
+_MAX_STEPS = 20
+# Before any measurement: alpha in proportion to a step's time, and the standard error of that.
+_USUAL_ALPHA, _ALPHA_ERROR = 0.1, 0.2
+_USUAL_NOISE, _MIN_NOISE = 0.1, 0.02
+# For normally distributed errors: the median of the differences of neighbours, in standard
+# deviations.
+_MEDIAN_DIFFERENCE = 0.954
+_MIN_DIFFERENCES = 3
+
+
+class CostLearner:
+    """Learns the ranks' cost models from their first steps, while it moves to the fastest split.
+
+    A pure function of values that all ranks have exchanged, so every rank arrives at the same
+    batch sizes at the same step. They always sum to the same global batch.
+
+    - The first split is the caller's. At a single batch size, nine tenths of a rank's time are
+      assumed to be proportional to it.
+    - The second is the fastest by that, except that ranks whose batch size would hardly change
+      are made to differ by about 30%: alpha and beta cannot be told apart otherwise.
+    - Then it is the fastest by all steps so far. It changes again where that gains 2% or more,
+      until all ranks' times are known to 1.5%, or for 20 steps. Then the costs are known.
+
+    Each split is kept until every rank has been timed for four steps at its batch size. Of each
+    batch size, the middle half of the times counts, so single slow steps do no harm; the first
+    step, which compiles and allocates, is ignored. The noisier the times, the more the slope of
+    their line is drawn to the one assumed at first. A batch size at most doubles from one split to
+    the next, so that a batch that does not fit the memory is not reached in one leap.
+
+    A device may report its times late, and several steps at once: they belong to the steps in the
+    order in which these were reported.
+    """
+
+    def __init__(
+        self,
+        batch_sizes: Sequence[int],
+        min_batch: int = 1,
+        steps_ahead: int = 0,
+        largest_micro_batches: Sequence[int | None] | None = None,
+    ) -> None:
+        """Start from a split, usually an equal one.
+
+        Args:
+            batch_sizes: the current split, each at least `min_batch`.
+            min_batch: the smallest batch size of a split.
+            steps_ahead: how many steps pass before new batch sizes take effect.
+            largest_micro_batches: the most samples that each rank computes at once, None for no
+                limit. No batch grows beyond it while learning.
+
+        Raises:
+            ValueError: a batch size is below `min_batch`.
+        """
+        if min(batch_sizes) < min_batch:
+            raise ValueError(f"batch_sizes: found {list(batch_sizes)}, needed {min_batch} or more")
+        self.batch_sizes = list(batch_sizes)
+        self.steps = 0
+        """The number of steps observed."""
+        self.costs: list[RankCost] | None = None
+        """Each rank's cost; None until they are known. Then there is nothing left to learn."""
+        self.gain = 0.0
+        """Estimated gain in throughput by the latest change, without communication."""
+        self._first, self._is_first = list(batch_sizes), True
+        self._min_batch = min_batch
+        self._patience = steps_ahead + _PATIENCE
+        self._largest_micro_batches = list(largest_micro_batches or [None] * len(batch_sizes))
+        self._limits = [
+            None if most is None else max(most, first)
+            for most, first in zip(self._largest_micro_batches, batch_sizes, strict=True)
+        ]
+        self._ranks = [_RankTimes() for _ in batch_sizes]
+        self._steps_of_trial = 0
+
+    def observe(self, steps: Sequence[RankStep]) -> list[int] | None:
+        """Add a step's times of all ranks; return other batch sizes to use, or None to keep these.
+
+        When `costs` becomes known, `batch_sizes` are the fastest by these costs, to within 2%.
+        """
+        if self.costs is not None:
+            return None
+        for rank, step in zip(self._ranks, steps, strict=True):
+            rank.add(step)
+        self.steps += 1
+        self._steps_of_trial += 1
+        costs = self._measured_costs()
+        return None if costs is None else self._improve(costs)
+
+    def _measured_costs(self) -> list[RankCost] | None:
+        """Return the ranks' costs if the current split has been timed, else None.
+
+        It is not waited for too long: where an epoch is shorter than a global batch, for example,
+        no step has these batch sizes.
+        """
+        counts = [rank.steps_at(b) for rank, b in zip(self._ranks, self.batch_sizes, strict=True)]
+        if min(counts) < _STEPS_PER_TRIAL and self._steps_of_trial < self._patience:
+            return None
+        if not all(rank.steps for rank in self._ranks):
+            return None
+        limits = self._largest_micro_batches
+        return [rank.cost(limit) for rank, limit in zip(self._ranks, limits, strict=True)]
+
+    def _improve(self, costs: list[RankCost]) -> list[int] | None:
+        """Return the next split, if any; finish when it is the last."""
+        is_first, self._is_first = self._is_first, False
+        limits = self._growth_limits()
+        batch_sizes = self._split(costs, limits)
+        if is_first:
+            batch_sizes = self._split(self._spread(costs, batch_sizes), limits)
+        gain = _step_sec(costs, self.batch_sizes) / _step_sec(costs, batch_sizes) - 1
+        changes = batch_sizes != self.batch_sizes and (is_first or gain >= _MIN_GAIN)
+        is_fastest = not changes or batch_sizes == self._split(costs, self._limits)
+        if not is_first and is_fastest and self._is_certain():
+            self.costs = costs
+        if not changes:
+            return None
+        self.gain, self.batch_sizes, self._steps_of_trial = gain, batch_sizes, 0
+        return batch_sizes
+
+    def _is_certain(self) -> bool:
+        """Return whether the costs are known well enough."""
+        late = self._steps_of_trial >= self._patience
+        return late or all(
+            rank.error <= _MAX_ERROR or rank.steps >= _MAX_STEPS for rank in self._ranks
+        )
+
+    def _split(self, costs: Sequence[RankCost], most: Sequence[int | None]) -> list[int]:
+        """Return the fastest split that gives no rank more than it may have."""
+        return plan_fastest_within(costs, sum(self._first), most, self._min_batch)
+
+    def _growth_limits(self) -> list[int | None]:
+        """Return the most samples that each rank may have in the next split."""
+        grown = [math.floor(_MAX_GROWTH * rank.largest) for rank in self._ranks]
+        limited = [
+            size if most is None else min(size, most)
+            for size, most in zip(grown, self._limits, strict=True)
+        ]
+        return [max(first, size) for first, size in zip(self._first, limited, strict=True)]
+
+    def _spread(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> list[RankCost]:
+        """Return costs whose fastest split changes the batch size of every rank, if possible.
+
+        Of the ranks whose batch size would hardly change, half seem faster: those that would grow
+        most. The others seem slower.
+
+        Args:
+            costs: the costs so far.
+            batch_sizes: the fastest split by these.
+        """
+        changes = [new / old for new, old in zip(batch_sizes, self.batch_sizes, strict=True)]
+        close = [
+            rank for rank, change in enumerate(changes) if 1 / _MIN_CHANGE < change < _MIN_CHANGE
+        ]
+        close.sort(key=lambda rank: -changes[rank])
+        seeming = list(costs)
+        for index, rank in enumerate(close):
+            factor = 1 / _SPREAD if index < len(close) // 2 else _SPREAD
+            seeming[rank] = RankCost(
+                costs[rank].model.times(factor), costs[rank].largest_micro_batch
+            )
+        return seeming
+
+
+def _step_sec(costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:
+    """Return the slowest rank's seconds."""
+    return max(cost.seconds(b) for cost, b in zip(costs, batch_sizes, strict=True))
+
+
+class _RankTimes:
+    """One rank's step times, by batch size."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        """The largest batch of a step that has been done."""
+        self._times: dict[int, deque[float]] = {}
+        self._untimed: deque[int] = deque()
+        self._differences: deque[float] = deque(maxlen=_WINDOW)
+        self._is_warm = False
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that have been timed."""
+        return sum(len(times) for times in self._times.values())
+
+    @property
+    def error(self) -> float:
+        """The relative standard error of the cost, at the batch sizes timed."""
+        return self._noise() / math.sqrt(self.steps)
+
+    def add(self, step: RankStep) -> None:
+        """Add a step, and the times of those that the device has finished since the last one."""
+        self.largest = max(self.largest, step.samples)
+        self._untimed.append(step.samples if self._is_warm else 0)
+        self._is_warm = True
+        timed = [self._untimed.popleft() for _ in range(min(step.steps, len(self._untimed)))]
+        # They are averaged, so they must be alike.
+        if len(timed) < step.steps or len(set(timed)) != 1 or not timed[0]:
+            return
+        times = self._times.setdefault(timed[0], deque(maxlen=_WINDOW))
+        seconds = max(step.work_sec, 1e-9)
+        if times:
+            mean = (seconds + times[-1]) / 2
+            self._differences.append(abs(seconds - times[-1]) / mean)
+        times.extend([seconds] * step.steps)
+
+    def steps_at(self, batch_size: int) -> int:
+        """Return how many steps with this batch size have been timed."""
+        return len(self._times.get(batch_size, ()))
+
+    def cost(self, largest_micro_batch: int | None) -> RankCost:
+        """Return the cost by the times so far, of which there is at least one."""
+        often = {b: times for b, times in self._times.items() if len(times) >= _MIN_STEPS}
+        known = often or self._times
+        batches = list(known)
+        seconds = [_middle(times) for times in known.values()]
+        counts = [len(times) for times in known.values()]
+        noise = self._noise()
+        errors = [noise * sec for sec in seconds]
+        # What is assumed of alpha counts as if a step without samples had been measured.
+        assumed_error = _ALPHA_ERROR * seconds[0]
+        # No powers and logarithms: their last bit may differ between machines.
+        weights = [n / (error * error) for n, error in zip(counts, errors, strict=True)]
+        model = fit(
+            [*batches, 0],
+            [*seconds, _USUAL_ALPHA * seconds[0]],
+            [*weights, 1 / (assumed_error * assumed_error)],
+        )
+        return RankCost(model, largest_micro_batch)
+
+    def _noise(self) -> float:
+        """Return the relative standard deviation of a step's time."""
+        if len(self._differences) < _MIN_DIFFERENCES:
+            return _USUAL_NOISE
+        return max(_MIN_NOISE, median(self._differences) / _MEDIAN_DIFFERENCE)
+
+
+def _middle(times: Sequence[float]) -> float:
+    """Return the mean of the middle half."""
+    cut = (len(times) + 1) // 4
+    return fmean(sorted(times)[cut : len(times) - cut])

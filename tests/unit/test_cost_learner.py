@@ -1,0 +1,359 @@
+"""Learning what a step costs from the first training steps, in simulated jobs."""
+
+import json
+import random
+from collections import deque
+from statistics import mean, median
+from types import SimpleNamespace
+
+import pytest
+
+from kaitian_mpi.balance.cost_learner import CostLearner
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.planner import plan_equal, plan_fastest
+from kaitian_mpi.balance.rebalancer import RankStep
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.output.run_folder import DiskFolder
+from kaitian_mpi.training.rebalancing import Balancing
+from kaitian_mpi.training.step_exchange import StepReport
+
+SEEDS = range(25)
+NEVER = 1000
+
+
+def uniform(part):
+    """Noise of a step's time, at most this part up or down."""
+    return lambda generator, _: generator.uniform(1 - part, 1 + part)
+
+
+def time_slices(generator, _):
+    """Of a shared core: three steps in ten lose some, half of a step's time on average."""
+    return 1 + (generator.expovariate(2) if generator.random() < 0.3 else 0)
+
+
+def variable_samples(generator, samples):
+    """Data of variable length: a third of the samples take four times as long."""
+    return sum(generator.choice((0.5, 0.5, 2.0)) for _ in range(samples)) / samples
+
+
+def quiet(*_):
+    return 1.0
+
+
+class Job:
+    """Simulated ranks; plans take effect, and times are known, as late as in training."""
+
+    def __init__(self, models, noise=quiet, seed=0, batch=None, *, ahead=0, lag=0, **options):
+        self.random = random.Random(seed)
+        self.models, self.noise, self.lag = models, noise, lag
+        self.warm_up = options.pop("warm_up", 20.0)
+        self.after_change = options.pop("after_change", 1.0)
+        self.epoch = options.pop("epoch", None)
+        self.min_batch = options.get("min_batch", 1)
+        self.batch = batch or 32 * len(models)
+        self.sizes = plan_equal(len(models), self.batch, self.min_batch)
+        self.learner = CostLearner(self.sizes, steps_ahead=ahead, **options)
+        self.fetched = deque([self.sizes] * ahead)
+        self.untimed = [deque() for _ in models]
+        self.reported = None
+        self.history = []
+        self.learned_at = NEVER
+        best = plan_fastest([RankCost(m) for m in models], self.batch, self.min_batch)
+        self.best_sec = self.seconds(best)
+
+    def seconds(self, sizes):
+        return max(m.seconds(b) for m, b in zip(self.models, sizes, strict=True))
+
+    def run(self, steps):
+        for _ in range(steps):
+            self.fetched.append(self.sizes)
+            self.step(self.fetched.popleft())
+        return self
+
+    def step(self, sizes):
+        if self.epoch and (len(self.history) + 1) % self.epoch == 0:
+            sizes = [max(self.min_batch, b // 3) for b in sizes]  # the epoch's last step
+        slow = 1.0
+        if not self.history:
+            slow = self.warm_up
+        elif sizes != self.history[-1]:
+            slow = self.after_change
+        self.history.append(sizes)
+        report = []
+        for model, b, untimed in zip(self.models, sizes, self.untimed, strict=True):
+            untimed.append(slow * model.seconds(b) * self.noise(self.random, b))
+            report.append(self.rank_step(b, untimed))
+        if self.reported:
+            self.observe(self.reported)
+        self.reported = report
+
+    def rank_step(self, samples, untimed):
+        """A device that is behind has finished some of its steps, or none."""
+        left = self.random.randint(0, self.lag) if self.lag else 0
+        done = [untimed.popleft() for _ in range(len(untimed) - left)]
+        if not done:
+            return RankStep(0, samples, 0.0, 0.0)
+        return RankStep(len(done), samples, mean(done), 0.0)
+
+    def observe(self, steps):
+        known = self.learner.costs is not None
+        sizes = self.learner.observe(steps)
+        assert not (known and sizes)
+        if self.learner.costs is not None and not known:
+            self.learned_at = len(self.history)
+        self.sizes = sizes or self.sizes
+        assert self.sizes == self.learner.batch_sizes
+        assert sum(self.sizes) == self.batch
+        assert min(self.sizes) >= self.min_batch
+
+    def efficiency(self, step):
+        """Return the speed of a step's split without noise, relative to the best split's."""
+        return self.best_sec / self.seconds(self.history[step - 1])
+
+    @property
+    def steps_to_95(self):
+        """The first step from which every one is at 95% of the best speed or more."""
+        below = [s for s in range(1, len(self.history) + 1) if self.efficiency(s) < 0.95]
+        last = max(below, default=0)
+        return last + 1 if last < len(self.history) else NEVER
+
+
+def models(slowness, alpha=0.02):
+    return [CostModel(alpha * times, 0.01 * times) for times in slowness]
+
+
+SHAPES = [([1, 3], 0.02), ([1, 3], 0.15), ([1, 2, 3, 5], 0.02), ([1, 2, 3, 5], 0.15)]
+
+
+@pytest.mark.parametrize(("slowness", "alpha"), SHAPES)
+def test_unlike_ranks_reach_the_best_speed_within_25_steps(slowness, alpha):
+    jobs = [Job(models(slowness, alpha), uniform(0.1), seed).run(30) for seed in SEEDS]
+    steps = sorted(job.steps_to_95 for job in jobs)
+    assert median(steps) <= 12
+    assert steps[int(0.95 * len(steps))] <= 25
+    assert min(job.efficiency(25) for job in jobs) > 0.93  # a sample more costs a slow rank 4%
+    assert max(job.learned_at for job in jobs) <= 27
+
+
+@pytest.mark.parametrize(("slowness", "alpha"), SHAPES)
+def test_plans_that_take_effect_late_do_so_a_little_later(slowness, alpha):
+    jobs = [Job(models(slowness, alpha), uniform(0.1), seed, ahead=4).run(38) for seed in SEEDS]
+    steps = sorted(job.steps_to_95 for job in jobs)
+    is_hard = max(slowness) * alpha > 0.5  # a few samples for the slowest rank, at a high alpha
+    assert median(steps) <= (29 if is_hard else 20)
+    assert steps[int(0.9 * len(steps))] <= 29
+    assert min(job.efficiency(25) for job in jobs) > 0.85
+    assert median(job.efficiency(25) for job in jobs) > (0.93 if is_hard else 0.97)
+
+
+@pytest.mark.parametrize("noise", [uniform(0.3), time_slices, variable_samples])
+def test_strong_noise_costs_little(noise):
+    jobs = [Job(models([1, 3]), noise, seed).run(40) for seed in range(50)]
+    assert median(job.steps_to_95 for job in jobs) <= 25
+    assert mean(job.efficiency(25) for job in jobs) > 0.95
+    assert min(job.efficiency(40) for job in jobs) > 0.85
+
+
+@pytest.mark.parametrize("slowness", [[1, 3], [1, 1], [1, 1, 1], [1] * 8, [1, 2, 3, 5], [1] * 64])
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5])
+def test_alpha_and_beta_are_told_apart(slowness, part):
+    """Of a step at the equal share, alpha is this part."""
+    true = [CostModel(part * times, (1 - part) / 32 * times) for times in slowness]
+    job = Job(true, uniform(0.01), 1).run(30)
+    assert job.learned_at < 20
+    for cost, model in zip(job.learner.costs, true, strict=True):
+        step_sec = model.seconds(32)
+        assert cost.model.alpha_sec == pytest.approx(model.alpha_sec, abs=0.1 * step_sec)
+        assert cost.model.beta_sec == pytest.approx(model.beta_sec, rel=0.15)
+        assert cost.seconds(32) == pytest.approx(step_sec, rel=0.02)
+
+
+def test_the_second_split_is_already_faster():
+    job = Job(models([1, 3])).run(10)
+    assert job.history[5] == [32, 32]
+    assert job.efficiency(6) < 0.6
+    assert job.efficiency(7) > 0.95
+
+
+def test_compiling_and_slow_first_steps_of_a_batch_size_do_no_harm():
+    as_usual = Job(models([1, 3]), uniform(0.02), 3, warm_up=1.0).run(30)
+    with_spikes = Job(models([1, 3]), uniform(0.02), 3, warm_up=500.0, after_change=20.0).run(30)
+    assert with_spikes.steps_to_95 <= 12
+    assert with_spikes.learned_at < 25
+    for cost, usual in zip(with_spikes.learner.costs, as_usual.learner.costs, strict=True):
+        assert cost.seconds(32) == pytest.approx(usual.seconds(32), rel=0.03)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_times_that_come_late_belong_to_the_steps_they_were_measured_in(seed):
+    job = Job(models([1, 3]), uniform(0.02), seed, lag=3).run(60)
+    assert job.steps_to_95 <= 40
+    for cost, model in zip(job.learner.costs, job.models, strict=True):
+        for samples in (16, 32, 48):
+            assert cost.seconds(samples) == pytest.approx(model.seconds(samples), rel=0.06)
+
+
+def test_a_device_that_always_reports_three_steps_late():
+    learner, sizes, done = CostLearner([32, 32]), [32, 32], deque()
+    for _ in range(40):
+        done.append(sizes)
+        late = done.popleft() if len(done) > 3 else None
+        steps = [
+            RankStep(1 if late else 0, b, 0.01 * times * late[i] if late else 0.0, 0.0)
+            for i, (b, times) in enumerate(zip(sizes, (1, 3), strict=True))
+        ]
+        sizes = learner.observe(steps) or sizes
+    assert [cost.seconds(100) for cost in learner.costs] == [
+        pytest.approx(1.0, rel=0.02),
+        pytest.approx(3.0, rel=0.02),
+    ]
+
+
+def test_more_steps_timed_than_reported_are_ignored():
+    learner = CostLearner([32, 32])
+    learner.observe([RankStep(5, 32, 9.0, 0.0), RankStep(1, 32, 9.0, 0.0)])
+    for _ in range(20):
+        learner.observe([RankStep(1, b, 0.01 * b, 0.0) for b in learner.batch_sizes])
+    assert learner.costs[0].seconds(32) == pytest.approx(0.32, rel=0.01)
+
+
+@pytest.mark.parametrize("slowness", [[1, *[20] * 15], [1] + [5] * 63, [1, 50]])
+def test_a_batch_at_most_doubles_until_the_fastest_split_is_reached(slowness):
+    job = Job(models(slowness)).run(45)
+    largest = job.history[0]
+    for sizes in job.history:
+        assert all(new <= 2 * old for new, old in zip(sizes, largest, strict=True))
+        largest = [max(pair) for pair in zip(sizes, largest, strict=True)]
+    assert job.efficiency(45) > 0.95
+    assert job.learned_at < 45
+
+
+def test_no_batch_grows_beyond_what_fits():
+    job = Job(models([1, 3, 3]), largest_micro_batches=[40, None, None]).run(30)
+    assert max(sizes[0] for sizes in job.history) == 40
+    assert job.learner.costs[0].largest_micro_batch == 40
+    job = Job(models([1, 3]), largest_micro_batches=[16, 16]).run(30)  # less than the first
+    assert max(max(sizes) for sizes in job.history) == 32
+    assert job.learner.costs is not None
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 64])
+@pytest.mark.parametrize("per_rank", [1, 2, 3, 5])
+@pytest.mark.parametrize("min_batch", [1, 2])
+def test_small_batches_end_in_a_sane_state(ranks, per_rank, min_batch):
+    generator = random.Random(ranks)
+    slowness = [generator.choice((1, 2, 3)) for _ in range(ranks)]
+    batch = ranks * max(per_rank, min_batch) + 1
+    job = Job(models(slowness), uniform(0.1), 0, batch, min_batch=min_batch).run(60)
+    assert job.learner.costs is not None
+    assert all(cost.model.beta_sec > 0 for cost in job.learner.costs)
+    assert job.seconds(job.history[-1]) <= job.seconds(job.history[0]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_one_rank_has_nothing_to_vary(batch):
+    job = Job(models([1]), batch=batch).run(30)
+    assert job.history == [[batch]] * 30
+    assert job.learner.costs[0].seconds(batch) == pytest.approx(job.seconds([batch]), rel=0.01)
+
+
+def test_one_sample_for_each_rank_cannot_be_varied():
+    job = Job(models([1, 3]), batch=2).run(30)
+    assert job.history == [[1, 1]] * 30
+    ratio = job.learner.costs[1].seconds(1) / job.learner.costs[0].seconds(1)
+    assert ratio == pytest.approx(3, rel=0.01)
+
+
+def test_partial_steps_at_the_end_of_short_epochs_are_no_trial():
+    job = Job(models([1, 3]), uniform(0.05), epoch=4).run(44)
+    assert job.learner.costs is not None
+    full = [s for s in range(25, 45) if s % 4]
+    assert min(job.efficiency(s) for s in full) > 0.95
+
+
+def test_learning_ends_where_no_step_has_the_planned_sizes():
+    learner = CostLearner([32, 32], steps_ahead=4)
+    for _ in range(100):
+        learner.observe([RankStep(1, 10, 0.1, 0.0), RankStep(1, 10, 0.3, 0.0)])
+    assert learner.costs is not None
+    assert sum(learner.batch_sizes) == 64
+    ratio = learner.costs[1].seconds(10) / learner.costs[0].seconds(10)
+    assert ratio == pytest.approx(3, rel=0.01)
+
+
+def test_nothing_is_learned_from_a_device_that_never_reports():
+    learner = CostLearner([32, 32])
+    for _ in range(100):
+        assert learner.observe([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.3, 0.0)]) is None
+    assert learner.costs is None
+
+
+def test_batches_below_the_minimum_are_refused():
+    with pytest.raises(ValueError, match=r"found \[1, 3\], needed 2 or more"):
+        CostLearner([1, 3], min_batch=2)
+
+
+def balancing(tmp_path, costs=None, adaptive=True):
+    infos = [RankInfo(rank, rank, "node", "cpu", "cpu", "", 0, "2.8") for rank in range(2)]
+    world = SimpleNamespace(size=2, rank=0, infos=infos)
+    folder = DiskFolder(tmp_path)
+    return Balancing(world, folder, [32, 32], costs, adaptive, steps_ahead=0, min_batch=1)
+
+
+def train(balance, steps, slowness=(1, 3), sizes=(32, 32)):
+    """Train with constant costs; return each change as (step, batch sizes)."""
+    reports, changes = None, []
+    for step in range(1, steps + 1):
+        times = [0.01 * b * s for b, s in zip(sizes, slowness, strict=True)]
+        new = balance.observe(step, reports) if reports else None
+        reports = [
+            StepReport(b, 1, sec, max(times) - sec, 0.0)
+            for b, sec in zip(sizes, times, strict=True)
+        ]
+        if new is not None:
+            changes.append((step, new))
+            sizes = new
+    return changes
+
+
+def test_balancing_learns_first_then_follows(tmp_path, capfd):
+    balance = balancing(tmp_path)
+    assert balance.costs() is None
+    changes = train(balance, 30)
+    lines = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["batch_sizes"]) for line in lines] == changes
+    assert balance.plans == 1 + len(changes)
+    assert lines[0]["reason"] == "learning what a step costs"
+    assert lines[0]["predicted_gain"] > 0.5
+    assert changes[0][0] == 6
+    sec = [cost.seconds(32) for cost in balance.costs()]
+    assert sec == [pytest.approx(0.32, rel=0.02), pytest.approx(0.96, rel=0.02)]
+    assert balance.slow_ranks() == []
+    assert f"step 6: new plan {changes[0][1]}: learning what a step costs" in capfd.readouterr().out
+    assert train(balance, 40, (3, 3), changes[-1][1])  # the rebalancer takes over
+
+
+def test_balancing_says_which_plan_ends_the_learning(tmp_path):
+    changes = train(balancing(tmp_path), 30, slowness=(1, 1))
+    lines = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
+    assert [line["reason"] for line in lines] == [
+        "learning what a step costs",
+        f"from what the first {changes[1][0] - 1} steps cost",
+    ]
+    assert changes[1][1] == pytest.approx([32, 32], abs=1)
+
+
+def test_balancing_does_not_learn_what_is_known(tmp_path):
+    costs = [RankCost(CostModel(0.0, 0.01 * times)) for times in (1, 3)]
+    balance = balancing(tmp_path, costs)
+    assert [cost.seconds(1) for cost in balance.costs()] == [0.01, pytest.approx(0.03)]
+    train(balance, 30)
+    assert "planned" in (tmp_path / "plan.jsonl").read_text()
+    assert "learning" not in (tmp_path / "plan.jsonl").read_text()
+
+
+def test_balancing_learns_nothing_unless_it_adapts(tmp_path):
+    balance = balancing(tmp_path, adaptive=False)
+    assert train(balance, 40) == []
+    assert balance.costs() is None
