@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from kaitian_mpi.backend.ddp_hook import WeightedSum
     from kaitian_mpi.backend.startup import init
     from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+    from kaitian_mpi.engine.task import Task
     from kaitian_mpi.mpi.world import World
+    from kaitian_mpi.training.training import Training
 
 __version__ = "0.1.0"
 __all__ = [
     "LoadAdaptiveSampler",
+    "Task",
+    "Training",
     "WeightedSum",
     "World",
     "__version__",
@@ -35,6 +39,8 @@ __all__ = [
 
 _HOMES = {
     "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
+    "Task": "kaitian_mpi.engine.task",
+    "Training": "kaitian_mpi.training.training",
     "WeightedSum": "kaitian_mpi.backend.ddp_hook",
     "World": "kaitian_mpi.mpi.world",
     "data_parallel": "kaitian_mpi.backend.data_parallel",

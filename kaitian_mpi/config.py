@@ -1,8 +1,8 @@
 """All settings of a training run, in one place.
 
-Each field is a command-line flag of the same name (`global_batch_size` is
-`--global-batch-size`); its help text is its documentation. Nothing here imports torch or MPI, so
-that a wrong flag is reported before either is loaded.
+Each field is a setting of `Training` or a flag of `kaitian-train` by the same name
+(`global_batch_size` is `--global-batch-size`); its help text is its documentation. Nothing here
+imports torch or MPI, so that a wrong flag is reported before either is loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,32 +53,13 @@ def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str =
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The settings of one `kaitian-train` run.
+class TrainingConfig:
+    """How a task is trained, whatever the task: the settings of `kaitian_mpi.Training`.
 
     Raises:
         UserError: a value is out of range, or two values contradict each other.
     """
 
-    model: str = _flag(
-        "mobilenetv2",
-        "mobilenetv2, resnet18, cnn, or module:factory: a callable that takes num_classes and "
-        "returns a torch.nn.Module",
-    )
-    dataset: str = _flag(
-        "digits",
-        "digits, cifar10, mnist, synthetic, or module:factory: a callable that returns "
-        "(train, validation) or one map-style dataset of (input, class) pairs",
-    )
-    data_dir: str = _flag("", "folder with the dataset's official files", metavar="DIR")
-    val_split: float = _flag(
-        0.2, "fraction of the training set held out if the dataset has no test set"
-    )
-    augment: str = _flag(
-        "auto",
-        "random crop and horizontal flip, seeded per sample; auto: the dataset's default",
-        ("auto", "none", "crop", "crop-flip"),
-    )
     workers: int = _flag(0, "data-loading processes per rank; 0: load in the rank itself")
 
     global_batch_size: int = _flag(256, "samples per step over all ranks")
@@ -114,15 +96,6 @@ class TrainConfig:
         "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",
         ("auto", "flat", "leader", "striped"),
     )
-    devices: str = _flag(
-        "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
-    )
-    emulate_kinds: str = _flag(
-        "",
-        "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "
-        "(results are marked 'emulated')",
-        metavar="LIST",
-    )
     emulate_slowdown: str = _flag(
         "",
         "slow ranks down by sleeping: rank:factor or rank:factor@step, such as "
@@ -132,17 +105,6 @@ class TrainConfig:
 
     epochs: int = _flag(10, "passes over the training set")
     max_steps: int = _flag(0, "stop after this many steps; 0: no limit besides --epochs")
-    lr: float = _flag(0.05, "peak learning rate")
-    momentum: float = _flag(0.9, "momentum of SGD")
-    nesterov: bool = _flag(True, "use Nesterov momentum")
-    weight_decay: float = _flag(
-        5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
-    )
-    label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
-    schedule: str = _flag("cosine", "learning rate after the warmup", ("cosine", "constant"))
-    warmup: float = _flag(
-        0.25, "fraction of all steps over which the learning rate warms up from near 0"
-    )
     precision: str = _flag(
         "fp32",
         "precision of forward and backward; weights and gradient sums stay fp32; auto: fp32 or "
@@ -150,7 +112,7 @@ class TrainConfig:
         ("fp32", "bf16", "fp16", "auto"),
     )
     memory_format: str = _flag(
-        "auto",
+        "contiguous",
         "memory format of images; auto: whichever is faster on the rank",
         ("auto", "contiguous", "channels_last"),
     )
@@ -187,29 +149,108 @@ class TrainConfig:
     snapshot_every: int = _flag(10, "steps between these snapshots")
 
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
-    run_dir: str = _flag(
-        "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
-    )
+    run_dir: str = _flag("", "folder for results; without it, nothing is written", metavar="DIR")
     log_interval: float = _flag(2.0, "seconds between progress lines")
-    log_level: str = _flag(
-        "info", "lowest level of log messages to show; debug shows those of every rank", LOG_LEVELS
-    )
 
     def __post_init__(self) -> None:
+        for name in _PATHS:  # a shell does not expand the tilde of --flag=~/folder
+            if isinstance(given := getattr(self, name, None), str | os.PathLike):
+                object.__setattr__(self, name, os.path.expanduser(os.fspath(given)))
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
             if choices and value not in choices:
                 raise _out_of_range(field.name, value, f"one of {', '.join(choices)}")
+            if type(value) is not type(field.default) and not _is_float(field.default, value):
+                needed = {int: "a whole number", float: "a number", bool: "True or False"}
+                raise _out_of_range(field.name, value, needed.get(type(field.default), "a text"))
         self._check_ranges()
         self._check_names()
-        for name in _PATHS:  # a shell does not expand the tilde of --flag=~/folder
-            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
 
     def _check_ranges(self) -> None:
         for name, (least, most, needed) in _RANGES.items():
-            if not least <= getattr(self, name) <= most:  # false for NaN
-                raise _out_of_range(name, getattr(self, name), needed)
+            value = getattr(self, name, least)  # not every setting is one of Training's
+            if not least <= value <= most:  # false for NaN
+                raise _out_of_range(name, value, needed)
+
+    def _check_names(self) -> None:
+        if self.snapshots and not self.snapshots.isalnum():
+            raise _out_of_range("snapshots", self.snapshots, "a name of letters and digits")
+        if self.resume == "auto" and not self.run_dir:
+            raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
+
+    def choose_folder(self) -> Path | None:
+        """Return the folder for results; None where nothing is to be written."""
+        return Path(self.run_dir) if self.run_dir else None
+
+
+def _metadata_of(config: type, name: str) -> Mapping[str, Any]:
+    """Return what describes a field that a subclass gives another default."""
+    return next(f.metadata for f in dataclasses.fields(config) if f.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainingConfig):
+    """The settings of one `kaitian-train` run: a model and a dataset of images, SGD, and the above.
+
+    Raises:
+        UserError: a value is out of range, or two values contradict each other.
+    """
+
+    model: str = _flag(
+        "mobilenetv2",
+        "mobilenetv2, resnet18, cnn, or module:factory: a callable that takes num_classes and "
+        "returns a torch.nn.Module",
+    )
+    dataset: str = _flag(
+        "digits",
+        "digits, cifar10, mnist, synthetic, or module:factory: a callable that returns "
+        "(train, validation) or one map-style dataset of (input, class) pairs",
+    )
+    data_dir: str = _flag("", "folder with the dataset's official files", metavar="DIR")
+    val_split: float = _flag(
+        0.2, "fraction of the training set held out if the dataset has no test set"
+    )
+    augment: str = _flag(
+        "auto",
+        "random crop and horizontal flip, seeded per sample; auto: the dataset's default",
+        ("auto", "none", "crop", "crop-flip"),
+    )
+
+    devices: str = _flag(
+        "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
+    )
+    emulate_kinds: str = _flag(
+        "",
+        "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "
+        "(results are marked 'emulated')",
+        metavar="LIST",
+    )
+
+    lr: float = _flag(0.05, "peak learning rate")
+    momentum: float = _flag(0.9, "momentum of SGD")
+    nesterov: bool = _flag(True, "use Nesterov momentum")
+    weight_decay: float = _flag(
+        5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
+    )
+    label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
+    schedule: str = _flag("cosine", "learning rate after the warmup", ("cosine", "constant"))
+    warmup: float = _flag(
+        0.25, "fraction of all steps over which the learning rate warms up from near 0"
+    )
+
+    log_level: str = _flag(
+        "info", "lowest level of log messages to show; debug shows those of every rank", LOG_LEVELS
+    )
+    memory_format: str = dataclasses.field(
+        default="auto", metadata=_metadata_of(TrainingConfig, "memory_format")
+    )
+    run_dir: str = _flag(
+        "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
+    )
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
         for name in ("momentum", "label_smoothing", "warmup"):
             if not 0 <= getattr(self, name) < 1:
                 raise _out_of_range(name, getattr(self, name), "a number from 0 to below 1")
@@ -217,10 +258,7 @@ class TrainConfig:
             raise _out_of_range("val_split", self.val_split, "a fraction between 0 and 1")
 
     def _check_names(self) -> None:
-        if self.snapshots and not self.snapshots.isalnum():
-            raise _out_of_range("snapshots", self.snapshots, "a name of letters and digits")
-        if self.resume == "auto" and not self.run_dir:
-            raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
+        super()._check_names()
         if self.nesterov and self.momentum == 0:
             raise UserError("--nesterov needs --momentum above 0; set it, or give --no-nesterov")
 
@@ -230,7 +268,7 @@ class TrainConfig:
         return Path(self.model.replace(":", "-")).name
 
     def choose_folder(self) -> Path:
-        """Return `run_dir` if it is given, else a new name with the time to the second."""
+        """Return the folder for results: by default one named after the time, to the second."""
         name = f"{self.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         return Path(self.run_dir) if self.run_dir else Path("runs") / name
 
@@ -238,6 +276,11 @@ class TrainConfig:
 def flag_name(field_name: str) -> str:
     """Return a field's command-line flag: `--max-steps` for `max_steps`."""
     return "--" + field_name.replace("_", "-")
+
+
+def _is_float(default: object, value: object) -> bool:
+    """Return whether a whole number stands where a float may."""
+    return type(default) is float and type(value) is int
 
 
 def _out_of_range(name: str, found: object, needed: str) -> UserError:

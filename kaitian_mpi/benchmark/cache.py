@@ -10,11 +10,11 @@ import stat
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kaitian_mpi.benchmark.rank_timer import RankMeasurement, Workload, max_share
+from kaitian_mpi.data.sample_digest import describe_sample
 from kaitian_mpi.engine.setup import describe_model
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import json_bytes, replacing
@@ -29,8 +29,8 @@ class BenchmarkCache:
     """
 
     def __init__(self, workload: Workload) -> None:
-        config, world = workload.config, workload.world
-        sample: Any = workload.data[[0]]
+        config, world, setup = workload.config, workload.world, workload.setup
+        task = setup.task
         self._key = {
             "host": world.info.host,
             "device": f"{world.info.device} {world.info.device_name}",
@@ -38,8 +38,8 @@ class BenchmarkCache:
             "ranks_on_host": sum(info.host == world.info.host for info in world.infos),
             "threads": world.threads,
             "emulated_slowdown": workload.slowdown.factor,
-            "model": f"{config.model}, {describe_model(workload.model)}",
-            "sample": str(tuple(sample[0].shape[1:])),
+            "model": f"{task.name}, {describe_model(task.model)}",
+            "sample": describe_sample(setup.train),
             "precision": config.precision,
             "memory_format": config.memory_format,
             "batches": [max_share(config), config.micro_batch_size],

@@ -9,7 +9,7 @@ from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
 from kaitian_mpi.balance.forecast import Cohort, forecast
 from kaitian_mpi.balance.planner import with_positive_slopes
 from kaitian_mpi.benchmark.allreduce import measure_allreduce
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
@@ -18,7 +18,7 @@ _MIN_GAIN = 0.05  # no device is excluded for less
 
 
 def ranks_to_exclude(
-    config: TrainConfig,
+    config: TrainingConfig,
     world: World,
     costs: Sequence[RankCost],
     buckets: Sequence[int],

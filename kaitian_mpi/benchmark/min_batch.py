@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.setup import Setup
+from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -19,28 +22,28 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 _WITH_STATISTICS = 2  # required by batch norm over a single value per sample and channel
 
 
-def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Dataset) -> int:
+def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
 
     Batch norm over a single value per sample and channel raises for one sample, and similar layers
-    return NaN. This is tested with forward passes of a copy of the model.
+    return NaN. This is tested with the loss of a copy of the model; where the task has no loss, a
+    model with batch norm is taken for such.
 
     Args:
         config: the precision, and sizes that must not be smaller.
         world: the ranks.
-        model: this rank's model; it is not changed.
-        data: the training data, of which only an input's shape and dtype are used.
+        setup: this rank's task, which is not changed.
 
     Raises:
         AgreedError: the dataset or `--micro-batch-size` is smaller.
     """
     precision = "fp32" if config.precision == "auto" else config.precision
-    computation = Computation(world.device, precision, "contiguous", 0.0)
+    computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
-    own = min_batch_of(model, data, computation)
+    own = min_batch_of(setup.task, setup.train, computation)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))
-    samples = len(data)  # type: ignore[arg-type]
+    samples = len(setup.train)
     if samples < found:
         raise AgreedError(
             f"--dataset: found {samples} sample for training, needed at least {found}: the model "
@@ -58,28 +61,37 @@ def find_min_batch(config: TrainConfig, world: World, model: nn.Module, data: Da
     return found
 
 
-def min_batch_of(model: nn.Module, data: Dataset, computation: Computation) -> int:
+def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
     Returns 1 for a model that fails with two samples as well: training will report its error.
+
+    Args:
+        task: its model and loss.
+        data: returns a batch when indexed by a list of sample indices.
+        computation: how this rank computes.
     """
+    if task.loss is None:
+        norms = any(isinstance(module, _BatchNorm) for module in task.model.modules())
+        return _WITH_STATISTICS if norms else 1
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            inputs = data[[]][0]
-            trial = copy.deepcopy(model).to(computation.device).train()
+            sample = single(0) if (single := getattr(data, "one", None)) else data[[0]]
+            trial = copy.deepcopy(task.model).to(computation.device).train()
         except Exception:  # user code may raise anything
             return 1
-        if _works(trial, inputs, 1, computation) or not _works(
-            trial, inputs, _WITH_STATISTICS, computation
-        ):
+        if _works(task, trial, sample, computation):
             return 1
-        return _WITH_STATISTICS
+        try:
+            two = data[[0, len(data) - 1]]
+        except Exception:  # as above
+            return 1
+        return _WITH_STATISTICS if _works(task, trial, two, computation) else 1
 
 
-def _works(model: nn.Module, none: torch.Tensor, samples: int, computation: Computation) -> bool:
-    inputs = none.new_zeros((samples, *none.shape[1:]))
+def _works(task: Task, model: nn.Module, batch: Any, computation: Computation) -> bool:
     try:
-        outputs = computation.logits(model, computation.place(inputs, torch.empty(0))[0])
+        loss = computation.loss(task, model, computation.place(batch))
     except Exception:  # as above
         return False
-    return bool(outputs.isfinite().all())
+    return bool(loss.isfinite())

@@ -10,7 +10,7 @@ from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.benchmark.rank_benchmark import RankBenchmark, scores_of
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.mpi.world import World
@@ -35,7 +35,7 @@ class Plan:
     """The fewest samples that a rank computes at once in training."""
 
 
-def equal_share(config: TrainConfig, ranks: int) -> int:
+def equal_share(config: TrainingConfig, ranks: int) -> int:
     """Return the batch size at which the ranks' scores are compared."""
     if config.batch_policy == "paper":
         return config.batch_size
@@ -52,7 +52,7 @@ class Profile:
     precision: str
 
 
-def profile_unmeasured(config: TrainConfig) -> Profile:
+def profile_unmeasured(config: TrainingConfig) -> Profile:
     """Return the profile of a rank that was not measured."""
     return Profile(
         cost=None,
@@ -68,7 +68,7 @@ def profile_of(result: RankBenchmark) -> Profile:
 
 
 def make_plan(
-    config: TrainConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
+    config: TrainingConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
 ) -> Plan:
     """Plan the batch sizes from the ranks' costs or scores; equal if any rank was not measured.
 

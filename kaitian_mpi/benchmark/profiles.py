@@ -18,7 +18,7 @@ from kaitian_mpi.benchmark.plan import (
 )
 from kaitian_mpi.benchmark.rank_benchmark import RankBenchmark, benchmark_ranks, show_benchmark
 from kaitian_mpi.benchmark.rank_timer import Workload
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
@@ -61,7 +61,7 @@ class Profiles:
         }
         return replace(self, by_place={**self.by_place, **learned})
 
-    def plan(self, config: TrainConfig, world: World) -> Plan:
+    def plan(self, config: TrainingConfig, world: World) -> Plan:
         """Plan the batch sizes of these ranks. Collective.
 
         Raises:
@@ -79,15 +79,15 @@ class Profiles:
 
 
 def find_profiles(
-    config: TrainConfig,
+    config: TrainingConfig,
     world: World,
     setup: Setup,
     slowdown: Slowdown,
     known: Mapping[str, Profile],
 ) -> Profiles:
-    """Return the ranks' profiles: remembered, benchmarked or, with `--balance off`, assumed.
+    """Remember, benchmark or assume what the ranks are like. Collective.
 
-    Collective.
+    Without a loss there is nothing to benchmark: then training itself shows what a step costs.
 
     Args:
         config: the benchmark's settings.
@@ -96,7 +96,7 @@ def find_profiles(
         slowdown: this rank's emulated slowdown.
         known: the profiles of an earlier job, by place.
     """
-    min_batch = find_min_batch(config, world, setup.model, setup.data.train)
+    min_batch = find_min_batch(config, world, setup)
     places = [info.place for info in world.infos]
     # The profiles of an earlier job with `--balance off` have no costs.
     are_remembered = set(places) <= set(known) and (
@@ -104,10 +104,9 @@ def find_profiles(
     )
     if are_remembered:
         return Profiles(dict(known), min_batch, are_remembered=True)
-    if config.balance == "off":
+    if config.balance == "off" or setup.task.loss is None:
         return Profiles({place: profile_unmeasured(config) for place in places}, min_batch)
-    workload = Workload(config, world, setup.model, setup.data.train, slowdown, min_batch)
-    results = benchmark_ranks(workload)
+    results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
     measured = dict(zip(places, results, strict=True))
     profiles = {place: profile_of(result) for place, result in measured.items()}
     write_benchmark(world, setup, results)

@@ -11,7 +11,7 @@ from kaitian_mpi.balance.cost_model import fit, fit_error, scores
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark.cache import BenchmarkCache
 from kaitian_mpi.benchmark.rank_timer import RankMeasurement, RankTimer, Workload
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import make_table, show_table
@@ -38,7 +38,7 @@ def benchmark_ranks(workload: Workload) -> list[RankBenchmark]:
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results.
 
     Args:
-        workload: this rank's.
+        workload: of this rank.
 
     Returns:
         Every rank's result, by rank.
@@ -120,7 +120,7 @@ def _measure(world: World, timer: RankTimer) -> RankMeasurement:
 
 
 def _evaluate(
-    config: TrainConfig, measured: RankMeasurement, from_cache: bool, min_batch: int
+    config: TrainingConfig, measured: RankMeasurement, from_cache: bool, min_batch: int
 ) -> RankBenchmark:
     model = fit(measured.batches, measured.seconds)
     limits = (measured.largest_micro_batch, config.micro_batch_size)

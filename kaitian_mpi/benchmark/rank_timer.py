@@ -9,14 +9,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-
 from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.computation import MEMORY_FORMATS, Computation, make_optimizer
+from kaitian_mpi.engine.computation import MEMORY_FORMATS, Computation
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -25,23 +23,23 @@ _PROBE_BATCH = 8
 _MIN_TIMED_SEC = 0.1
 _CANDIDATE_ROUNDS = 4
 _MAX_ROUNDS = 5
-# Parts of the benchmark's seconds: to compare settings, to find batch sizes, and for one step.
+# Parts of the benchmark's seconds: to compare settings, to find batch sizes, for one step, and to
+# load samples before the same ones are used again.
 _CANDIDATE_PART = 0.25
 _GROWTH_PART = 0.25
 _STEP_PART = 0.25
+_LOADING_PART = 0.1
 
 
 @dataclass(frozen=True)
 class Workload:
     """What the benchmark times on a rank."""
 
-    config: TrainConfig
+    config: TrainingConfig
     """The batch limits, precision, memory format and optimizer, and the benchmark's seconds."""
     world: World
-    model: nn.Module
-    """The user's model, on any device; it is not changed."""
-    data: Dataset
-    """The training data, whose first samples are used."""
+    setup: Setup
+    """This rank's task; its model is not changed."""
     slowdown: Slowdown
     """This rank's emulated slowdown."""
     min_batch: int = 1
@@ -63,17 +61,22 @@ class RankMeasurement:
 
 
 class RankTimer:
-    """Times training steps of one model on this rank. The model itself is not changed."""
+    """Times training steps of one task on this rank. The model itself is not changed."""
 
     def __init__(self, workload: Workload) -> None:
-        config, min_batch = workload.config, workload.min_batch
-        self._config, self._world, self._data = config, workload.world, workload.data
-        self._model, self._slowdown = workload.model, workload.slowdown
+        config, setup, min_batch = workload.config, workload.setup, workload.min_batch
+        self._config, self._world, self._slowdown = config, workload.world, workload.slowdown
+        self._task, self._data = setup.task, setup.train
+        # In the order of training, so that samples of unlike sizes come as they do there.
+        sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
+        self._order = sampler.indices(0, len(setup.train))
         self._max_share = max_share(config)
-        limit = config.micro_batch_size or self._max_share
-        self._max_batch = max(min_batch, min(self._max_share, limit))
+        self._max_batch = max(
+            min_batch, min(self._max_share, config.micro_batch_size or self._max_share)
+        )
         self._min_batch = min_batch
-        self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._batches: dict[int, Any] = {}
+        self._draw, self._loading_sec = 0, 0.0
         self._smallest = min_batch
         self._began = time.perf_counter()
 
@@ -85,8 +88,8 @@ class RankTimer:
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world)
-        self._copy = copy.deepcopy(self._model).to(self._world.device).train()
-        self._optimizer = make_optimizer(self._config, self._copy)
+        self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
+        self._optimizers = self._task.make_optimizers(self._copy)
         self._computation = self._fastest(min(self._max_batch, _PROBE_BATCH))
         batches = self._grow(memory)
         self._smallest = batches[0]
@@ -96,6 +99,7 @@ class RankTimer:
             if self._elapsed() + round_sec > self._config.benchmark_seconds and round_sec:
                 break
             before = self._elapsed()
+            self._draw_again()
             for batch in batches:
                 rounds[batch].append(self._mean_step(batch))
             round_sec = self._elapsed() - before
@@ -207,34 +211,42 @@ class RankTimer:
         return total / steps
 
     def _compute_in(self, precision: str, memory_format: str) -> Computation:
-        return Computation(
-            self._world.device, precision, memory_format, self._config.label_smoothing
-        )
+        return Computation(self._world.device, precision, memory_format)
 
-    def _samples(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """Return the first samples of the dataset; cached, because loading is not timed."""
+    def _samples(self, batch: int) -> Any:
+        """Return some samples of the dataset; cached, because loading is not timed."""
         if batch not in self._batches:
-            length = len(self._data)  # type: ignore[arg-type]
-            taken: Any = self._data[[index % length for index in range(batch)]]
-            self._batches[batch] = taken
+            began = time.perf_counter()
+            length, first = len(self._order), self._draw * batch
+            chosen = [self._order[(first + offset) % length] for offset in range(batch)]
+            self._batches[batch] = self._data[chosen]
+            self._loading_sec += time.perf_counter() - began
         return self._batches[batch]
+
+    def _draw_again(self) -> None:
+        """Take other samples from now on, where that costs little: they may be of unlike sizes."""
+        if self._loading_sec < _LOADING_PART * self._config.benchmark_seconds:
+            self._draw += 1
+            self._batches.clear()
 
     def _time_step(self, batch: int) -> float:
         enter_phase("the benchmark")
         computation = self._computation
-        inputs, labels = computation.place(*self._samples(batch))
+        placed = computation.place(self._samples(batch))
         self._world.synchronize()
         start = time.perf_counter()
         self._slowdown.start()
-        loss = computation.loss(self._copy, inputs, labels)
+        loss = computation.loss(self._task, self._copy, placed)
         computation.scaler.scale(loss).backward()
-        computation.update(self._optimizer)
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            computation.scaler.step(optimizer)
+            optimizer.zero_grad()
+        computation.scaler.update()
         self._world.synchronize()
         self._slowdown.catch_up()
         return time.perf_counter() - start
 
 
-def max_share(config: TrainConfig) -> int:
+def max_share(config: TrainingConfig) -> int:
     """Return the largest possible share of a rank, in samples per step."""
     return config.batch_size if config.batch_policy == "paper" else config.global_batch_size

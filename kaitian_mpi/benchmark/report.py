@@ -23,9 +23,9 @@ from kaitian_mpi.benchmark.rank_benchmark import (
     show_benchmark,
 )
 from kaitian_mpi.benchmark.rank_timer import Workload
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
-from kaitian_mpi.engine.setup import Setup, prepare_without_folder
+from kaitian_mpi.engine.setup import MakeTask, Setup, prepare_without_folder
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
@@ -35,11 +35,12 @@ from kaitian_mpi.output.files import save_json
 _EXAMPLE_RANKS = 8
 
 
-def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
+def bench(make_task: MakeTask, config: TrainingConfig, world: World, target: Path | None) -> Bench:
     """Benchmark all ranks and every combination of device kinds, and print the results. Collective.
 
     Args:
-        config: the model, the dataset and the benchmark's flags.
+        make_task: makes what is benchmarked.
+        config: the benchmark's settings.
         world: the ranks of the default process group.
         target: the file for `kaitian-plan`, written by world rank 0; None for none.
 
@@ -47,15 +48,14 @@ def bench(config: TrainConfig, world: World, target: Path | None) -> Bench:
         AgreedError: a rank cannot load the model or data, or the file cannot be written.
     """
     show_topology(world)
-    setup = prepare_without_folder(config, world)
+    setup = prepare_without_folder(make_task, config, world)
     slowdown = Slowdown(setup.slowdowns[world.rank])
-    min_batch = find_min_batch(config, world, setup.model, setup.data.train)
-    workload = Workload(config, world, setup.model, setup.data.train, slowdown, min_batch)
-    results = benchmark_ranks(workload)
-    buckets = gradient_buckets(setup.model)
+    min_batch = find_min_batch(config, world, setup)
+    results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
+    buckets = gradient_buckets(setup.task.model)
     choose_allreduce(config.allreduce, world, buckets)
     found = Bench(
-        model=config.model,
+        model=setup.task.name,
         emulated=is_emulated(world, setup),
         gradient_bytes=sum(buckets),
         global_batch_size=config.global_batch_size,
@@ -94,7 +94,7 @@ def advice(target: Path, found: Bench) -> str:
 
 
 def _measure_subsets(
-    config: TrainConfig, world: World, buckets: list[int]
+    config: TrainingConfig, world: World, buckets: list[int]
 ) -> list[MeasuredAllreduce]:
     measured = []
     for kinds in subsets(tuple(dict.fromkeys(world.kinds))):
@@ -106,7 +106,7 @@ def _measure_subsets(
 
 
 def _show_ranks(
-    config: TrainConfig,
+    config: TrainingConfig,
     world: World,
     setup: Setup,
     results: list[RankBenchmark],

@@ -7,7 +7,7 @@ from typing import Any
 
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark.plan import Profile
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 
 
 class RunMetadata:
@@ -26,7 +26,7 @@ class RunMetadata:
 
     def __init__(
         self,
-        config: TrainConfig | dict[str, Any],
+        config: TrainingConfig | dict[str, Any],
         profiles: dict[str, Profile],
         excluded_places: list[str],
         allreduce_algorithm: str,

@@ -14,7 +14,7 @@ from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_bytes, gather_values
@@ -53,7 +53,7 @@ class SnapshotFiles(CheckpointFiles):
         return super().newest_good() if is_private(self.folder) else None
 
 
-def snapshot_files(config: TrainConfig) -> SnapshotFiles | None:
+def snapshot_files(config: TrainingConfig) -> SnapshotFiles | None:
     """Return this host's snapshots of a job; None if it keeps none."""
     name = snapshots_name(config.snapshots, os.environ)
     return SnapshotFiles(snapshot_folder(name)) if name else None
@@ -66,15 +66,17 @@ class Checkpointing:
     Training waits only for a copy in memory.
     """
 
-    def __init__(self, config: TrainConfig, run_folder: Path) -> None:
+    def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
         """Prepare; nothing is written yet.
 
         Args:
-            config: how often to save, and how many to keep.
-            run_folder: the run folder, on the host that writes.
+            config: how often.
+            run_folder: the run's folder, on whichever host writes; None: no checkpoint is.
         """
         self._config = config
-        self._files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
+        self._writes = run_folder is not None
+        folder = (run_folder or Path()) / "checkpoints"
+        self._files = CheckpointFiles(folder, config.keep_checkpoints)
         self._writer = BackgroundWriter(self._files)
         self._snapshots_name = snapshots_name(config.snapshots, os.environ)
         self._snapshot_files = snapshots = snapshot_files(config)
@@ -96,7 +98,7 @@ class Checkpointing:
         """Return whether a checkpoint is requested or due by time; True once per checkpoint."""
         minutes = (time.monotonic() - self._saved_at) / 60
         is_time = self._requested or 0 < self._config.checkpoint_minutes <= minutes
-        if not is_time or self._reported:
+        if not is_time or self._reported or not self._writes:
             return False
         self._reported = True
         return True
@@ -109,7 +111,7 @@ class Checkpointing:
             requested: whether any rank wants a checkpoint; the same on every rank.
         """
         every = self._config.checkpoint_every
-        return requested or (every > 0 and step % every == 0)
+        return self._writes and (requested or (every > 0 and step % every == 0))
 
     def save(
         self, world: World, state: TrainingState, metadata: RunMetadata, score: float | None = None
@@ -123,6 +125,8 @@ class Checkpointing:
             score: the model's score, if it has just been evaluated; higher is better.
         """
         self.restart_timer()
+        if not self._writes:
+            return
         self._saved_step = state.progress.step
         gathered = gather_bytes(world.comm, to_bytes(state.rank_state()), 0)
         if world.rank == 0:
@@ -180,6 +184,8 @@ class Checkpointing:
         Raises:
             AgreedError: the run folder cannot be written.
         """
+        if not self._writes:
+            return None
         folder, step = None, state.progress.step
         is_own = gather_values(world.comm, self._files.holds(origin))[0]
         if not is_own:

@@ -16,7 +16,7 @@ from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.checkpoint.resume_rules import Changes, compare_flags
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
@@ -39,7 +39,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(
-    config: TrainConfig, world: World, run_folder: Path, resume: str
+    config: TrainingConfig, world: World, run_folder: Path | None, resume: str
 ) -> FoundCheckpoint:
     """Find the newest checkpoint, on disk or in a host's memory. Collective.
 
@@ -79,7 +79,7 @@ def find_checkpoint(
 
 
 def check_resumable(
-    config: TrainConfig, world: World, found: FoundCheckpoint, dataset_size: str
+    config: TrainingConfig, world: World, found: FoundCheckpoint, dataset_size: str
 ) -> Changes:
     """Compare a checkpoint's settings with this job's.
 
@@ -109,7 +109,7 @@ def check_resumable(
     return changes
 
 
-def is_over(config: TrainConfig, progress: dict[str, Any]) -> bool:
+def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     """Return whether nothing is left to train or evaluate after a checkpoint.
 
     Args:
@@ -209,9 +209,12 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkpoint | None, str]:
+def _on_disk(
+    config: TrainingConfig, run_folder: Path | None, resume: str
+) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint to resume from, or None and the reason if all are damaged."""
-    wait_for_writer(run_folder / "checkpoints")  # of a job that has just ended
+    if run_folder is not None:
+        wait_for_writer(run_folder / "checkpoints")  # of a job that has just ended
     if resume != "auto":
         path = Path(resume)
         if not os.path.isfile(path):  # unlike Path.is_file, it never raises
@@ -219,6 +222,7 @@ def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkp
                 f"--resume: found no file {path}, needed auto or a checkpoint's .pt file"
             )
         return CheckpointFiles.load(path), ""
+    assert run_folder is not None, "--resume auto needs one"
     files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
     try:
         found, steps = files.newest_good(), files.steps()
@@ -235,7 +239,7 @@ def _on_disk(config: TrainConfig, run_folder: Path, resume: str) -> tuple[Checkp
     )
 
 
-def _in_memory(config: TrainConfig, world: World) -> Checkpoint | None:
+def _in_memory(config: TrainingConfig, world: World) -> Checkpoint | None:
     """Return this host's snapshot, on the host's first rank; None elsewhere."""
     hosts = [info.host for info in world.infos]
     snapshots = snapshot_files(config)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.config import TrainingConfig, flag_name
 
 
 class OnChange(Enum):
@@ -108,7 +108,7 @@ class Changes:
     """Results that have to be determined again."""
 
 
-def compare_flags(then: Mapping[str, Any], now: TrainConfig, ranks_are_known: bool) -> Changes:
+def compare_flags(then: Mapping[str, Any], now: TrainingConfig, ranks_are_known: bool) -> Changes:
     """Return the changed flags and their consequences.
 
     Args:
@@ -138,7 +138,7 @@ def compare_flags(then: Mapping[str, Any], now: TrainConfig, ranks_are_known: bo
     return Changes("", lines, invalidated)
 
 
-def _line(name: str, before: Any, value: Any, now: TrainConfig, benchmarks: bool) -> str:
+def _line(name: str, before: Any, value: Any, now: TrainingConfig, benchmarks: bool) -> str:
     if reason := _without_effect(name, now, benchmarks):
         return f"{flag_name(name)} changed from {before!r} to {value!r}, which is ignored: {reason}"
     again = Invalidated.COSTS in RULES[name].invalidates and now.balance != "off"
@@ -146,7 +146,7 @@ def _line(name: str, before: Any, value: Any, now: TrainConfig, benchmarks: bool
     return f"{flag_name(name)} changed from {before!r} to {value!r}{note}"
 
 
-def _without_effect(name: str, now: TrainConfig, benchmarks: bool) -> str:
+def _without_effect(name: str, now: TrainingConfig, benchmarks: bool) -> str:
     """Return why a flag's new value has no effect in this job; empty if it may have one."""
     if name in ("benchmark_seconds", "benchmark_cache") and not benchmarks:
         reason = "--balance off needs none" if now.balance == "off" else "all ranks have been"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
@@ -52,8 +53,10 @@ def main() -> None:
 
         from kaitian_mpi.backend.startup import init
         from kaitian_mpi.benchmark.report import bench
+        from kaitian_mpi.recipes.image_classification import make_task
 
-        bench(config, init(config.devices, config.emulate_kinds), target)
+        world = init(config.devices, config.emulate_kinds)
+        bench(partial(make_task, config), config, world, target)
         dist.destroy_process_group()
         if watchdog is not None:
             watchdog.close()

@@ -11,14 +11,17 @@ from typing import Any, NoReturn
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
 
-# The sections of --help, each from the field that it starts with.
-_SECTIONS = {
-    "model": "model and data",
-    "global_batch_size": "batch sizes",
-    "allreduce": "devices and communication",
-    "epochs": "optimization",
-    "resume": "checkpoints and failures",
-    "seed": "seed and output",
+# The sections of --help, and their flags by the fields' names.
+SECTIONS = {
+    "model and data": "model dataset data_dir val_split augment workers",
+    "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "
+    "benchmark_cache micro_batch_size keep_all",
+    "devices and communication": "allreduce devices emulate_kinds emulate_slowdown",
+    "optimization": "epochs max_steps lr momentum nesterov weight_decay label_smoothing schedule "
+    "warmup precision memory_format max_bad_steps check_every",
+    "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
+    "spares step_timeout snapshots snapshot_every",
+    "seed and output": "seed run_dir log_interval log_level",
 }
 
 
@@ -44,7 +47,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **defaults: object) -> None:
-    """Add the flags of some fields of `TrainConfig`, in its order and in sections.
+    """Add the flags of some fields of `TrainConfig`, in sections.
 
     Args:
         parser: where to add them.
@@ -52,12 +55,12 @@ def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **default
         defaults: defaults that differ from the config's.
     """
     types = typing.get_type_hints(TrainConfig)
-    section, group = "", None
-    for field in dataclasses.fields(TrainConfig):
-        if field.name in _SECTIONS:
-            section, group = _SECTIONS[field.name], None
-        if field.name in names:
-            group = group or parser.add_argument_group(section)
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    for section, of_section in SECTIONS.items():
+        wanted = [fields[name] for name in of_section.split() if name in names]
+        group = parser.add_argument_group(section) if wanted else None
+        for field in wanted:
+            assert group is not None
             default = defaults.get(field.name, field.default)
             _add_flag(group, field, types[field.name], default)
 

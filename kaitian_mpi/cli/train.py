@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
@@ -35,9 +36,13 @@ def main() -> None:
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
-        from kaitian_mpi.training.session import train
+        from kaitian_mpi.recipes.image_classification import make_task
+        from kaitian_mpi.training.training import Training
 
-        train(config, init(config.devices, config.emulate_kinds))
+        init(config.devices, config.emulate_kinds)
+        with Training(partial(make_task, config), config) as training:
+            for _ in training:
+                pass
         if dist.is_initialized():  # a standby rank has no group
             dist.destroy_process_group()
         if watchdog is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.utils.data import Dataset
@@ -20,6 +21,7 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Per channel, for pixels scaled to 0 to 1."""
     std: tuple[float, ...]
     """Per channel, for pixels scaled to 0 to 1."""
+    gives_batches: ClassVar = True
 
     def __len__(self) -> int:
         """Return the number of samples."""

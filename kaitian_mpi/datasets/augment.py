@@ -27,6 +27,8 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         seed: any integer.
     """
 
+    gives_batches = True
+
     def __init__(self, arrays: ImageArrays, kind: str, seed: int) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind: found {kind!r}, needed one of {', '.join(KINDS)}")

@@ -32,11 +32,6 @@ class DataSource:
     num_classes: int
     """Labels are below this."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Reseed the augmentation; call it before the epoch's loader is iterated."""
-        if isinstance(self.train, Augmented):
-            self.train.set_epoch(epoch)
-
 
 @dataclass(frozen=True)
 class _BuiltIn:

@@ -7,14 +7,15 @@ import operator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset
 
+from kaitian_mpi.data.batches import Batches
 from kaitian_mpi.datasets.holdout import shuffled_split
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.factory import load_factory, one_line
 
 
-class CollatedDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class CollatedDataset(Batches):
     """Wraps a map-style dataset of (input, class) pairs; indexed by a list of sample indices.
 
     Args:
@@ -22,13 +23,9 @@ class CollatedDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        super().__init__(dataset, _collate)
         inputs, labels = _collate([dataset[0]])
         self._none = inputs[:0], labels[:0]
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.dataset)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the batch of these n samples; n may be 0.
@@ -36,15 +33,7 @@ class CollatedDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         Returns:
             [n, *shape of an input], of the input's dtype, and int64 [n].
         """
-        if not indices:
-            return self._none
-        if hasattr(self.dataset, "__getitems__"):
-            return _collate(self.dataset.__getitems__(indices))
-        return _collate([self.dataset[index] for index in indices])
-
-    def one(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of one sample, fetched without `__getitems__`."""
-        return _collate([self.dataset[index]])
+        return super().__getitem__(indices) if indices else self._none
 
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

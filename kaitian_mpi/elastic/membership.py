@@ -90,27 +90,49 @@ class Membership:
             The result of `work`; None on a rank that was on standby until the others were done.
         """
         while True:
-            noticed: Exception
             try:
-                if self.active is None:
-                    if self._wait_on_standby():
-                        return None
-                    raise NotCommittedError("the active ranks are regrouping")
-                result = work(self.active)
+                world = self.wait_until_active()
+                if world is None:
+                    return None
+                result = work(world)
                 self.commit()
                 return result
-            except NotCommittedError as error:
-                noticed = error
             except Exception as error:
-                if not self._may_be_loss(error, self.active or self.all_ranks):
-                    raise
                 noticed = error
-                ulfm.revoke_all()
-                if self.active is not None:
-                    ulfm.agree(self.active.comm, False)
-            self._regroup(noticed)
-            if self._is_released:
+            self.recover(noticed)
+
+    def wait_until_active(self) -> World | None:
+        """Return the active ranks, once this one is among them.
+
+        Returns:
+            None where the work is done without this rank.
+
+        Raises:
+            NotCommittedError: the ranks are to `recover`.
+        """
+        if self.active is None and not self._is_released:
+            if self._wait_on_standby():
                 return None
+            raise NotCommittedError("the active ranks are regrouping")
+        return None if self._is_released else self.active
+
+    def recover(self, error: Exception) -> None:
+        """Continue with the ranks that live after an error that a loss explains. Collective.
+
+        Raises:
+            Exception: the error, if no rank is lost.
+        """
+        if not isinstance(error, NotCommittedError):
+            if not self.may_be_loss(error):
+                raise error
+            ulfm.revoke_all()
+            if self.active is not None:
+                ulfm.agree(self.active.comm, False)
+        self._regroup(error)
+
+    def may_be_loss(self, error: Exception) -> bool:
+        """Return whether an error may be due to the loss of a rank."""
+        return self._may_be_loss(error, self.active or self.all_ranks)
 
     def commit(self, ok: bool = True) -> None:
         """End a unit of work. Collective over the active ranks.

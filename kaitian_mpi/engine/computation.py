@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.placing import place
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import UserError
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -17,12 +19,11 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 
 @dataclass
 class Computation:
-    """Forward pass, loss and update on one device, in one precision and memory format."""
+    """Forward and loss on one device, in one precision and memory layout."""
 
     device: torch.device
     precision: str
     memory_format: str
-    label_smoothing: float
     scaler: torch.amp.GradScaler = field(init=False)
     """Scales the loss with fp16; disabled with other precisions."""
 
@@ -32,63 +33,50 @@ class Computation:
     def place_model(self, model: nn.Module) -> nn.Module:
         """Move a model to the device.
 
-        The weights stay contiguous, because DDP needs the same strides on every rank. The memory
-        format of the images alone decides which convolution kernels run, at the same speed.
+        Its weights keep the plain layout, which must be the same on every rank; the layout of the
+        images alone decides by which kernels a convolution runs, at the same speed.
         """
         return model.to(self.device)
 
-    def place(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def place(self, batch: Any) -> Any:
         """Move a batch to the device, images in the memory format."""
-        inputs = inputs.to(self.device, non_blocking=True)
-        if inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=MEMORY_FORMATS[self.memory_format])
-        return inputs, labels.to(self.device, non_blocking=True)
+        return place(batch, self.device, MEMORY_FORMATS[self.memory_format])
 
-    def logits(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the model under autocast; return its output in float32 (float64 stays)."""
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which to compute a forward and a loss, in the precision."""
         dtype = _AUTOCAST_DTYPES.get(self.precision)
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            outputs = model(inputs)
-        return outputs if outputs.dtype == torch.float64 else outputs.float()
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
-    def loss(self, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the batch."""
-        logits = self.logits(model, inputs)
-        return functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+    def loss(self, task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the task's mean loss over a batch that is on the device.
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the gradients; with fp16, skip the step where they overflowed.
-
-        The reduced gradients are the same on every rank, so either all ranks skip or none does.
+        Raises:
+            UserError: it is no tensor of one element, or does not depend on a parameter.
         """
-        self.scaler.step(optimizer)
-        self.scaler.update()
+        assert task.loss is not None
+        with self.autocast():
+            return check_loss(task.loss(model, batch))
 
 
-def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum; weight decay applies to weight matrices and filters only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+def check_loss(loss: Any) -> torch.Tensor:
+    """Return a loss as a tensor without dimensions, float32 or float64.
 
-
-def make_schedule(config: TrainConfig) -> Callable[[float], float]:
-    """Return the learning rate as a function of the fraction of the run that is done, 0 to 1.
-
-    It rises linearly during the first `config.warmup` of the run, then stays constant or falls to 0
-    along a half cosine (Loshchilov and Hutter, 2016, arXiv 1608.03983).
+    Raises:
+        UserError: it is no tensor of one element, or none that a gradient can be taken of.
     """
-    import math
-
-    def rate(progress: float) -> float:
-        if progress < config.warmup:
-            return config.lr * progress / config.warmup
-        if config.schedule == "constant":
-            return config.lr
-        done = min(1.0, (progress - config.warmup) / (1.0 - config.warmup))
-        return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
-
-    return rate
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = (
+            f"a tensor of shape {list(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else (f"a {type(loss).__name__}")
+        )
+        raise UserError(
+            f"loss: found {found}, needed a tensor of one element: the mean loss over the batch"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserError(
+            "loss: found a loss without a gradient, needed one that was computed from the model's "
+            "parameters, without no_grad or detach"
+        )
+    loss = loss.reshape(())
+    return loss if loss.dtype == torch.float64 else loss.float()

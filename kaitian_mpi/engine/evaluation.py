@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import Dataset
 
+from kaitian_mpi.data.batches import Batches
 from kaitian_mpi.data.loader import evaluation_indices
 from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, set_phase_limit
 
 _MAX_BATCH = 64
@@ -22,20 +25,25 @@ _MAX_READ_SEC = 0.1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and accuracy over a whole dataset."""
+    """What an evaluation has found, by name: the means over a whole dataset."""
 
-    loss: float
-    """Mean cross-entropy."""
-    accuracy: float
-    """Fraction classified correctly, 0 to 1."""
+    means: Mapping[str, float]
+
+    @property
+    def quality(self) -> float | None:
+        """How good the model is, higher is better: by its accuracy, or else by its loss."""
+        if "accuracy" in self.means:
+            return self.means["accuracy"]
+        return -self.means["loss"] if "loss" in self.means else None
 
 
 @torch.no_grad()
 def evaluate(
+    task: Task,
     model: nn.Module,
-    data: Dataset,
+    data: Any,
     computation: Computation,
-    rank: int,
+    world: World,
     shares: Sequence[float],
     micro_batch_size: int | None = None,
     limit: StepLimit | None = None,
@@ -43,60 +51,102 @@ def evaluate(
     """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
 
     Args:
-        model: the module, not its DDP wrapper; the same on every rank.
-        data: indexed by lists of sample indices.
-        computation: this rank's precision and memory format.
-        rank: this rank.
-        shares: the proportions in which the ranks divide the samples.
-        micro_batch_size: samples that fit this rank's memory at once; None: no limit.
-        limit: the watchdog's time limit for a batch, which adapts to the batches' times.
+        task: its metrics; where it has none, its loss.
+        model: the same on every rank.
+        data: returns a batch when indexed by a list of sample indices.
+        computation: how this rank computes.
+        world: the ranks.
+        shares: in what proportion the ranks share the work.
+        micro_batch_size: samples that fit this rank's memory at once; None: any number.
+        limit: the watchdog's for a batch, which follows what batches take.
+
+    Raises:
+        UserError: the task's metrics are no numbers by name.
     """
     if limit is not None:
         set_phase_limit(limit.limit_sec)
     was_training = model.training
     model.eval()
-    # In float64 on the host: exact for any number of samples, on every device.
-    totals = torch.zeros(3, dtype=torch.float64)
-    length = len(data)  # type: ignore[arg-type]
-    batch = min(_MAX_BATCH, micro_batch_size or _MAX_BATCH)
+    totals: dict[str, list[float]] = {}
+    batch_size = min(_MAX_BATCH, micro_batch_size or _MAX_BATCH)
     reader = _Reader(data)
-    for indices in evaluation_indices(length, rank, shares, batch):
-        samples = reader.read(indices)
+    for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
+        batch = reader.read(indices)
         began = time.perf_counter()
         enter_phase("evaluation")
-        inputs, labels = computation.place(*samples)
-        logits = computation.logits(model, inputs)
-        loss = functional.cross_entropy(logits, labels, reduction="sum")
-        correct = (logits.argmax(1) == labels).sum()
-        totals += torch.tensor([loss.item(), correct.item(), len(indices)], dtype=torch.float64)
+        for name, (value, count) in _measure(task, model, batch, computation, indices).items():
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[0] += value
+            total[1] += count
         if limit is not None and limit.observe(time.perf_counter() - began) is not None:
             set_phase_limit(limit.limit_sec)
     model.train(was_training)
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
-    dist.all_reduce(totals)
-    loss_sum, correct_sum, count = totals.tolist()
-    return Evaluation(loss_sum / count, correct_sum / count)
+    return Evaluation(_means(gather_values(world.comm, totals)))
+
+
+def _measure(
+    task: Task, model: nn.Module, batch: Any, computation: Computation, indices: list[int]
+) -> dict[str, tuple[float, float]]:
+    """Return (sum, count) of each of a batch's metrics."""
+    placed = computation.place(batch)
+    if task.metrics is None:
+        loss = computation.loss(task, model, placed).item()
+        weight = task.weigh(batch, len(indices))
+        return {"loss": (loss * weight if weight else 0.0, weight)}
+    with computation.autocast():
+        found = task.metrics(model, placed)
+    if not isinstance(found, Mapping):
+        raise UserError(
+            f"Task: metrics returned a {type(found).__name__}, needed a dict of sums, or of pairs "
+            "(sum, count), by name"
+        )
+    return {str(name): _pair(str(name), value, len(indices)) for name, value in found.items()}
+
+
+def _pair(name: str, value: Any, samples: int) -> tuple[float, float]:
+    total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+    try:
+        return float(total), float(count)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"Task: metrics returned {name}={value!r}, needed a sum over the batch, or a pair "
+            "(sum, count), of numbers or tensors of one element"
+        ) from error
+
+
+def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the means of all ranks' sums; in float64, and in the ranks' order everywhere."""
+    names = list(dict.fromkeys(name for totals in by_rank for name in totals))
+    means = {}
+    for name in names:
+        sums, counts = zip(*(totals.get(name, (0.0, 0.0)) for totals in by_rank), strict=True)
+        means[name] = sum(sums) / sum(counts) if sum(counts) else float("nan")
+    return means
 
 
 class _Reader:
-    """Reads batches in parts of about 0.1 s each, however slow the dataset is.
+    """Loads batches in pieces that take a moment each, however slow a dataset is.
 
-    Each part is a phase for the watchdog, so that a slow dataset is not mistaken for a hang.
+    Each is a phase to the watchdog, so that only a sample that hangs is taken for a hang.
     """
 
-    def __init__(self, data: Dataset) -> None:
+    def __init__(self, data: Any) -> None:
         self._data = data
         self._samples = 1  # per part
 
-    def read(self, indices: list[int]) -> list[torch.Tensor]:
-        """Return the inputs and the labels of these samples."""
-        parts, first = [], 0
-        while first < len(indices):
+    def read(self, indices: list[int]) -> Any:
+        """Return the batch of these samples."""
+        if not isinstance(self._data, Batches):  # batches in memory
+            enter_phase("loading samples to evaluate")
+            return self._data[indices]
+        samples: list[Any] = []
+        while len(samples) < len(indices):
             enter_phase("loading samples to evaluate")
             began = time.perf_counter()
-            parts.append(self._data[indices[first : first + self._samples]])
-            first += self._samples
+            first = len(samples)
+            samples += self._data.samples(indices[first : first + self._samples])
             is_fast = time.perf_counter() - began < _MAX_READ_SEC
             self._samples = 2 * self._samples if is_fast else max(1, self._samples // 2)
-        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        return self._data.collate(samples)

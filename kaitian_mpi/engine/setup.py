@@ -1,23 +1,25 @@
-"""Creates data, model and run folder from the config, and checks that all ranks have the same."""
+"""The task and the run folder, made and checked to be the same on every rank."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.batches import as_batches
 from kaitian_mpi.data.sample_digest import digest_samples
-from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
+from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder, RunFolder, open_run_folder
@@ -25,39 +27,51 @@ from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_lim
 
 _log = logging.getLogger(__name__)
 
+MakeTask = Callable[[], Task]
+
 
 @dataclass(frozen=True)
 class Setup:
-    """A rank's data, model and run folder."""
+    """Task and run folder of one rank."""
 
-    data: DataSource
-    model: nn.Module
+    task: Task
     folder: RunFolder
     slowdowns: tuple[Schedule, ...]
     """The emulated slowdown of every rank; empty if there is none."""
-    path: Path = Path()
-    """The run folder's path on rank 0."""
+    path: Path | None = None
+    """The run folder's path on rank 0; None where nothing is written."""
     dataset_size: str = ""
     """The numbers of training and validation samples; the same on every rank."""
 
+    @cached_property
+    def train(self) -> Any:
+        """The training data, which returns a batch when indexed by a list of sample indices."""
+        return as_batches(self.task.data, self.task.collate)
 
-def prepare(config: TrainConfig, world: World) -> Setup:
-    """Load the data, build the model and open the run folder. Collective.
+    @cached_property
+    def validation(self) -> Any:
+        """The held-out data, likewise; None where there is none."""
+        data = self.task.validation
+        return None if data is None else as_batches(data, self.task.collate)
+
+
+def prepare(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
+    """Make the task and open the run folder. Collective.
 
     Raises:
         AgreedError: one of these fails on a rank, or the ranks' data or models differ.
     """
-    setup = prepare_without_folder(config, world)
+    setup = prepare_without_folder(make_task, config, world)
     with agree_on_errors(world.comm):
         # Last, so that a run that cannot start does not leave a folder behind.
-        given = Path(config.run_dir) if config.run_dir else None
-        folder = open_run_folder(config, given, world.rank)
+        folder = open_run_folder(config, world.rank)
     # Reached only if no rank had an error, so `folder` is bound.
-    path = Path(gather_values(world.comm, str(folder.path))[0])
-    return replace(setup, folder=folder, path=path)
+    writes = not isinstance(folder, NoFolder)
+    path = gather_values(world.comm, str(folder.path) if writes else "")[0]
+    return replace(setup, folder=folder, path=Path(path) if path else None)
 
 
-def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None:
+def describe_start(config: TrainingConfig, world: World, folder: RunFolder) -> None:
     """Write config.json and topology.json, once it is clear that the job will train."""
     folder.write("config.json", asdict(config))
     folder.write(
@@ -69,8 +83,8 @@ def describe_start(config: TrainConfig, world: World, folder: RunFolder) -> None
     )
 
 
-def prepare_without_folder(config: TrainConfig, world: World) -> Setup:
-    """Load the data and build the model, the same on every rank. Collective.
+def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
+    """Make the task, the same on every rank. Collective.
 
     The initial weights are those of rank 0, since not every model draws them from torch's seeded
     generator.
@@ -86,32 +100,34 @@ def prepare_without_folder(config: TrainConfig, world: World) -> Setup:
                 "give --devices cpu"
             )
         set_phase_limit(setup_limit(config.step_timeout))
-        enter_phase("loading the dataset (--dataset)")
-        torch.manual_seed(config.seed)  # for synthetic data, which must be the same on every rank
-        data = load_data(config)
-        torch.manual_seed(config.seed)
-        enter_phase("building the model (--model)")
-        model = build_model(config.model, data.num_classes)
+        enter_phase("making the task")
+        task = make_task()
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
-    length = f"{len(data.train)} + {len(data.validation)} samples"  # type: ignore[arg-type]
-    check_same(world.comm, "the dataset", length, "give every host the same files")
-    for name, part in (("training", data.train), ("validation", data.validation)):
-        check_same_samples(world, name, part)
-    check_same(world.comm, "the model", describe_model(model), "give every host the same code")
-    broadcast_model(model)
+    setup = Setup(task, NoFolder(), slowdowns, dataset_size=_describe_length(task))
+    check_same(world.comm, "the data set", setup.dataset_size, "give every host the same files")
+    for name, part in (("training", setup.train), ("validation", setup.validation)):
+        if part is not None:
+            check_same_samples(world, name, part)
+    check_same(world.comm, "the model", describe_model(task.model), "give every host the same code")
+    broadcast_model(task.model)
     # From here on random numbers differ between ranks: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
-    return Setup(data, model, NoFolder(), slowdowns, dataset_size=length)
+    return setup
 
 
-def check_same_samples(world: World, name: str, data: Dataset) -> None:
-    """Compare some samples between the ranks, and warn if only their inputs differ. Collective.
+def _describe_length(task: Task) -> str:
+    if task.validation is None:
+        return f"{len(task.data)} samples"
+    return f"{len(task.data)} + {len(task.validation)} samples"
 
-    Inputs may differ because of random augmentation or another version of an image decoder.
+
+def check_same_samples(world: World, name: str, data: Any) -> None:
+    """Compare some samples between the ranks, and warn where only numbers differ. Collective.
+
+    Numbers may differ by random augmentation, or by a decoder's release.
 
     Raises:
-        AgreedError: classes, shapes or dtypes differ, e.g. because hosts list files in different
-            orders.
+        AgreedError: classes, shapes or types differ, as where hosts list files in another order.
     """
     digests = gather_values(world.comm, digest_samples(data))
     same_samples = list(zip(*digests, strict=False))  # a rank with slow storage may have read fewer
@@ -123,8 +139,8 @@ def check_same_samples(world: World, name: str, data: Dataset) -> None:
     differing = sum(len({digest for _, digest in by_rank}) > 1 for by_rank in same_samples)
     if differing and world.rank == 0:
         _log.warning(
-            "the inputs of %d of %d %s samples differ between ranks, but not their classes; unless "
-            "they are augmented at random, give every host the same files",
+            "the inputs of %d of %d %s samples differ between ranks, their shapes and classes do "
+            "not; unless they are augmented at random, give every host the same files",
             *(differing, len(same_samples), name),
         )
 

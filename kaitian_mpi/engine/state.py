@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.sampler import steps_per_epoch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.batch_norm import RunningStatistics
-from kaitian_mpi.engine.computation import Computation, make_optimizer
+from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.state_lock import StateLock
+from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
@@ -64,7 +65,7 @@ class Progress:
         """Record that the run stops in mid-epoch, evaluated; with more steps it could continue."""
         self.is_done = True
 
-    def fraction_done(self, config: TrainConfig, samples: int, epoch_samples: int) -> float:
+    def fraction_done(self, config: TrainingConfig, samples: int, epoch_samples: int) -> float:
         """Return how much of the run is done in the middle of the next step, from 0 to 1.
 
         In the middle, so that neither the first nor the last step has a learning rate of 0.
@@ -83,7 +84,7 @@ class Progress:
 
 
 def count_steps(
-    config: TrainConfig,
+    config: TrainingConfig,
     samples: int,
     global_batch_size: int,
     min_batch: int = 1,
@@ -111,25 +112,27 @@ def count_steps(
 
 
 class TrainingState:
-    """The model, its optimizer and the progress, as each rank holds them.
+    """The model, its optimizers and the progress, as each rank holds them.
 
     Between two steps they are bit-identical on all ranks, except what `rank_state` returns.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: nn.Module, computation: Computation, total_steps: int
-    ) -> None:
-        """Start at step 0.
+    def __init__(self, task: Task, computation: Computation, total_steps: int) -> None:
+        """Begin at step 0.
 
         Args:
-            config: the optimizer's settings.
-            model: on any device; moved to the rank's.
-            computation: this rank's device, precision and memory format.
-            total_steps: steps of the whole run.
+            task: whose model, anywhere, is moved to the rank's device.
+            computation: how this rank computes.
+            total_steps: of the whole run.
+
+        Raises:
+            UserError: the task's optimizer or scheduler cannot be used.
         """
         self.computation = computation
-        self.model = computation.place_model(model)
-        self.optimizer = make_optimizer(config, self.model)
+        self.model: nn.Module = computation.place_model(task.model)
+        self.optimizers = task.make_optimizers(self.model)
+        self.schedulers = task.make_schedulers(self.optimizers, total_steps)
+        self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.progress = Progress(total_steps)
         self.is_begun = False
@@ -154,11 +157,20 @@ class TrainingState:
 
     def roll_back(self) -> None:
         """Undo what an interrupted step or evaluation has changed."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_gradients()
         if self._in_unit:
-            _copy(list(self.model.buffers()), self._saved_buffers)
+            self.restore_buffers()
             self.statistics.restore()
         self._in_unit = False
+
+    def restore_buffers(self) -> None:
+        """Take back what a forward has done to the buffers since `begin_unit`."""
+        _copy(list(self.model.buffers()), self._saved_buffers)
+
+    def zero_gradients(self) -> None:
+        """Let the next step begin without a gradient."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's weights and buffers, contiguous in host memory."""
@@ -171,32 +183,42 @@ class TrainingState:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": self._scheduler_states(),
+            "extra": {name: value.state_dict() for name, value in self.extra.items()},
             "scaler": self.computation.scaler.state_dict(),
             "progress": asdict(self.progress),
         }
 
     def load_shared(self, state: dict[str, Any]) -> None:
-        """Load a result of `shared`, from this rank or another.
+        """Take over what `shared` returned, here or on another rank.
 
-        What this job's flags determine is not loaded: the optimizer's settings and the total number
-        of steps.
+        What this job has set is kept: the total number of steps, and the optimizers' settings,
+        unless schedulers with a state of their own have changed these.
 
         Raises:
-            UserError: it is the state of another model.
+            UserError: it belongs to another model.
         """
         with self.lock:
-            settings = [_settings(group) for group in self.optimizer.param_groups]
+            groups = [group for one in self.optimizers for group in one.param_groups]
+            settings = [_settings(group) for group in groups]
             try:
                 self.model.load_state_dict(state["model"])
-                self.optimizer.load_state_dict(state["optimizer"])
+                for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(content)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
-                    f"cannot resume: the checkpoint is of another model ({error}); give the same "
-                    "--model, or another --run-dir"
+                    f"cannot resume: the checkpoint is of another model or optimizer ({error}); "
+                    "give the same, or another run folder (--run-dir)"
                 ) from error
-            for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-                group.update(own)
+            if not any(self._scheduler_states()):
+                groups = [group for one in self.optimizers for group in one.param_groups]
+                for group, own in zip(groups, settings, strict=True):
+                    group.update(own)
+            self._load_schedulers(state["schedulers"])
+            for name, value in self.extra.items():
+                if name in state["extra"]:
+                    value.load_state_dict(state["extra"][name])
             if self.computation.scaler.is_enabled() and state["scaler"]:
                 self.computation.scaler.load_state_dict(state["scaler"])
             total_steps = self.progress.total_steps
@@ -204,6 +226,17 @@ class TrainingState:
             self.progress.total_steps = total_steps
             self.statistics.fractions = None
             self.is_begun = True
+
+    def _scheduler_states(self) -> list[dict[str, Any]]:
+        return [
+            scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+            for scheduler in self.schedulers
+        ]
+
+    def _load_schedulers(self, states: Sequence[dict[str, Any]]) -> None:
+        for scheduler, content in zip(self.schedulers, states, strict=False):
+            if content and hasattr(scheduler, "load_state_dict"):
+                scheduler.load_state_dict(content)
 
     def rank_state(self) -> dict[str, Any]:
         """Return the part of the state that differs between ranks: buffers and random numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -68,18 +68,18 @@ def progress_line(
     )
 
 
-def result_line(epochs: int, samples: int, step: int, loss: float, accuracy: float) -> str:
+def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
     """Return the line that ends an epoch, with what the held-out samples gave.
 
     Args:
         epochs: that are done.
         samples: of the next epoch, where the run stops in its middle.
         step: that is done.
-        loss: of the held-out samples.
-        accuracy: of the held-out samples.
+        found: of the held-out samples, by name.
     """
     where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
-    return f"{where} | step {step} | held-out loss {loss:.4f} | held-out accuracy {accuracy:.4f}"
+    values = [f"held-out {name} {value:.4f}" for name, value in found.items()]
+    return " | ".join([where, f"step {step}", *values])
 
 
 def lost_line(lost: Sequence[RankInfo]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
@@ -252,7 +252,7 @@ def _size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
-def check_run_folder(config: TrainConfig, world: World) -> None:
+def check_run_folder(config: TrainingConfig, world: World) -> None:
     """Check the folder that `--run-dir` names; nothing is made yet. Collective.
 
     Raises:
@@ -285,20 +285,21 @@ def _used(path: Path) -> UserError:
     )
 
 
-def open_run_folder(config: TrainConfig, path: Path | None, rank: int) -> RunFolder:
+def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
     """Return the run's folder on rank 0, a stand-in that writes nothing elsewhere.
 
     Args:
-        config: is written into it.
-        path: the folder; None for a new one, which no other job has.
+        config: names the folder, and is written into it. Without a name, a new folder that no
+            other job has; a stand-in where nothing is to be written.
         rank: of this process.
 
     Raises:
         UserError: the folder cannot be made or written, or another job has begun to use it.
     """
-    if rank != 0:
+    path = config.choose_folder()
+    if rank != 0 or path is None:
         return NoFolder()
-    folder = DiskFolder(make_new_folder(config.choose_folder()) if path is None else path)
+    folder = DiskFolder(path if config.run_dir else make_new_folder(path))
     folder.mend()
     is_new = folder.claim() if not config.resume else not (folder.path / "config.json").exists()
     if is_new or not config.resume:  # or else once it is clear that this job may resume the run

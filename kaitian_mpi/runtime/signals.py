@@ -66,6 +66,14 @@ def on_checkpoint_request(answer: Callable[[], None]) -> Iterator[None]:
         _on_request = None
 
 
+def is_handled() -> bool:
+    """Return whether this process handles its signals already, here or by code of the user's."""
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    defaults = (signal.default_int_handler, signal.SIG_DFL)
+    return any(signal.getsignal(number) not in defaults for number in _REASONS)
+
+
 def handle_signals(program: str) -> None:
     """On SIGINT and SIGTERM, report it on rank 0, call the exit callback, and exit.
 

@@ -215,6 +215,19 @@ def start_watchdog(limit_sec: float) -> Watchdog | None:
     return _current
 
 
+def is_watched() -> bool:
+    """Return whether this rank has a watchdog."""
+    return _current is not None
+
+
+def stop_watchdog() -> None:
+    """End this rank's watchdog, if it has one."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
 def enter_phase(
     phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
 ) -> None:

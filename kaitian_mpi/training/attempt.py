@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
 from kaitian_mpi.benchmark.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.checkpoint.exit_save import ExitSave
 from kaitian_mpi.checkpoint.metadata import RunMetadata
+from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.evaluation import Evaluation
 from kaitian_mpi.errors import StorageError
@@ -25,34 +26,7 @@ from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.resumption import begin_branch
 from kaitian_mpi.training.run import Run
-from kaitian_mpi.training.trainer import Trainer
-
-
-def train_run(run: Run, world: World) -> None:
-    """Train from the run's current step on, and keep its summary up to date.
-
-    Collective over the active ranks; called again on the new active ranks after a loss.
-    """
-    run.take_over_files(world)
-    run.choose_allreduce_again(world)
-    plan = run.plan(world)
-    run.restore_state(world, plan)
-    run.checkpoints.restart_timer()
-    trainer = run.make_trainer(world, plan)
-    with StepFollowUp(run.config, world, run.setup.folder, trainer, plan) as follow_up:
-        attempt = Attempt(run, trainer, follow_up)
-        attempt.log_start(plan)
-        run.earlier = begin_branch(
-            run.config, run.earlier, world, run.checkpoints, run.state, attempt.metadata()
-        )
-        try:
-            with attempt.save_on_signals():
-                attempt.train()
-        finally:
-            run.record_costs(world, follow_up.balancing.costs())
-    enter_phase("writing the last checkpoint", limited=False)
-    with attempt.save_on_signals():
-        attempt.finish()
+from kaitian_mpi.training.trainer import Step
 
 
 class Attempt:
@@ -61,32 +35,92 @@ class Attempt:
     Every method is collective over these ranks, unless stated otherwise.
     """
 
-    def __init__(self, run: Run, trainer: Trainer, follow_up: StepFollowUp) -> None:
-        """Store the objects of these ranks.
+    def __init__(self, run: Run, world: World) -> None:
+        """Begin from wherever the run is.
 
         Args:
-            run: the run to train; its summary and results are updated.
-            trainer: trains on these ranks.
-            follow_up: handles each step that the trainer has done.
+            run: that is trained, and learns of it.
+            world: these ranks.
         """
-        self._run, self._trainer, self._follow_up = run, trainer, follow_up
-        self._world, self._state = trainer.world, trainer.state
+        run.take_over_files(world)
+        run.choose_allreduce_again(world)
+        plan = run.plan(world)
+        run.restore_state(world, plan)
+        run.checkpoints.restart_timer()
+        self._run, self._world, self._state = run, world, run.state
         self._checkpoints = run.checkpoints
+        self.trainer = run.make_trainer(world, plan)
+        self._contexts = ExitStack()
+        follow_up = StepFollowUp(run.config, world, run.setup.folder, self.trainer, plan)
+        self._follow_up = self._contexts.enter_context(follow_up)
+        try:
+            self._log_start(plan)
+            run.earlier = begin_branch(
+                run.config, run.earlier, world, run.checkpoints, run.state, self.metadata()
+            )
+        except Exception as error:
+            self.close(error)
+            raise
+        self._contexts.callback(self._remember_costs)
+        self._contexts.enter_context(self._saved_at_signals())
+        self._is_in_epoch = False
 
-    def train(self) -> None:
-        """Train and evaluate the remaining epochs."""
+    def next_share(self) -> list[MicroBatch] | None:
+        """Return this rank's share of the next step; epochs that end on the way are evaluated.
+
+        Returns:
+            None where the run is done.
+        """
         while not self._state.progress.is_done:
-            self._follow_up.metrics.restart()
-            for step in self._trainer.steps():
-                requested = self._follow_up.step_done(step, self._checkpoints.wants_checkpoint())
-                self._log_recovery(step.number)
-                self._check_weights(step.number)
-                self._save_if_due(step.number, requested)
+            if not self._is_in_epoch:
+                self._follow_up.metrics.restart()
+                self._is_in_epoch = True
+            parts = self.trainer.fetch()
+            if parts is not None:
+                return parts
+            self._is_in_epoch = False
             self._follow_up.epoch_done()
-            self._end_epoch(self._trainer.evaluate())
+            self._end_epoch(self.trainer.evaluate())
+        return None
+
+    def step_done(self, step: Step) -> Step:
+        """Do what follows a step that the trainer has done, and return it."""
+        requested = self._follow_up.step_done(step, self._checkpoints.wants_checkpoint())
+        self._log_recovery(step.number)
+        self._check_weights(step.number)
+        self._save_if_due(step.number, requested)
+        return step
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """Add figures to the next line of metrics. Not collective."""
+        self._follow_up.metrics.record(values)
+
+    def save(self) -> None:
+        """Save a checkpoint between two steps."""
+        enter_phase("saving a checkpoint", limited=False)
+        self._checkpoints.save(self._world, self._state, self.metadata())
+        self._checkpoints.wait()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop training on these ranks.
+
+        Args:
+            error: why; then no rank is waited for.
+        """
+        self.trainer.close()
+        if error is None:
+            self._contexts.close()
+        else:
+            self._contexts.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> None:
-        """Write the results to disk; without them the run is not finished."""
+        """End the training, and bring the results to disk; without them it is not finished."""
+        self.close()
+        enter_phase("writing the last checkpoint", limited=False)
+        with self._saved_at_signals():
+            self._write_results()
+
+    def _write_results(self) -> None:
         run, fault = self._run, ""
         if self._world.rank == 0:
             summary = replace(run.summary, failures=run.failures())
@@ -101,14 +135,15 @@ class Attempt:
         if not run.fault:
             self._checkpoints.close()
             run.summary = replace(run.summary, finished=True)
-            print_rank_0(self._world, f"results in {run.setup.path}")
+            if run.setup.path is not None:
+                print_rank_0(self._world, f"results in {run.setup.path}")
 
     def metadata(self) -> RunMetadata:
         """Return the metadata to save with the state. Not collective."""
-        return self._run.metadata(self._world, self._trainer.sampler.batch_sizes)
+        return self._run.metadata(self._world, self.trainer.sampler.batch_sizes)
 
     @contextmanager
-    def save_on_signals(self) -> Iterator[None]:
+    def _saved_at_signals(self) -> Iterator[None]:
         """Save the state when a signal ends the job or requests it in the block. Not collective."""
         state, checkpoints = self._state, self._checkpoints
         prepare = partial(checkpoints.prepare_exit, state)
@@ -122,7 +157,7 @@ class Attempt:
         with on_exit_signal(*callbacks), on_checkpoint_request(checkpoints.request):
             yield
 
-    def log_start(self, plan: Plan) -> None:
+    def _log_start(self, plan: Plan) -> None:
         """Log and record the plan and the ranks that train."""
         run, world, step = self._run, self._world, self._state.progress.step
         if lost := run.membership.begin_step(step + 1):
@@ -138,6 +173,9 @@ class Attempt:
         record_plan(world, run.setup, plan, step, reason)
         run.summary = run.summary.with_ranks(world, self._state, plan, run.allreduce_algorithm)
         run.write_summary()
+
+    def _remember_costs(self) -> None:
+        self._run.record_costs(self._world, self._follow_up.balancing.costs())
 
     def _log_recovery(self, step: int) -> None:
         """Log, once per loss, how long the recovery took."""
@@ -163,13 +201,13 @@ class Attempt:
 
     def _end_epoch(self, result: Evaluation) -> None:
         run, progress = self._run, self._state.progress
-        if progress.position >= len(run.setup.data.train):  # type: ignore[arg-type]
+        if progress.position >= len(run.setup.train):
             progress.epoch_done(run.config.epochs)
         else:
             progress.stopped()
         where = (progress.epoch, progress.position, progress.step)
-        print_rank_0(self._world, result_line(*where, result.loss, result.accuracy))
+        print_rank_0(self._world, result_line(*where, result.means))
         run.setup.folder.save_model(self._state.weights())
-        run.summary = run.summary.with_epoch(self._trainer, self._follow_up, result)
+        run.summary = run.summary.with_epoch(self.trainer, self._follow_up, result)
         run.write_summary()
-        self._checkpoints.save(self._world, self._state, self.metadata(), result.accuracy)
+        self._checkpoints.save(self._world, self._state, self.metadata(), result.quality)

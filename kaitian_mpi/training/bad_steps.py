@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
@@ -15,7 +15,7 @@ from kaitian_mpi.training.trainer import Step
 class BadSteps:
     """Records skipped steps, and ends the run after too many in a row."""
 
-    def __init__(self, config: TrainConfig, world: World, folder: RunFolder) -> None:
+    def __init__(self, config: TrainingConfig, world: World, folder: RunFolder) -> None:
         self._config, self._world, self._folder = config, world, folder
 
     def observe(self, step: Step, progress: Progress, sampler: LoadAdaptiveSampler) -> None:

@@ -54,8 +54,9 @@ def fingerprint(state: TrainingState) -> int:
     The tensors' bits are summed as integers on their device; then the sums are hashed.
     """
     tensors = [parameter.detach() for parameter in state.model.parameters()]
-    for of_parameter in state.optimizer.state.values():
-        tensors += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
+    for optimizer in state.optimizers:
+        for of_parameter in optimizer.state.values():
+            tensors += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
     checksum = 0
     for tensor in tensors:
         sums = _sums_of_bits(tensor).cpu().numpy().tobytes()

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from kaitian_mpi.benchmark.plan import Plan
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.loader import steps_ahead
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import RunFolder
@@ -26,7 +26,7 @@ class StepFollowUp:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, folder: RunFolder, trainer: Trainer, plan: Plan
+        self, config: TrainingConfig, world: World, folder: RunFolder, trainer: Trainer, plan: Plan
     ) -> None:
         """Start with a plan.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.mpi.exchange import gather_values
@@ -22,7 +23,6 @@ from kaitian_mpi.training.trainer import Step
 class Reading:
     """One rank's sums since the last reading; times in seconds."""
 
-    loss_sum: float
     compute: float
     wait: float
     data: float
@@ -37,7 +37,7 @@ class Metrics:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, folder: RunFolder, clock: StepClock
+        self, config: TrainingConfig, world: World, folder: RunFolder, clock: StepClock
     ) -> None:
         """Start with empty sums.
 
@@ -54,7 +54,8 @@ class Metrics:
         """The number of steps in these sums; both restart at 0 after a recovery."""
         self._config, self._world, self._folder = config, world, folder
         # Summed on the losses' device, so that a step does not wait for it.
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._loss_sum = torch.zeros((), device=world.device)
+        self._recorded: dict[str, float] = {}
         self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
         self._next_reading = 0
@@ -71,7 +72,7 @@ class Metrics:
             step: this rank's step.
             progress: including this step.
         """
-        self._loss_sum += step.loss.to(self._loss_sum) * step.own_samples
+        self._loss_sum = self._loss_sum + step.mean_loss * step.samples
         self._data_sec += step.data_sec
         self._add_times(step.times)
         self._samples += step.samples
@@ -83,18 +84,24 @@ class Metrics:
         """Gather the ranks' sums, then write and print them. Collective."""
         if self._steps == 0:
             return
+        loss = self._loss_sum.item() / self._samples  # the same on all ranks
         readings = self._gather()
         elapsed = max(reading.elapsed for reading in readings)
         self._add_up(readings)
         progress.training_sec += elapsed
-        self._write(progress, readings, elapsed)
-        self._show(progress, sum(r.loss_sum for r in readings) / self._samples, elapsed)
+        self._write(progress, loss, readings, elapsed)
+        self._show(progress, loss, elapsed)
         steps_between = round(self._config.log_interval * self._steps / elapsed)
         self._next_reading = progress.step + max(1, steps_between)
-        self._loss_sum.zero_()
+        self._loss_sum = torch.zeros_like(self._loss_sum)
+        self._recorded = {}
         self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
         self.restart()
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """Add figures to the next line. Not collective."""
+        self._recorded.update(values)
 
     def _add_times(self, times: StepTimes) -> None:
         self._compute += times.computed
@@ -103,7 +110,7 @@ class Metrics:
     def _gather(self) -> list[Reading]:
         self._add_times(self._clock.take(wait=True))
         elapsed = time.perf_counter() - self._since
-        own = (self._loss_sum.item(), self._compute, self._wait, self._data_sec, elapsed)
+        own = (self._compute, self._wait, self._data_sec, elapsed)
         sleeping_barrier(self._world.comm)
         return [Reading(*values) for values in gather_values(self._world.comm, own)]
 
@@ -113,11 +120,13 @@ class Metrics:
             self.compute_sec[rank] += reading.compute
             self.wait_sec[rank] += reading.wait
 
-    def _write(self, progress: Progress, readings: list[Reading], elapsed: float) -> None:
+    def _write(
+        self, progress: Progress, loss: float, readings: list[Reading], elapsed: float
+    ) -> None:
         line = {
             "step": progress.step,
             "epoch": progress.epoch,
-            "loss": sum(reading.loss_sum for reading in readings) / self._samples,
+            "loss": loss,
             "learning_rate": progress.learning_rate,
             "samples_per_sec": self._samples / elapsed,
             "step_time_sec": elapsed / self._steps,
@@ -125,6 +134,8 @@ class Metrics:
             "wait_time_sec": [reading.wait / self._steps for reading in readings],
             "data_time_sec": [reading.data / self._steps for reading in readings],
         }
+        if self._recorded:
+            line["logged"] = self._recorded
         self._folder.append("metrics.jsonl", line)
 
     def _show(self, progress: Progress, loss: float, elapsed: float) -> None:
@@ -137,4 +148,6 @@ class Metrics:
             rate=self._samples / elapsed,
             left_sec=(progress.total_steps - progress.step) * elapsed / self._steps,
         )
-        print_rank_0(self._world, line)
+        print_rank_0(
+            self._world, " | ".join([line, *(f"{n} {v:.4g}" for n, v in self._recorded.items())])
+        )

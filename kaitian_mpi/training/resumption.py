@@ -16,7 +16,7 @@ from kaitian_mpi.checkpoint.resume import (
     restore,
 )
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.setup import Setup, describe_start
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
@@ -58,7 +58,7 @@ class EarlierJob:
         )
 
 
-def find_earlier_job(config: TrainConfig, setup: Setup, world: World) -> EarlierJob:
+def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
     """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective.
 
     Args:
@@ -83,7 +83,7 @@ def find_earlier_job(config: TrainConfig, setup: Setup, world: World) -> Earlier
     return earlier
 
 
-def _compare(config: TrainConfig, setup: Setup, world: World) -> EarlierJob:
+def _compare(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
     found = find_checkpoint(config, world, setup.path, config.resume)
     if found.metadata is None:
         return EarlierJob()
@@ -96,7 +96,7 @@ def _compare(config: TrainConfig, setup: Setup, world: World) -> EarlierJob:
     return EarlierJob(found, changes.invalidated, results_until(found.progress["step"], summary))
 
 
-def _is_finished(config: TrainConfig, found: FoundCheckpoint, summary: Summary) -> bool:
+def _is_finished(config: TrainingConfig, found: FoundCheckpoint, summary: Summary) -> bool:
     """Return whether the run has ended and its summary has the results."""
     has_results = summary.finished and summary.steps == found.progress["step"]
     return config.resume == "auto" and has_results and is_over(config, found.progress)
@@ -108,7 +108,7 @@ def results_until(step: int, summary: Summary) -> Summary:
 
 
 def begin_or_resume(
-    config: TrainConfig,
+    config: TrainingConfig,
     setup: Setup,
     earlier: EarlierJob,
     world: World,
@@ -146,7 +146,7 @@ def begin_or_resume(
 
 
 def begin_branch(
-    config: TrainConfig,
+    config: TrainingConfig,
     earlier: EarlierJob,
     world: World,
     checkpoints: Checkpointing,

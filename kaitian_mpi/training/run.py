@@ -13,7 +13,7 @@ from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.setup import Setup
@@ -32,7 +32,7 @@ from kaitian_mpi.training.trainer import Trainer
 class Run:
     """This rank's view of the run; each attempt to train it continues from there."""
 
-    config: TrainConfig
+    config: TrainingConfig
     membership: Membership
     setup: Setup
     earlier: EarlierJob
@@ -84,7 +84,7 @@ class Run:
         folder = self.setup.folder
         if world.rank != 0:
             self.setup = replace(self.setup, folder=NoFolder())
-        elif isinstance(folder, NoFolder):
+        elif isinstance(folder, NoFolder) and self.setup.path is not None:
             taken = DiskFolder(self.setup.path)
             taken.mend()
             self.setup = replace(self.setup, folder=taken)
@@ -98,7 +98,7 @@ class Run:
                 if self.allreduce_algorithm == "direct"
                 else self.allreduce_algorithm
             )
-            buckets = gradient_buckets(self.setup.model)
+            buckets = gradient_buckets(self.setup.task.model)
             self.allreduce_algorithm = choose_allreduce(request, world, buckets)
 
     def plan(self, world: World) -> Plan:
@@ -115,7 +115,7 @@ class Run:
 
     def restore_state(self, world: World, plan: Plan) -> None:
         """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
-        state, samples = self.state, len(self.setup.data.train)  # type: ignore[arg-type]
+        state, samples = self.state, len(self.setup.train)
         lost = bool(self.membership.losses)
         if any(gather_values(world.comm, state.is_begun)):
             state.sync_to_latest(world)

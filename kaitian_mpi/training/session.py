@@ -1,7 +1,7 @@
-"""One training run, from a config to a summary, as a sequence of stages.
+"""All that comes before the first step of a run; reads top to bottom like a recipe.
 
-Each stage is a function from frozen results to a frozen result. It is collective over the ranks it
-is given, and is repeated on the surviving ranks if a rank is lost in it.
+Each stage is a function from frozen results to a frozen result, collective over the ranks that it
+is given, and is repeated on the ranks that live where a rank is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from kaitian_mpi.benchmark.exclusion import log_excluded, ranks_to_exclude
 from kaitian_mpi.benchmark.plan import is_emulated
 from kaitian_mpi.benchmark.profiles import Profiles, find_profiles
 from kaitian_mpi.checkpoint.policy import Checkpointing
-from kaitian_mpi.checkpoint.resume import hand_over
+from kaitian_mpi.checkpoint.resume import hand_over, restore
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import Setup, prepare
-from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
-from kaitian_mpi.errors import AgreedError, StorageError
+from kaitian_mpi.engine.setup import MakeTask, Setup, prepare
+from kaitian_mpi.engine.state import TrainingState, count_steps, from_bytes, to_bytes
+from kaitian_mpi.engine.task import Task
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import show_topology
 from kaitian_mpi.output.run_folder import check_run_folder
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
-from kaitian_mpi.training.attempt import train_run
 from kaitian_mpi.training.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.training.run import Run
 from kaitian_mpi.training.summary import Summary
@@ -54,24 +53,32 @@ class Selection:
         return [info.world_rank for info in self.excluded]
 
 
-def train(config: TrainConfig, world: World) -> Summary:
-    """Train a model and return its summary. Collective.
+def open_run(
+    make_task: MakeTask, config: TrainingConfig, membership: Membership
+) -> tuple[Task, Run | None, Summary]:
+    """Do all that comes before the first step. Collective.
+
+    Args:
+        make_task: makes what is to be trained.
+        config: the settings.
+        membership: of all ranks; some may be on standby afterwards.
 
     Returns:
-        The summary; incomplete on a rank that has not trained.
+        The task, its run, and what is known of that; no run where an earlier job has finished it,
+        with whose weights the model is left.
 
     Raises:
-        AgreedError: the config asks for something that is impossible on a rank, and nothing has
-            been trained; or the results could not be written, with the exit code of `StorageError`.
+        AgreedError: a rank cannot make what is asked for, and nothing has been trained.
     """
-    membership = Membership(world)
+    world = membership.all_ranks
     show_topology(world, membership.survives)
     membership.attempt(partial(check_run_folder, config))
     on_all = partial(_on_all_ranks, membership)
-    setup: Setup = on_all(partial(prepare, config))
+    setup: Setup = on_all(partial(prepare, make_task, config))
     earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
     if earlier.is_finished:
-        return earlier.summary
+        membership.attempt(partial(load_finished, config, setup, earlier))
+        return setup.task, None, earlier.summary
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))
@@ -89,11 +96,7 @@ def train(config: TrainConfig, world: World) -> Summary:
         checkpoints=Checkpointing(config, setup.path),
         summary=summary_of(world, setup, earlier, selection),
     )
-    membership.attempt(partial(train_run, run))
-    membership.release()
-    if run.fault:  # raised only now, or the ranks on standby would wait forever
-        raise AgreedError(run.fault, StorageError.exit_code)
-    return run.summary
+    return setup.task, run, run.summary
 
 
 def _on_all_ranks(membership: Membership, stage: Callable[[World], Result]) -> Result:
@@ -103,7 +106,9 @@ def _on_all_ranks(membership: Membership, stage: Callable[[World], Result]) -> R
     return result
 
 
-def profile_ranks(config: TrainConfig, setup: Setup, earlier: EarlierJob, world: World) -> Profiles:
+def profile_ranks(
+    config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World
+) -> Profiles:
     """Benchmark the ranks, unless their costs are known or no benchmark is wanted."""
     metadata = earlier.remembered(Invalidated.COSTS)
     slowdown = Slowdown(setup.slowdowns[world.info.world_rank])
@@ -113,10 +118,10 @@ def profile_ranks(config: TrainConfig, setup: Setup, earlier: EarlierJob, world:
 
 
 def select_ranks(
-    config: TrainConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
+    config: TrainingConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
 ) -> Selection:
     """Choose the allreduce algorithm and the ranks to exclude."""
-    buckets = gradient_buckets(setup.model)
+    buckets = gradient_buckets(setup.task.model)
     places = [info.place for info in world.infos]
     metadata = earlier.remembered(Invalidated.ALLREDUCE)
     known = (
@@ -139,7 +144,7 @@ def select_ranks(
 
 
 def _find_excluded(
-    config: TrainConfig, profiles: Profiles, buckets: Sequence[int], world: World
+    config: TrainingConfig, profiles: Profiles, buckets: Sequence[int], world: World
 ) -> dict[int, str]:
     """Return the ranks without which the job is faster; none if there are spares."""
     costs = profiles.costs(world.infos)
@@ -150,20 +155,28 @@ def _find_excluded(
 
 
 def make_state(
-    config: TrainConfig, setup: Setup, profiles: Profiles, world: World
+    config: TrainingConfig, setup: Setup, profiles: Profiles, world: World
 ) -> TrainingState:
     """Create the training state, on later spares too, because creating the first takes a second."""
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
-    settings = (world.device, profile.precision, profile.memory_format, config.label_smoothing)
-    state = TrainingState(config, setup.model, Computation(*settings), total_steps=0)
+    batch = sum(profiles.plan(config, world).batch_sizes)
+    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch)
+    computation = Computation(world.device, profile.precision, profile.memory_format)
+    state = TrainingState(setup.task, computation, total_steps)
     state.load_shared(from_bytes(to_bytes(state.shared())))
     state.is_begun = False
     return state
 
 
+def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> None:
+    """Give every rank's model the weights of a run that is finished."""
+    computation = Computation(world.device, "fp32", "contiguous")
+    restore(world, TrainingState(setup.task, computation, 1), earlier.found, config.seed)
+
+
 def hand_over_checkpoint(
-    config: TrainConfig, earlier: EarlierJob, selection: Selection, world: World
+    config: TrainingConfig, earlier: EarlierJob, selection: Selection, world: World
 ) -> EarlierJob:
     """Move the checkpoint to a rank that will train: the one that read it may be excluded."""
     standby = plan_standby(world.infos, config.spares, selection.excluded_ranks)

@@ -69,6 +69,8 @@ class Summary:
     wait_time_sec: list[float] | None = None
     """Mean per step, by rank."""
     training_time_sec: float | None = None
+    validation: dict[str, Any] | None = None
+    """What the last evaluation has found, by name."""
     val_loss: float | None = None
     val_accuracy: float | None = None
 
@@ -118,8 +120,9 @@ class Summary:
             compute_time_sec=[seconds / steps for seconds in metrics.compute_sec],
             wait_time_sec=[seconds / steps for seconds in metrics.wait_sec],
             training_time_sec=progress.training_sec,
-            val_loss=result.loss,
-            val_accuracy=result.accuracy,
+            validation=dict(result.means) or None,
+            val_loss=result.means.get("loss"),
+            val_accuracy=result.means.get("accuracy"),
         )
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from kaitian_mpi.backend.ddp_hook import WeightedSum
-from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.backend.reducer import GradientReducer
 from kaitian_mpi.benchmark.plan import Plan
-from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
-from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.batches import MicroBatch, StepBatches
 from kaitian_mpi.data.loader import make_loader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.clock import StepClock, StepTimes
-from kaitian_mpi.engine.computation import make_schedule
 from kaitian_mpi.engine.evaluation import Evaluation, evaluate
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import Progress, TrainingState
@@ -34,22 +30,31 @@ _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 
 @dataclass(frozen=True)
 class Step:
-    """A global step that all ranks have done, as seen by one of them."""
+    """A global step that all ranks have done."""
 
     number: int
     """Counted from 1."""
+    epoch: int
+    """From 0."""
     samples: int
     """All ranks' samples."""
+    batch_sizes: list[int]
+    """The plan that the step was made by: samples of each rank."""
+    mean_loss: torch.Tensor
+    """The mean over the global batch, where it was computed, the same on all ranks."""
     own_samples: int
     """This rank's samples."""
-    loss: torch.Tensor
-    """Mean over this rank's samples, on its device; reading it waits for the device."""
     is_finite: bool
     """Whether its gradient is finite; if not, all ranks have skipped the optimizer's step."""
     times: StepTimes
     """Times of the steps that the device has finished since the previous step."""
     data_sec: float
     """Time spent getting this rank's batch."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch; reading it waits for the device."""
+        return float(self.mean_loss)
 
     def report(self, wants_checkpoint: bool = False) -> StepReport:
         """Return the report of this step for the other ranks."""
@@ -62,12 +67,13 @@ class Step:
 class Trainer:
     """Trains on some ranks from the state's current step on.
 
-    Every method is collective.
+    Every method is collective. A step is `fetch`, `begin`, `backward` once for each micro-batch,
+    and `finish`; `train` does all but the first.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TrainingConfig,
         world: World,
         setup: Setup,
         state: TrainingState,
@@ -80,89 +86,182 @@ class Trainer:
         Args:
             config: the settings.
             world: the ranks of the default process group.
-            setup: the data.
+            setup: the task.
             state: the same on every rank.
             plan: the ranks' batch sizes.
             slowdown: this rank's emulated slowdown.
             commit: called before a step or evaluation takes effect, with whether this rank has done
                 it; raises if some rank has not.
         """
-        data = setup.data
         self.world, self.state = world, state
-        self._config, self._data = config, data
+        self._config, self._made, self._task = config, setup, setup.task
         self._computation, self._slowdown = state.computation, slowdown
         self._commit = commit
         state.roll_back()
         self.sampler = LoadAdaptiveSampler(
-            data.train,  # type: ignore[arg-type]
-            plan.batch_sizes,
-            world.rank,
-            seed=config.seed,
-            min_batch=plan.min_batch,
+            setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
         )
-        self._micro_batch, self._min_batch = plan.micro_batch_size, plan.min_batch
-        self._gradients = WeightedSum(on_bucket=self._bucket_ready)
-        # The state is already the same on all ranks, except for buffers, which must stay different.
-        self._ddp = DistributedDataParallel(
-            state.model, init_sync=False, gradient_as_bucket_view=True, **NO_BUFFERS_IN_FORWARD
-        )
+        self._micro_batch = plan.micro_batch_size
+        # In the open form the user's own code computes the batch, all of it at once.
+        micro_batch = plan.micro_batch_size if self._task.loss is not None else None
+        self._data = StepBatches(setup.train, micro_batch, plan.min_batch)
+        self._loading: Iterator[list[MicroBatch]] | None = None
+        self._gradients = GradientReducer(state.model, on_bucket=self._bucket_ready)
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
         if commit is not None:
             self._group.record_losses()
-        self._gradients.attach(self._ddp)
-        # In channels_last a 1x1 filter's gradient has other strides, but the same order of bytes.
-        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        self._rate = make_schedule(config)
         self.clock = StepClock(world.device_kind)
         self._limit = StepLimit(config.step_timeout)
         self._evaluation_limit = StepLimit(
             config.step_timeout, first_step_limit(config.step_timeout)
         )
         self._steps_seen = 0
+        self._step = _StepSoFar()
 
     @property
     def progress(self) -> Progress:
         """The progress of the run."""
         return self.state.progress
 
+    def close(self) -> None:
+        """Let go of the model; its gradients are no longer summed. Not collective."""
+        self._loading = None
+        self._gradients.close()
+
     def steps(self) -> Iterator[Step]:
         """Train a step per iteration, until the end of the epoch or `--max-steps`."""
+        while (parts := self.fetch()) is not None:
+            yield self.train(parts)
+
+    def fetch(self) -> list[MicroBatch] | None:
+        """Return this rank's share of the next global batch, on the host.
+
+        Returns:
+            None where the epoch ends, or the run does.
+        """
         if self.progress.step >= self.progress.total_steps:
-            return
-        self._data.set_epoch(self.progress.epoch)
-        self.sampler.set_epoch(self.progress.epoch)
-        self.sampler.position = self.progress.position
-        pin_memory = self.world.device_kind.pins_memory
-        progress, workers = self.progress, self._config.workers
-        seed = (self._config.seed + progress.step) * self.world.size + self.world.rank
-        loader = make_loader(self._data.train, self.sampler, workers, pin_memory, seed)
-        self._ddp.train()
+            self._loading = None
+            return None
         waiting_since = time.perf_counter()
+        if self._loading is None:
+            self._loading = self._load_epoch()
+            self.state.model.train()
         enter_phase("getting a batch", step=self.progress.step + 1)
-        for inputs, labels in loader:
-            data_sec = time.perf_counter() - waiting_since
-            yield self.step(inputs, labels, data_sec)
-            if self.progress.step >= self.progress.total_steps:
-                break
-            waiting_since = time.perf_counter()
-            enter_phase("getting a batch", step=self.progress.step + 1)
+        parts = next(self._loading, None)
+        if parts is None:
+            self._loading = None
+        self._step = _StepSoFar(data_sec=time.perf_counter() - waiting_since)
+        return parts
+
+    def train(self, parts: Sequence[MicroBatch]) -> Step:
+        """Train on this rank's share of the next global batch.
+
+        A share that is larger than what fits the memory is taken in micro-batches, whose gradients
+        add up to exactly that of the share. Only the last sums over the ranks.
+
+        Args:
+            parts: the share, as `fetch` returned it.
+        """
+        self.begin(parts)
+        counted = [i for i, weight in enumerate(self._step.weights) if weight] or [0]
+        for index in counted:
+            batch = self.place(parts[index])
+            loss = self._computation.loss(self._task, self.state.model, batch)
+            enter_phase("backward", step=self.progress.step + 1)
+            self.backward(loss, index, is_last=index == counted[-1])
+        return self.finish()
+
+    def begin(self, parts: Sequence[MicroBatch]) -> None:
+        """Begin a step with this rank's share of the global batch."""
+        samples = self.sampler.samples_of_step(self.progress.position)
+        step = self._step
+        step.samples, step.own_samples = samples, sum(part.samples for part in parts)
+        step.weights = [
+            self._task.weigh(part.batch, part.samples) if part.samples else 0.0 for part in parts
+        ]
+        self._schedule(samples)
+        if self._commit is not None or step.own_samples == 0:
+            self.state.begin_unit()
+        step_in_epoch = self.progress.step_in_epoch
+        self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
+        if self._task.weight is not None:
+            step.global_weight = _AsyncSum(torch.tensor(step.own_weight, dtype=torch.float64))
+        self._slowdown.go_to(self.progress.step + 1)
+        self.clock.start()
+        self._slowdown.start()
+        enter_phase("forward", step=self.progress.step + 1)
+
+    def place(self, part: MicroBatch) -> Any:
+        """Return a micro-batch on this rank's device, which the next forward is to compute."""
+        if part.samples:
+            self.state.statistics.before_batch(part.samples)
+        return self._computation.place(part.batch)
+
+    def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
+        """Add a micro-batch's gradient to the share's; with the last, sum over the ranks.
+
+        Args:
+            loss: the mean over the micro-batch.
+            index: which of the share's micro-batches.
+            is_last: whether it is the last.
+        """
+        step = self._step
+        part = step.weights[index] / step.own_weight if step.own_weight else 1.0
+        if part != 1.0:
+            loss = loss * part
+        step.losses.append(loss.detach())
+        if is_last:
+            self._gradients.arm(self._weight_of_share)
+        self._computation.scaler.scale(loss).backward()
+
+    def finish(self) -> Step:
+        """End the step: all ranks do with their state what the sum of the gradients says."""
+        step = self._step
+        self._gradients.finish()
+        is_finite = self._gradients.is_finite()
+        mean_loss = self._mean_loss()
+        if step.own_samples == 0:
+            self.state.restore_buffers()
+        self._commit_unit()
+        self.clock.gradients_summed()
+        self._slowdown.start()
+        epoch = self.progress.epoch
+        self._apply(is_finite, step.samples)
+        self._slowdown.catch_up()
+        self.clock.stop()
+        times = self.clock.take()
+        self._watch(times, step.data_sec)
+        return Step(
+            number=self.progress.step,
+            epoch=epoch,
+            samples=step.samples,
+            batch_sizes=self.sampler.batch_sizes,
+            mean_loss=mean_loss,
+            own_samples=step.own_samples,
+            is_finite=is_finite,
+            times=times,
+            data_sec=step.data_sec,
+        )
 
     def evaluate(self) -> Evaluation:
-        """Pool the ranks' batch norm statistics, then evaluate on the validation data."""
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any."""
         shares = self.sampler.batch_sizes
         self.state.begin_unit()
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
-        result = evaluate(
-            self.state.model,
-            self._data.validation,
-            self._computation,
-            self.world.rank,
-            shares,
-            self._micro_batch,
-            self._evaluation_limit,
-        )
+        result = Evaluation({})
+        if self._made.validation is not None:
+            result = evaluate(
+                self._task,
+                self.state.model,
+                self._made.validation,
+                self._computation,
+                self.world,
+                shares,
+                self._micro_batch,
+                self._evaluation_limit,
+            )
         is_warm = self._steps_seen >= _WARM_UP_STEPS
         set_phase_limit(
             self._limit.limit_sec if is_warm else first_step_limit(self._config.step_timeout)
@@ -170,79 +269,53 @@ class Trainer:
         self._commit_unit()
         return result
 
-    def step(self, inputs: torch.Tensor, labels: torch.Tensor, data_sec: float) -> Step:
-        """Train on this rank's share of the next global batch.
-
-        Args:
-            inputs: in host memory.
-            labels: in host memory.
-            data_sec: seconds spent getting them.
-        """
-        samples = self.sampler.samples_of_step(self.progress.position)
-        self._set_rate(samples)
-        if self._commit is not None:
-            self.state.begin_unit()
-        step_in_epoch = self.progress.step_in_epoch
-        self.state.statistics.before_step(step_in_epoch, len(labels), samples)
-        self._gradients.weight = len(labels) / samples
-        self._slowdown.go_to(self.progress.step + 1)
-        self.clock.start()
-        self._slowdown.start()
-        enter_phase("forward", step=self.progress.step + 1)
-        loss = self._gradients_of(inputs, labels)
-        is_finite = self._gradients.is_finite(self.state.model)
-        self._commit_unit()
-        self.clock.gradients_summed()
-        self._slowdown.start()
-        self._apply(is_finite, samples)
-        self._slowdown.catch_up()
-        self.clock.stop()
-        times = self.clock.take()
-        self._watch(times, data_sec)
-        number, own_samples = self.progress.step, len(labels)
-        return Step(number, samples, own_samples, loss, is_finite, times, data_sec)
+    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
+        if (set_epoch := getattr(self._task.data, "set_epoch", None)) is not None:
+            set_epoch(self.progress.epoch)
+        self.sampler.set_epoch(self.progress.epoch)
+        self.sampler.position = self.progress.position
+        pin_memory = self.world.device_kind.pins_memory
+        seed = (self._config.seed + self.progress.step) * self.world.size + self.world.rank
+        return iter(make_loader(self._data, self.sampler, self._config.workers, pin_memory, seed))
 
     def _commit_unit(self) -> None:
-        """Agree with the other ranks that all have done the step or evaluation."""
+        """Continue only if every rank has come so far."""
         if self._commit is not None:
             self._commit(not self._group.is_broken)
         self.state.end_unit()
 
+    def _weight_of_share(self) -> float:
+        """Return this rank's part of the global batch."""
+        step = self._step
+        if step.global_weight is None:
+            return step.own_weight / step.samples
+        total = step.global_weight.value().item()
+        return step.own_weight / total if total else 0.0
+
+    def _mean_loss(self) -> torch.Tensor:
+        """Return the mean over the global batch of the loss."""
+        weight = self._weight_of_share()
+        own = torch.stack(self._step.losses).sum() * weight
+        return _AsyncSum(own if weight else torch.zeros_like(own)).value()
+
     def _apply(self, is_finite: bool, samples: int) -> None:
         """Apply a step to the state; every rank does so with the same gradient."""
         enter_phase("the optimizer", step=self.progress.step + 1)
-        with self.state.lock:
-            # With fp16 the scaler itself skips the step, and lowers its scale.
-            if is_finite or self._computation.scaler.is_enabled():
-                self._computation.update(self.state.optimizer)
-            self.state.optimizer.zero_grad()
+        scaler, state = self._computation.scaler, self.state
+        with state.lock:
+            for optimizer in state.optimizers if scaler.is_enabled() else ():
+                scaler.unscale_(optimizer)
+            if is_finite:
+                if self._task.clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._task.clip_norm)
+                for optimizer in state.optimizers:
+                    scaler.step(optimizer)
+                for scheduler in state.schedulers:
+                    if hasattr(scheduler, "step"):
+                        scheduler.step()
+            scaler.update()
+            state.zero_gradients()
             self.progress.step_done(samples)
-
-    def _gradients_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the global batch's gradient; return this rank's mean loss.
-
-        A share too large for the memory is split into equal micro-batches, whose gradients add up
-        to exactly that of the share. Only the last one is summed over the ranks.
-        """
-        sizes = split_micro_batches(len(labels), self._micro_batch, self._min_batch)
-        parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
-        losses = []
-        for part_inputs, part_labels in parts[:-1]:
-            with self._ddp.no_sync():
-                losses.append(self._backward(part_inputs, part_labels, len(labels)))
-        losses.append(self._backward(*parts[-1], len(labels)))
-        return torch.stack(losses).sum()
-
-    def _backward(
-        self, inputs: torch.Tensor, labels: torch.Tensor, of_samples: int
-    ) -> torch.Tensor:
-        inputs, labels = self._computation.place(inputs, labels)
-        loss = self._forward(inputs, labels)
-        if len(labels) < of_samples:
-            loss = loss * (len(labels) / of_samples)
-        enter_phase("backward", step=self.progress.step + 1)
-        self._computation.scaler.scale(loss).backward()
-        return loss.detach()
 
     def _watch(self, times: StepTimes, data_sec: float) -> None:
         """Update the watchdog's time limit; a phase of waiting for other ranks starts."""
@@ -254,26 +327,53 @@ class Trainer:
                 set_phase_limit(self._limit.limit_sec)
         enter_phase("reporting the step", step=self.progress.step, waits=True)
 
-    def _forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if len(labels):
-            self.state.statistics.before_batch(len(labels))
-            return self._computation.loss(self._ddp, inputs, labels)
-        # In an epoch's last, partial step this rank may have no samples but must take part in the
-        # sum: it computes one sample of zeros with weight 0 and no effect on batch norm.
-        self._ddp.eval()
-        logits = self._computation.logits(self._ddp, inputs.new_zeros((1, *inputs.shape[1:])))
-        self._ddp.train()
-        return logits.sum() * 0.0
-
     def _bucket_ready(self, is_last: bool) -> None:
         self._slowdown.catch_up()
         self.clock.bucket_ready()
         if is_last:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 
-    def _set_rate(self, samples: int) -> None:
-        epoch_samples = len(self._data.train)  # type: ignore[arg-type]
-        rate = self._rate(self.progress.fraction_done(self._config, samples, epoch_samples))
-        self.progress.learning_rate = rate
-        for group in self.state.optimizer.param_groups:
-            group["lr"] = rate
+    def _schedule(self, samples: int) -> None:
+        """Let the schedulers set the learning rates of the next step."""
+        state = self.state
+        for scheduler in state.schedulers:
+            if hasattr(scheduler, "before_step"):
+                of_epoch = len(self._made.train)
+                scheduler.before_step(self.progress.fraction_done(self._config, samples, of_epoch))
+        self.progress.learning_rate = state.optimizers[0].param_groups[0]["lr"]
+
+
+@dataclass
+class _StepSoFar:
+    """What is known of the step that is being made."""
+
+    data_sec: float = 0.0
+    samples: int = 0
+    own_samples: int = 0
+    weights: Sequence[float] = ()
+    """Of this rank's micro-batches: how many terms the mean of each is over."""
+    global_weight: _AsyncSum | None = None
+    """Of all ranks; None where it is the number of samples, which is known."""
+
+    def __post_init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    @property
+    def own_weight(self) -> float:
+        """Of this rank's share."""
+        return sum(self.weights)
+
+
+class _AsyncSum:
+    """A sum over the ranks that goes on while something else is computed. Collective."""
+
+    def __init__(self, own: torch.Tensor) -> None:
+        self._total = own
+        self._work = dist.all_reduce(own, async_op=True)
+
+    def value(self) -> torch.Tensor:
+        """Return the sum, once it is there."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._total

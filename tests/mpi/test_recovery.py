@@ -10,18 +10,24 @@ import math
 
 import pytest
 import torch
-from test_trainer import BATCH, LENGTH, Points, by_step, reverse, uneven
+from test_trainer import (
+    BATCH,
+    LENGTH,
+    Points,
+    by_step,
+    make_setup,
+    make_state,
+    note_samples,
+    reverse,
+    uneven,
+)
 from torch import nn
 
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import TrainingState, count_steps
+from kaitian_mpi.engine.state import count_steps
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.training.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(1, 3)
@@ -66,13 +72,8 @@ class Run:
             global_batch_size=BATCH, epochs=EPOCHS, workers=workers, log_interval=60, lr=0.1
         )
         model = make_model(with_norm)
-        self.setup = Setup(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
-        self.state = TrainingState(
-            self.config,
-            model,
-            Computation(world.device, "fp32", "contiguous", 0.0),
-            count_steps(self.config, LENGTH, BATCH),
-        )
+        self.setup = make_setup(self.config, model, Points())
+        self.state = make_state(world, self.setup, count_steps(self.config, LENGTH, BATCH))
         self.taken = []
         """This rank's samples in each completed step."""
         self.results = []
@@ -104,14 +105,7 @@ class Run:
         trainer = Trainer(
             self.config, self.world, self.setup, self.state, plan, Slowdown(), self.commit
         )
-        step_on = trainer.step
-
-        def noted_step(inputs, labels, data_sec):
-            step = step_on(inputs, labels, data_sec)
-            self.taken.append((inputs[:, 0] * LENGTH).round().long().tolist())
-            return step
-
-        trainer.step = noted_step
+        note_samples(trainer, self.taken)
         return trainer
 
     def weights(self):
@@ -121,7 +115,7 @@ class Run:
         return [buffer.clone() for buffer in self.state.model.buffers()]
 
     def momenta(self):
-        of_parameters = self.state.optimizer.state.values()
+        of_parameters = self.state.optimizers[0].state.values()
         return torch.cat([value["momentum_buffer"].flatten() for value in of_parameters])
 
 
@@ -141,9 +135,11 @@ def assert_same(run, other):
     ours, theirs = (copy.copy(vars(r.state.progress)) for r in (run, other))
     del ours["training_sec"], theirs["training_sec"]
     assert ours == theirs
-    assert [r.accuracy for r in run.results] == [r.accuracy for r in other.results]
+    assert [r.means["accuracy"] for r in run.results] == [
+        r.means["accuracy"] for r in other.results
+    ]
     for one, another in zip(run.results, other.results, strict=True):
-        assert one.loss == pytest.approx(another.loss, abs=1e-12)
+        assert one.means["loss"] == pytest.approx(another.means["loss"], abs=1e-12)
 
 
 PLACES = {

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from torch import nn
 from kaitian_mpi.checkpoint.resume import find_checkpoint, hand_over, restore
 from kaitian_mpi.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.computation import make_schedule
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.training.session import train
+from kaitian_mpi.recipes.image_classification import make_rate, make_task
+from kaitian_mpi.training.training import Training
 
 pytestmark = pytest.mark.sizes(1, 3)
 
@@ -78,7 +79,11 @@ def run(world, folder, **flags):
         "log_interval": 0.0,
         "keep_checkpoints": 99,
     }
-    summary = train(TrainConfig(**usual | flags), world)
+    config = TrainConfig(**usual | flags)
+    with Training(partial(make_task, config), config) as training:
+        for _ in training:
+            pass
+        summary = training.summary
     world.comm.Barrier()  # rank 0 writes the last file when the others have left
     return summary.to_json()
 
@@ -174,7 +179,7 @@ def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, fo
     assert (summary["epochs"], summary["steps"]) == (3, 7 + left)
     assert summary["global_batch_size"] == other
     assert newest(folder)["progress"]["samples"] == 3 * LENGTH
-    rate = make_schedule(TrainConfig())
+    rate = make_rate(TrainConfig())
     samples = 0
     for line in lines(folder, "metrics.jsonl"):
         epoch_left = LENGTH - samples % LENGTH
@@ -197,7 +202,7 @@ def test_changed_flags_apply(world, folder, capsys):
             assert f"--{name.replace('_', '-')} changed from " in out
             assert f" to {value!r}" in out
     content = newest(folder)
-    group = content["optimizer"]["param_groups"][0]
+    group = content["optimizers"][0]["param_groups"][0]
     held = [group[name] for name in ("momentum", "weight_decay", "nesterov")]
     assert held == [0.3, 0.2, False]
     profiles = content["metadata"]["profiles"].values()

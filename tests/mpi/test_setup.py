@@ -1,5 +1,7 @@
 """Before training, model and data are made the same on all ranks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,8 @@ from kaitian_mpi.datasets.user_dataset import CollatedDataset
 from kaitian_mpi.engine.setup import check_same_samples, prepare_without_folder
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.recipes import image_classification
+from kaitian_mpi.recipes.image_classification import make_task
 
 pytestmark = pytest.mark.sizes(1, 3)
 
@@ -52,9 +56,9 @@ def test_every_rank_starts_with_rank_0s_weights_and_buffers(world, monkeypatch):
         made.append(values_of(model := Unseeded(num_classes)))
         return model
 
-    monkeypatch.setattr("kaitian_mpi.engine.setup.build_model", build)
+    monkeypatch.setattr(image_classification, "build_model", build)
     config = TrainConfig(model="test:unseeded", dataset="synthetic")
-    found = values_of(prepare_without_folder(config, world).model)
+    found = values_of(prepare_without_folder(partial(make_task, config), config, world).task.model)
     first = gather_values(world.comm, made[0])[0]
     assert (found == made[0]) == (world.rank == 0)
     assert found == first
@@ -78,7 +82,7 @@ def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):
         return
     order = torch.randperm(50, generator=torch.Generator().manual_seed(min(world.rank, 1)))
     with pytest.raises(
-        AgreedError, match=r"the training data differs .* class \d, 1 float32 on rank 0"
+        AgreedError, match=r"the training data differs .* 1x1 float32, 1 int64 \[\d\] on rank 0"
     ):
         check_same_samples(world, "training", make_data(inputs[order], labels[order]))
     check_same_samples(world, "training", make_data(inputs + world.rank, labels))
@@ -94,6 +98,7 @@ def test_a_run_starts_only_if_all_ranks_have_the_same_data(world, monkeypatch, p
     other = make_data(inputs, (labels + world.rank) % 7)
     parts = (other, same) if part == "training" else (same, other)
     data = DataSource("planted", *parts, num_classes=7)
-    monkeypatch.setattr("kaitian_mpi.engine.setup.load_data", lambda config: data)
-    with pytest.raises(AgreedError, match=f"the {part} data differs .* class "):
-        prepare_without_folder(TrainConfig(model="cnn"), world)
+    monkeypatch.setattr(image_classification, "load_data", lambda config: data)
+    config = TrainConfig(model="cnn")
+    with pytest.raises(AgreedError, match=f"the {part} data differs .* int64 "):
+        prepare_without_folder(partial(make_task, config), config, world)

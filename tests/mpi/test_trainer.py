@@ -19,6 +19,7 @@ from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.training.divergence import repair_divergence
 from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.step_exchange import StepExchange, StepReport
@@ -31,6 +32,8 @@ LENGTH, BATCH = 150, 24
 
 class Points(Dataset):
     """Sample i is generated from i, and its label is a class."""
+
+    gives_batches = True
 
     def __init__(self, length=LENGTH):
         self.length = length
@@ -51,29 +54,44 @@ def make_plan(world, shares, micro_batch_size=None):
     return Plan(shares, scores, None, "contiguous", "fp32", micro_batch_size=micro_batch_size)
 
 
+def make_setup(config, model, data):
+    task = classify(config, model, DataSource("points", data, data, 4))
+    return Setup(task, NoFolder(), ())
+
+
+def make_state(world, setup, steps=10):
+    return TrainingState(setup.task, Computation(world.device, "fp32", "contiguous"), steps)
+
+
+def note_samples(trainer, taken):
+    """Append this rank's samples of each completed step."""
+    train_on = trainer.train
+
+    def noted(parts):
+        step = train_on(parts)
+        numbers = [(inputs[:, 0] * LENGTH).round().long().tolist() for _, (inputs, _) in parts]
+        taken.append(list(itertools.chain(*numbers)) if parts[0].samples else [])
+        return step
+
+    trainer.train = noted
+
+
 def make_trainer(world, shares, micro_batch_size=None, workers=0):
     config = TrainConfig(
         global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1
     )
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    setup = Setup(DataSource("points", Points(), Points(), 4), model, NoFolder(), ())
+    setup = make_setup(config, model, Points())
     plan = make_plan(world, shares, micro_batch_size)
-    computation = Computation(world.device, "fp32", "contiguous", 0.0)
-    state = TrainingState(config, model, computation, count_steps(config, LENGTH, BATCH))
+    state = make_state(world, setup, count_steps(config, LENGTH, BATCH))
     return Trainer(config, world, setup, state, plan, Slowdown())
 
 
 def train(trainer, plans=None):
     """Train two epochs, setting plans by step. Return this rank's samples, and the weights."""
     taken = []
-    step_on = trainer.step
-
-    def noted_step(inputs, labels, data_sec):
-        taken.append((inputs[:, 0] * LENGTH).round().long().tolist())
-        return step_on(inputs, labels, data_sec)
-
-    trainer.step = noted_step
+    note_samples(trainer, taken)
     for _ in range(2):
         for step in trainer.steps():
             if step.number in (plans or {}):
@@ -157,23 +175,23 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     length = 2 * sum(shares) + rest
     data, model = Points(length), Batches()
     config = TrainConfig(global_batch_size=sum(shares), epochs=2, log_interval=60)
-    setup = Setup(DataSource("points", data, data, 4), model, NoFolder(), ())
+    setup = make_setup(config, model, data)
     plan = Plan(
         shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size, min_batch=2
     )
     steps = count_steps(config, length, sum(shares), 2)
     assert steps == 2 * (2 if rest < 2 else 3)
-    state = TrainingState(
-        config, model, Computation(world.device, "fp32", "contiguous", 0.0), steps
-    )
+    state = make_state(world, setup, steps)
     trainer = Trainer(config, world, setup, state, plan, Slowdown())
+    taken = []
+    note_samples(trainer, taken)
     assert [step.number for step in trainer.steps()] == list(range(1, steps // 2 + 1))
     result = trainer.evaluate()
     assert (trainer.progress.position, trainer.progress.step) == (length, steps // 2)
-    assert math.isfinite(result.loss)
+    assert math.isfinite(result.means["loss"])
     assert 2 <= min(model.trained)
     assert max(model.trained) <= max(micro_batch_size or 99, 3)
-    trained = gather_values(world.comm, sum(model.trained))
+    trained = gather_values(world.comm, sum(map(len, taken)))
     assert sum(trained) == length
     # An evaluation does not use larger batches than fit the memory in training.
     assert max(model.evaluated, default=0) <= (micro_batch_size or 64)
@@ -233,9 +251,7 @@ def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
 @pytest.mark.ranks(2)
 def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    state = TrainingState(
-        TrainConfig(), model, Computation(world.device, "fp32", "contiguous", 0.0), 10
-    )
+    state = make_state(world, make_setup(TrainConfig(), model, Points()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
@@ -252,9 +268,7 @@ def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
 @pytest.mark.ranks(2)
 def test_ranks_that_are_behind_get_the_state_and_others_keep_theirs(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    state = TrainingState(
-        TrainConfig(), model, Computation(world.device, "fp32", "contiguous", 0.0), 10
-    )
+    state = make_state(world, make_setup(TrainConfig(), model, Points()))
     model[1].running_mean.fill_(world.rank)
     state.progress.step, state.is_begun = 7, world.rank > 0
     assert state.sync_to_latest(world) == 1

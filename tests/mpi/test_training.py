@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.evaluation import evaluate
+from kaitian_mpi.recipes.image_classification import count_right
 
 
 class Numbers(Dataset):
@@ -34,12 +36,13 @@ class Parity(nn.Module):
 
 
 def test_evaluation_counts_each_sample_once(world):
-    computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
+    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
+    task = SimpleNamespace(metrics=count_right)
     shares = [rank + 0.5 for rank in range(world.size)]
     for length in (1, 2, 61, 403):
-        result = evaluate(Parity(), Numbers(length), computation, world.rank, shares)
+        result = evaluate(task, Parity(), Numbers(length), computation, world, shares)
         right = sum(1 for i in range(length) if i % 2 == i % 3)
-        assert math.isclose(result.accuracy, right / length, rel_tol=1e-12)
+        assert math.isclose(result.means["accuracy"], right / length, rel_tol=1e-12)
 
 
 def test_pooled_statistics_equal_those_of_all_samples(world):

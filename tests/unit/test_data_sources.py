@@ -81,9 +81,8 @@ def test_augmentation(dataset: str, augment: str, kind: str | None) -> None:
     source = load_data(TrainConfig(dataset=dataset, augment=augment))
     assert getattr(source.train, "kind", None) == kind
     assert isinstance(source.validation, ImageArrays)
-    source.set_epoch(4)
-    if isinstance(source.train, Augmented):
-        assert source.train.epoch == 4
+    if kind is not None:
+        assert isinstance(source.train, Augmented)
 
 
 def test_held_out_count_and_split() -> None:
@@ -210,7 +209,6 @@ def test_factories(
     source = load(name, **settings)
     sizes = len(source.train), len(source.validation)  # type: ignore[arg-type]
     assert (*sizes, source.num_classes) == (train, validation, classes)
-    source.set_epoch(1)
     inputs, labels = source.train[[0, 1]]
     assert len(inputs) == len(labels) == 2
     assert labels.dtype == torch.int64

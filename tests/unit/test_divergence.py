@@ -1,6 +1,7 @@
 """Fingerprints that detect diverged ranks, and the choice of the correct ones."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.recipes.image_classification import make_sgd
 from kaitian_mpi.training.divergence import fingerprint, split_by_majority
 
 
@@ -35,12 +38,11 @@ def make_state(dtype=torch.float32):
     torch.manual_seed(1)
     layers = nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(11, 3)
     model = nn.Sequential(*layers).to(dtype)
-    state = TrainingState(
-        TrainConfig(), model, Computation(torch.device("cpu"), "fp32", "contiguous", 0.0), 10
-    )
+    task = Task(model=model, data=[0], optimizer=partial(make_sgd, TrainConfig()))
+    state = TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 10)
     model(torch.randn(5, 11, dtype=dtype)).square().sum().backward()
-    state.optimizer.step()
-    state.optimizer.zero_grad()
+    state.optimizers[0].step()
+    state.zero_gradients()
     return state
 
 
@@ -80,7 +82,7 @@ def test_any_flipped_bit_in_the_weights_changes_the_fingerprint(dtype):
 def test_a_flipped_bit_in_the_momentum_changes_the_fingerprint():
     state = make_state()
     before = fingerprint(state)
-    momenta = [of["momentum_buffer"] for of in state.optimizer.state.values()]
+    momenta = [of["momentum_buffer"] for of in state.optimizers[0].state.values()]
     assert len(momenta) == 6
     for momentum in momenta:
         flip(momentum, -1, 0)

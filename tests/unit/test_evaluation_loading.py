@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from kaitian_mpi.data.batches import Batches
 from kaitian_mpi.engine import evaluation
 
 
@@ -13,10 +14,10 @@ class Slow(Dataset):
     def __init__(self, sample_sec):
         self.sample_sec, self.now, self.read_sizes = sample_sec, 0.0, []
 
-    def __getitem__(self, indices):
+    def __getitems__(self, indices):
         self.now += self.sample_sec * len(indices)
         self.read_sizes.append(len(indices))
-        return torch.tensor(indices)[:, None], torch.tensor(indices)
+        return [(torch.tensor([index]), index) for index in indices]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_each_piece_loads_quickly_or_is_a_single_sample(monkeypatch, sample_sec,
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: data.now)
     monkeypatch.setattr(evaluation, "enter_phase", phases.append)
     samples = list(range(5, 21))
-    inputs, labels = evaluation._Reader(data).read(samples)
+    inputs, labels = evaluation._Reader(Batches(data)).read(samples)
     assert labels.tolist() == inputs[:, 0].tolist() == samples
     assert data.read_sizes == pieces
     assert len(phases) == len(pieces)

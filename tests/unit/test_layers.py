@@ -11,6 +11,7 @@ ROOT = Path(kaitian_mpi.__file__).parent
 # From the top; a package imports only from those below it.
 FLOORS = (
     "cli",
+    "recipes",
     "supervision",
     "training",
     "checkpoint",

@@ -1,5 +1,7 @@
 """The smallest batch that a model can train on, and that no smaller one is computed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,10 @@ class Uncopied(nn.Module):
         raise RuntimeError("cannot be copied")
 
 
+def task_of(model):
+    return SimpleNamespace(model=model, loss=lambda model, batch: model(batch[0]).sum())
+
+
 def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers)
 
@@ -68,8 +74,8 @@ def test_min_batch_is_found_by_trial(model, expected):
     data = CollatedDataset(
         TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
     )
-    computation = Computation(torch.device("cpu"), "fp32", "contiguous", 0.0)
-    assert min_batch_of(model, data, computation) == expected
+    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
+    assert min_batch_of(task_of(model), data, computation) == expected
 
 
 def test_the_model_and_the_generators_are_restored():
@@ -78,8 +84,8 @@ def test_the_model_and_the_generators_are_restored():
     )
     model = Dropping().eval()
     before = torch.get_rng_state()
-    computation = Computation(torch.device("cpu"), "bf16", "contiguous", 0.0)
-    assert min_batch_of(model, data, computation) == 2
+    computation = Computation(torch.device("cpu"), "bf16", "contiguous")
+    assert min_batch_of(task_of(model), data, computation) == 2
     assert torch.equal(torch.get_rng_state(), before)
     assert (model.calls, model.seen.item(), model.training) == (0, 0, False)
     assert model.norm.num_batches_tracked.item() == 0

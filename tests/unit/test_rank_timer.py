@@ -14,10 +14,14 @@ from kaitian_mpi.benchmark.cache import BenchmarkCache
 from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
 from kaitian_mpi.benchmark.rank_timer import RankMeasurement, RankTimer, Workload
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.recipes.image_classification import classify
 
 MIB = 1 << 20
 STEP_SEC, SAMPLE_SEC = 1e-2, 1e-4
@@ -75,6 +79,8 @@ def make_world(device):
 
 
 class Data(Dataset):
+    gives_batches = True
+
     def __len__(self):
         return 10
 
@@ -102,6 +108,11 @@ class Hungry(nn.Module):
         return self.layer(x)
 
 
+def make_setup(config, model):
+    task = classify(config, model, DataSource("planted", Data(), Data(), 2))
+    return Setup(task, NoFolder(), ())
+
+
 def measure(device, most, min_batch=1, **settings):
     config = TrainConfig(
         **{"global_batch_size": 256, "benchmark_seconds": 0.5, "memory_format": "contiguous"}
@@ -109,7 +120,9 @@ def measure(device, most, min_batch=1, **settings):
     )
     world = make_world(device)
     model = Hungry(most, device, min_batch)
-    return RankTimer(Workload(config, world, model, Data(), Slowdown(), min_batch)).measure()
+    return RankTimer(
+        Workload(config, world, make_setup(config, model), Slowdown(), min_batch)
+    ).measure()
 
 
 def test_without_memory_limits_the_largest_share_is_timed():
@@ -220,7 +233,7 @@ FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
 def make_cache(folder, **settings):
     config = TrainConfig(**{"benchmark_cache": str(folder)} | settings)
     world = make_world(CpuDevice())
-    return BenchmarkCache(Workload(config, world, nn.Linear(4, 2), Data(), Slowdown()))
+    return BenchmarkCache(Workload(config, world, make_setup(config, nn.Linear(4, 2)), Slowdown()))
 
 
 def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):

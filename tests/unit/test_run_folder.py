@@ -67,7 +67,7 @@ def full(monkeypatch):
 
 def run_in(folder, **flags):
     config = TrainConfig(run_dir=str(folder), **flags)
-    return open_run_folder(config, Path(folder), 0), Checkpointing(config, folder)
+    return open_run_folder(config, 0), Checkpointing(config, folder)
 
 
 def finish(folder, checkpoints):
@@ -181,7 +181,7 @@ def test_jobs_started_simultaneously_get_different_folders(tmp_path):
 def test_each_unnamed_run_gets_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    folders = [open_run_folder(TrainConfig(model="cnn"), None, 0) for _ in range(3)]
+    folders = [open_run_folder(TrainConfig(model="cnn"), 0) for _ in range(3)]
     names = [f"cnn-20260101-000000{end}" for end in ("", "-2", "-3")]
     assert [folder.path.name for folder in folders] == names
     assert all((folder.path / "config.json").stat().st_size for folder in folders)
@@ -189,12 +189,12 @@ def test_each_unnamed_run_gets_a_new_folder(tmp_path, monkeypatch):
 
 def test_a_second_job_in_the_same_folder_is_rejected(tmp_path, monkeypatch):
     config = TrainConfig(run_dir=str(tmp_path))
-    open_run_folder(config, tmp_path, 0)
-    open_run_folder(config, tmp_path, 0)  # the same process again, after a loss
+    open_run_folder(config, 0)
+    open_run_folder(config, 0)  # the same process again, after a loss
     monkeypatch.setattr(run_folder, "_claimed", set())
     with pytest.raises(UserError, match="found the results of another run, needed a new or empty"):
-        open_run_folder(config, tmp_path, 0)
-    open_run_folder(TrainConfig(run_dir=str(tmp_path), resume="auto"), tmp_path, 0)
+        open_run_folder(config, 0)
+    open_run_folder(TrainConfig(run_dir=str(tmp_path), resume="auto"), 0)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_an_impossible_folder_is_a_one_line_error(tmp_path, path, why, resume):
 
     def begin():
         run_folder._check(Path(config.run_dir), resume)
-        open_run_folder(config, Path(config.run_dir), 0)
+        open_run_folder(config, 0)
 
     with pytest.raises(UserError, match=f"{why}.*; name a folder that can be written") as caught:
         begin()

@@ -44,7 +44,7 @@ def test_digests_depend_on_data_and_order():
     shuffled = random.Random(1).sample(range(100), 100)
     texts = [[text for text, _ in digests(order)] for order in (range(100), shuffled)]
     assert texts[0] != texts[1]
-    assert texts[0][0] == "sample 99 of class 0, 2 float32"
+    assert texts[0][0] == "sample 99: 1x2 float32, 1 int64 [0]"
 
 
 def test_inputs_alone_change_the_digests():

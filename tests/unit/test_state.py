@@ -1,6 +1,7 @@
 """The training state: what is saved, what is restored, and what is rolled back."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from kaitian_mpi.engine.state import (
     from_bytes,
     to_bytes,
 )
+from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.image_classification import make_sgd
 
 
 class Buffered(nn.Module):
@@ -40,15 +43,16 @@ class Buffered(nn.Module):
 def make_state(model=None, seed=0, precision="fp32"):
     torch.manual_seed(seed)
     model = Buffered() if model is None else model
-    computation = Computation(torch.device("cpu"), precision, "contiguous", 0.0)
-    return TrainingState(TrainConfig(lr=0.1), model, computation, total_steps=20)
+    computation = Computation(torch.device("cpu"), precision, "contiguous")
+    task = Task(model=model, data=[0], optimizer=partial(make_sgd, TrainConfig(lr=0.1)))
+    return TrainingState(task, computation, total_steps=20)
 
 
 def train(state, steps=3):
     for _ in range(steps):
         state.model(torch.randn(8, 4)).square().sum().backward()
-        state.computation.update(state.optimizer)
-        state.optimizer.zero_grad()
+        state.optimizers[0].step()
+        state.zero_gradients()
         state.progress.step_done(8)
 
 
@@ -86,7 +90,7 @@ def test_shared_state_round_trip_with_momentum():
     assert equal(parameters(state), parameters(other))
     assert other.is_begun
     assert other.progress == state.progress
-    kept, loaded = (list(s.optimizer.state.values()) for s in (state, other))
+    kept, loaded = (list(s.optimizers[0].state.values()) for s in (state, other))
     assert len(kept) == 4
     for one, another in zip(kept, loaded, strict=True):
         assert torch.equal(one["momentum_buffer"], another["momentum_buffer"])
@@ -108,12 +112,12 @@ def test_the_total_number_of_steps_is_not_restored():
 def test_the_optimizers_hyperparameters_are_not_restored():
     state, other = make_state(), make_state()
     train(state)
-    for group in state.optimizer.param_groups:
+    for group in state.optimizers[0].param_groups:
         group |= {"lr": 7.0, "momentum": 0.1, "nesterov": False, "weight_decay": 0.3}
-    before = [dict(group, params=None) for group in other.optimizer.param_groups]
+    before = [dict(group, params=None) for group in other.optimizers[0].param_groups]
     other.load_shared(from_bytes(to_bytes(state.shared())))
-    assert [dict(group, params=None) for group in other.optimizer.param_groups] == before
-    assert len(other.optimizer.state) == 4, "the momentum is the checkpoint's"
+    assert [dict(group, params=None) for group in other.optimizers[0].param_groups] == before
+    assert len(other.optimizers[0].state) == 4, "the momentum is the checkpoint's"
 
 
 def test_the_state_of_another_model_is_rejected():

@@ -1,0 +1,201 @@
+"""What is trained: a model, its data, its loss and its optimizer, as the user gives them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset, default_collate
+
+from kaitian_mpi.errors import UserError
+
+MetricValue = Any
+"""A sum over a batch's samples, or a pair (sum, count), of numbers or tensors of one element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Any training: what `Training` needs to know of it.
+
+    Functions are called on every rank. A batch is whatever `collate` returns; it arrives on the
+    rank's device, whatever its structure: tensors, lists, tuples, dicts, dataclasses, and objects
+    with a method `to`.
+
+    Raises:
+        UserError: a part is missing or of the wrong kind.
+    """
+
+    model: nn.Module
+    """Trained in place; moved to the rank's device. All ranks begin with rank 0's weights."""
+    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
+    """Makes the optimizer, or several, of the parameters of the model that it is given. It is
+    called more than once: the benchmark trains a copy of the model."""
+    data: Any
+    """The training data: a dataset with `__getitem__` and `__len__`. One that has `__getitems__`
+    is asked for a batch's samples at once; one that has `set_epoch` is told each epoch."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """`loss(model, batch)`: the mean loss over the batch, a tensor of one element. None where the
+    script computes it in its own loop, with `Training.batches`."""
+    weight: Callable[[Any], float] | None = None
+    """`weight(batch)`: how many terms the batch's mean is over, such as the tokens that are not
+    padding; a number of at least 0. None: its samples. The batch is still on the host."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; None: torch's `default_collate`."""
+    scheduler: Callable[..., Any] | None = None
+    """Makes a learning rate scheduler of what `optimizer` returned, or a list of them; their
+    `step` is called after every step. A function with two parameters is also given the number of
+    steps of the whole run. An object with `before_step` instead is called before every step with
+    the fraction of the run, in samples, that is done in the middle of it."""
+    clip_norm: float | None = None
+    """The largest norm of the whole gradient, after the sum over all ranks; None: no limit."""
+    validation: Any = None
+    """The held-out data, evaluated after each epoch; None: no evaluation."""
+    metrics: Callable[[nn.Module, Any], Mapping[str, MetricValue]] | None = None
+    """`metrics(model, batch)`: by name, a sum over the batch's samples, or a pair (sum, count).
+    None: the loss alone is evaluated."""
+    name: str = ""
+    """What results call it; by default the class of the model."""
+    extra_state: Any = None
+    """What else belongs to the training, with `state_dict` and `load_state_dict`: one object, or
+    several by name. Saved and restored with the model."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise _wrong("model", self.model, "a torch.nn.Module")
+        if not self.name:
+            object.__setattr__(self, "name", type(self.model).__name__)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UserError(
+                "Task: found a model with no parameter that requires a gradient, needed one or "
+                "more; unfreeze some"
+            )
+        for name in ("optimizer", "loss", "weight", "collate", "scheduler", "metrics"):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name != "optimizer"):
+                raise _wrong(name, value, "a function")
+        self._check_data("data", self.data)
+        if self.validation is not None:
+            self._check_data("validation", self.validation)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"Task: found clip_norm={self.clip_norm}, needed a number above 0")
+        for value in self.extra_objects().values():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise _wrong("extra_state", value, "objects with state_dict and load_state_dict")
+
+    def _check_data(self, name: str, data: Any) -> None:
+        if isinstance(data, IterableDataset):
+            raise _wrong(
+                name,
+                data,
+                "a dataset with __len__ and __getitem__: a sample is looked up by its index, so "
+                "that any rank can take it",
+            )
+        mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if not mapped or isinstance(data, Mapping | str):
+            raise _wrong(name, data, "a dataset with __len__ and __getitem__")
+        if len(data) == 0:
+            raise UserError(f"Task: found no sample in {name}, needed at least 1")
+
+    def collate_samples(self, samples: list[Any]) -> Any:
+        """Return a batch of these samples."""
+        return (self.collate or default_collate)(samples)
+
+    def make_optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """Return the optimizers of a model: the task's own, or a copy of it.
+
+        Raises:
+            UserError: the task's function returns something else, or optimizers of parameters that
+                are not this model's, or that share some.
+        """
+        setup = self.optimizer(model)
+        optimizers = [setup] if isinstance(setup, Optimizer) else setup
+        if not isinstance(optimizers, list | tuple) or not optimizers:
+            raise _wrong("optimizer", setup, "a function that returns one or more optimizers")
+        own = {id(parameter) for parameter in model.parameters()}
+        seen: set[int] = set()
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise _wrong("optimizer", optimizer, "a function that returns optimizers")
+            for group in optimizer.param_groups:
+                ids = [id(parameter) for parameter in group["params"]]
+                if not own.issuperset(ids):
+                    raise UserError(
+                        "Task: found an optimizer of parameters that are not the model's, needed "
+                        "those of the model that the function optimizer is given"
+                    )
+                if not seen.isdisjoint(ids):
+                    raise UserError(
+                        "Task: found a parameter in two optimizers, needed it in at most one"
+                    )
+                seen.update(ids)
+        return list(optimizers)
+
+    def make_schedulers(self, optimizers: Sequence[Optimizer], total_steps: int) -> list[Any]:
+        """Return the learning rate schedulers of these optimizers; none where none is wanted.
+
+        Args:
+            optimizers: as `make_optimizers` returned them.
+            total_steps: of the whole run.
+        """
+        if self.scheduler is None:
+            return []
+        given: list[Any] = [optimizers[0] if len(optimizers) == 1 else list(optimizers)]
+        if _takes_two(self.scheduler):
+            given.append(total_steps)
+        setup = self.scheduler(*given)
+        schedulers = list(setup) if isinstance(setup, list | tuple) else [setup]
+        for scheduler in schedulers:
+            if not (hasattr(scheduler, "step") or hasattr(scheduler, "before_step")):
+                raise _wrong("scheduler", scheduler, "a function that returns schedulers")
+        return schedulers
+
+    def extra_objects(self) -> dict[str, Any]:
+        """Return the objects whose state belongs to the training, by name."""
+        if self.extra_state is None:
+            return {}
+        if isinstance(self.extra_state, Mapping):
+            return dict(self.extra_state)
+        return {"extra_state": self.extra_state}
+
+    def weigh(self, batch: Any, samples: int) -> float:
+        """Return how many terms a batch's mean is over.
+
+        Raises:
+            UserError: the task's function returned no number of at least 0.
+        """
+        if self.weight is None:
+            return float(samples)
+        weight = self.weight(batch)
+        try:
+            value = float(weight)
+        except (TypeError, ValueError):
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise UserError(
+                f"Task: weight returned {weight!r}, needed a number of at least 0: how many terms "
+                "the batch's mean is over"
+            )
+        return value
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function needs or takes two positional arguments."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return False
+    positional = [
+        one
+        for one in parameters
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
+    ]
+    return len(positional) == 2
+
+
+def _wrong(name: str, found: object, needed: str) -> UserError:
+    return UserError(f"Task: found {name} of type {type(found).__name__}, needed {needed}")

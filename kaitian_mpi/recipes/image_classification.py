@@ -1,0 +1,124 @@
+"""Image classification by cross-entropy and SGD: the training of `kaitian-train --model`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.datasets.sources import DataSource, load_data
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.models import build_model
+from kaitian_mpi.runtime.watchdog import enter_phase
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs [n, ...] and classes, int64 [n]."""
+
+
+def make_task(config: TrainConfig) -> Task:
+    """Load the data and build the model.
+
+    Raises:
+        UserError: this rank cannot.
+    """
+    enter_phase("loading the data set (--dataset)")
+    torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
+    source = load_data(config)
+    torch.manual_seed(config.seed)
+    enter_phase("building the model (--model)")
+    return classify(config, build_model(config.model, source.num_classes), source)
+
+
+def classify(config: TrainConfig, model: nn.Module, source: DataSource) -> Task:
+    """Return the task of classifying with a model.
+
+    Args:
+        config: the optimizer's settings, and the loss's.
+        model: from inputs [n, ...] to logits [n, classes].
+        source: the data.
+    """
+    return Task(
+        name=config.model,
+        model=model,
+        data=source.train,
+        validation=source.validation,
+        loss=partial(cross_entropy, label_smoothing=config.label_smoothing),
+        metrics=count_right,
+        optimizer=partial(make_sgd, config),
+        scheduler=partial(Schedule, make_rate(config)),
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Batch, label_smoothing: float) -> torch.Tensor:
+    """Return the mean cross-entropy of a batch."""
+    inputs, labels = batch
+    return functional.cross_entropy(logits(model, inputs), labels, label_smoothing=label_smoothing)
+
+
+def count_right(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the sum of the cross-entropies, and how many samples are classified right."""
+    inputs, labels = batch
+    found = logits(model, inputs)
+    return {
+        "loss": functional.cross_entropy(found, labels, reduction="sum"),
+        "accuracy": (found.argmax(1) == labels).sum(),
+    }
+
+
+def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Run the model; returns float32 (float64 stays)."""
+    outputs = model(inputs)
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+
+def make_sgd(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
+    """Return SGD with momentum; weight decay on matrices and filters only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+def make_rate(config: TrainConfig) -> Callable[[float], float]:
+    """Return the learning rate as a function of progress, 0 to 1 of the run's steps.
+
+    It rises linearly in the first `config.warmup` of the run, then stays or falls as a half cosine
+    to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983).
+    """
+
+    def rate(progress: float) -> float:
+        if progress < config.warmup:
+            return config.lr * progress / config.warmup
+        if config.schedule == "constant":
+            return config.lr
+        done = min(1.0, (progress - config.warmup) / (1.0 - config.warmup))
+        return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+
+    return rate
+
+
+class Schedule:
+    """Sets the learning rate by how much of the run is done.
+
+    It has no state of its own, so that a resumed run follows the flags of its own job.
+    """
+
+    def __init__(self, rate: Callable[[float], float], optimizer: torch.optim.Optimizer) -> None:
+        self._rate, self._optimizer = rate, optimizer
+
+    def before_step(self, fraction: float) -> None:
+        """Set the rate of the next step.
+
+        Args:
+            fraction: of the run that is done in the middle of that step, 0 to 1.
+        """
+        rate = self._rate(fraction)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
