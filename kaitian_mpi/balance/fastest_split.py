@@ -12,7 +12,7 @@ import numpy as np
 
 from kaitian_mpi.balance.cost_model import CostModel
 
-_BISECTIONS = 100  # more than a double has bits, so that the search ends at adjacent numbers
+_MAX_BISECTIONS = 100  # more than a double has bits, so that the search ends at adjacent numbers
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,10 @@ def samples_within(
 def shortest_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
     """Return the shortest time, at most `longest`, in which the ranks process enough samples."""
     low, high = 0.0, longest * (1 + 1e-9)  # rounding must not make the known answer too short
-    for _ in range(_BISECTIONS):
+    for _ in range(_MAX_BISECTIONS):
         middle = (low + high) / 2
+        if not low < middle < high:  # they are adjacent
+            break
         if capacity(middle).sum() >= enough:
             high = middle
         else:
