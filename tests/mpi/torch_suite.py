@@ -34,7 +34,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import share_cores
 from kaitian_mpi.runtime.abort import die_with_launcher, write_labelled
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
-from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.polling import sleeping_barrier, wait_request
 
 _BODIES = "torch.testing._internal.distributed.distributed_test"
 # They compare the group's backend with the module's; elsewhere that only chooses what is tested.
@@ -101,6 +101,7 @@ class Suite:
 
             use_backend_for([decorators, "gloo"])
         self._bodies = importlib.import_module(_BODIES)
+        self._bodies.Barrier.sync = self._sync
         base, tests = self._bodies.TestDistBackend, self._bodies.DistributedTest._DistTestBase
         self._case = type("TorchSuite", (base, tests), {})
         self._skips = {s.exit_code: s.message for s in self._bodies.TEST_SKIPS.values()}
@@ -165,7 +166,6 @@ class Suite:
         bodies = self._bodies
         bodies.BACKEND = self._backend if name in _OF_THE_NAME else self._decorators
         bodies.INIT_METHOD = f"file://{folder}/init_dir/shared_init_file"
-        bodies.Barrier.barrier_id = 0
         os.environ.update(TEMP_DIR=folder, INIT_METHOD=bodies.INIT_METHOD)
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # some tests leave another level
         dist.set_debug_level_from_env()
@@ -182,6 +182,12 @@ class Suite:
         getattr(case, name)()
         case._barrier()
 
+    def _sync(self, wait_for: int | None = None, timeout: float = 10) -> None:
+        """Wait for all ranks; torch's own barrier looks for their files every 0.1 s. Collective."""
+        assert wait_for in (None, self._comm.size)
+        if not wait_request(self._comm.Ibarrier(), timeout):
+            raise RuntimeError("barrier timeout")
+
     def _tear_down(self) -> None:
         import torch.distributed as dist
 
@@ -191,7 +197,7 @@ class Suite:
     def _fresh_folder(self) -> str:
         """Create the folder in which the tests share files. Collective."""
         folder = tempfile.mkdtemp() if self._comm.rank == 0 else ""
-        for name in ("barrier", "test_dir", "init_dir") if folder else ():
+        for name in ("test_dir", "init_dir") if folder else ():
             Path(folder, name).mkdir()
         return gather_values(self._comm, folder)[0]
 
