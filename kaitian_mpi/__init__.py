@@ -1,14 +1,14 @@
-"""kaitian_mpi: one PyTorch training job over unlike accelerators, by MPI.
+"""kaitian_mpi: one PyTorch training job over different kinds of accelerators, by MPI.
 
-In a script of one's own, started by mpirun::
+In your own script, started by mpirun::
 
     import kaitian_mpi
 
     world = kaitian_mpi.init()  # torch.distributed is ready, over the backend `kaitian`
     model = kaitian_mpi.data_parallel(model.to(world.device))  # stock DDP, weighted by samples
 
-Installing the package makes the backend `kaitian` and the rendezvous `mpi://` known to torch, so
-that `init_process_group("kaitian", init_method="mpi://")` does as well.
+Installing the package registers the backend `kaitian` and the rendezvous `mpi://` with torch, so
+`init_process_group("kaitian", init_method="mpi://")` works as well, without importing it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "init",
 ]
 
-_HOMES = {
+_MODULES = {
     "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
     "Task": "kaitian_mpi.engine.task",
     "Training": "kaitian_mpi.training.training",
@@ -49,7 +49,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for, so that a wrong flag is answered before torch and MPI are loaded.
-    if name not in _HOMES:
+    # Imported on first use, so that a wrong flag is reported before torch and MPI are loaded.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

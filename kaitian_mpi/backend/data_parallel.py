@@ -1,4 +1,4 @@
-"""Stock DDP whose ranks may take any number of samples: the weights follow from the batches."""
+"""Stock DDP with any number of samples per rank: each rank is weighted by its batch."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ def data_parallel(
     samples_of: SamplesOf | None = None,
     **ddp_options: Any,
 ) -> DistributedDataParallel:
-    """Wrap a model in stock DDP with the gradient of the global batch, whatever the shares.
+    """Wrap a model in stock DDP, with the exact gradient of the global batch for any split.
 
-    The loss is to be the mean over a rank's own samples, as usual. Each rank's gradient is then
-    weighted by its part of all samples, so that the sum is the gradient of the mean over the global
-    batch. Ranks may take any number of samples, other ones in each step, and none: a rank without
-    samples gives a batch of 0 rows (and so needs no `DistributedDataParallel.join`).
+    The loss must be the mean over a rank's own samples, as usual. Each rank's gradient is weighted
+    by its fraction of all samples, so that the sum is the gradient of the mean over the global
+    batch. The number of samples may differ between ranks and steps, and may be 0: then pass a batch
+    of 0 rows (`DistributedDataParallel.join` is not needed).
 
-    The samples are counted in each forward that has gradients enabled, since the last backward that
-    synchronised. So a forward whose result is thrown away belongs under `torch.no_grad()`. To
-    accumulate gradients over micro-batches under `no_sync()`, cut a rank's samples in equal
-    micro-batches and divide the loss of each by their number; ranks may differ in both.
+    Samples are counted in each forward with gradients enabled since the last synchronizing
+    backward. So run a forward whose result is discarded under `torch.no_grad()`. To accumulate
+    gradients over micro-batches under `no_sync()`, split a rank's samples into equal micro-batches
+    and divide the loss of each by their number; ranks may differ in both.
 
-    Training begins with the parameters and buffers of the group's rank 0, whatever each rank has
-    made by itself; as in stock DDP, `broadcast_buffers=False` leaves the buffers to the ranks.
+    Training starts with the parameters and buffers of the group's rank 0; as in stock DDP,
+    `broadcast_buffers=False` leaves each rank's own buffers.
 
-    Collective, as DDP is; so are each forward that synchronises, and its backward.
+    Collective, like DDP; so are each synchronizing forward and its backward.
 
     Args:
-        model: on this rank's device already.
+        model: on this rank's device.
         group: the process group to sum over; None for the default one.
         samples_of: counts the samples of one forward from its (args, kwargs); None for the first
             dimension of the first tensor among them, also inside lists, tuples and dicts.
-        ddp_options: DDP's own, such as `find_unused_parameters`.
+        ddp_options: options of DDP, such as `find_unused_parameters`.
 
     Raises:
-        ValueError: in a forward, if there is no tensor to count by, or `samples_of` returned a
-            number below 0.
+        ValueError: in a forward, if there is no tensor to count samples by, or `samples_of`
+            returned a number below 0.
         UnsupportedError: in a forward under `DistributedDataParallel.join`.
     """
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
@@ -72,7 +72,7 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if rows is None:
         names = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise ValueError(
-            f"found no tensor to count the samples by in a forward of ({', '.join(names)}), needed "
+            f"found no tensor to count samples by in a forward of ({', '.join(names)}), needed "
             "one whose first dimension is the batch; pass samples_of= to data_parallel"
         )
     return rows
@@ -94,11 +94,12 @@ def _first_length(values: Iterable[Any]) -> int | None:
 
 @not_compiled
 class _Weights:
-    """Keeps the hook's weight at this rank's part of the samples that a backward is about.
+    """Sets the hook's weight to this rank's fraction of the samples of a backward.
 
-    The sum over the ranks starts after the forward and is awaited when the backward has its first
-    bucket, so that no rank waits for a slower one's forward. Not before it: DDP's own collectives
-    come at the start of a step's first forward, this one at the end of its last.
+    The all-reduce of the samples starts after the forward and is awaited at the backward's first
+    bucket, so that no rank waits for a slower one's forward. It does not start before the forward:
+    DDP's own collectives come at the start of a step's first forward, this one at the end of its
+    last.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf) -> None:
@@ -112,32 +113,32 @@ class _Weights:
     def before_forward(
         self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Count the samples of a forward that a backward may follow."""
+        """Count the samples of a forward that may be followed by a backward."""
         if not torch.is_grad_enabled():
             return
         if model._join_config.enable:
             raise UnsupportedError(
-                "found a forward under join(), needed none under data_parallel; "
-                "let a rank that has run out of samples give batches of 0 rows"
+                "found a forward under join(), which data_parallel does not support; "
+                "pass batches of 0 rows on a rank that has run out of samples"
             )
         samples = int(self._samples_of(args, kwargs))
         if samples < 0:
             raise ValueError(f"samples_of: found {samples}, needed a number of at least 0")
         if not model.training:
-            # An evaluation that forgot no_grad, of one rank alone even; or training with dropout
-            # and batch norm switched off, which the first bucket will tell.
+            # Either an evaluation without no_grad, perhaps on one rank only, or training with
+            # dropout and batch norm switched off: only then a bucket will follow.
             self._samples_in_eval = samples + (self._samples_in_eval or 0)
             return
         self._samples_in_eval = None
         self._samples += samples
 
     def after_forward(self, model: DistributedDataParallel, *_: Any) -> None:
-        """Start the sum where a backward that synchronises may follow."""
+        """Start the sum if a synchronizing backward may follow."""
         if torch.is_grad_enabled() and model.training and model.require_backward_grad_sync:
             self._start_sum()
 
     def _bucket_ready(self, is_last: bool) -> None:
-        """Set the weight at a backward's first bucket; at the others there is no sum."""
+        """Set the weight at a backward's first bucket; do nothing at the others."""
         if self._sum is None:
             if self._samples_in_eval is None:
                 return
@@ -146,7 +147,7 @@ class _Weights:
         assert self._sum is not None
         work, total = self._sum
         work.wait()
-        # Without a sample anywhere there is nothing to take the mean of.
+        # If no rank has any samples, there is nothing to average.
         self.gradients.weight = self._samples / max(int(total), 1)
         self._samples, self._samples_in_eval, self._sum = 0, None, None
 

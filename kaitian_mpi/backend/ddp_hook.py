@@ -1,6 +1,6 @@
 """The exact gradient of the global batch: a DDP communication hook."""
 
-# No postponed annotations here: DDP reads those of its hook.
+# No postponed annotations here: DDP checks those of its hook.
 from collections.abc import Callable
 
 import torch
@@ -16,17 +16,17 @@ def _nothing(is_last: bool) -> None:
 
 @not_compiled
 class WeightedSum:
-    """Sums each bucket over the ranks, each weighted by its part of the global batch.
+    """Sums each bucket over the ranks, weighted by each rank's fraction of the global batch.
 
     With a loss that is the mean over a rank's b_i samples, weight b_i / sum(b) gives the gradient
-    of the mean over the whole global batch, whatever the split. (A mean of the groups' means, as
-    published implementations have it, is biased when the groups' batches differ.)
+    of the mean over the whole global batch, for any split. (A mean of the groups' means, as in
+    published implementations, is biased when the groups' batches differ.)
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, on_bucket: Callable[[bool], None] = _nothing
     ) -> None:
-        """Make the hook's state.
+        """Create the hook's state.
 
         Args:
             group: the process group to sum over; None for the default one.
@@ -43,11 +43,11 @@ class WeightedSum:
         model.register_comm_hook(self, _reduce)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
-        """Start the weighted sum of one bucket; the future holds it."""
+        """Start the weighted sum of one bucket; return a future of it."""
         self._on_bucket(bucket.is_last())
         gradient = bucket.buffer()
         if self.weight == 0:
-            gradient.zero_()  # and not 0 x gradient, which keeps a NaN
+            gradient.zero_()  # not multiplied by 0, which would keep a NaN
         else:
             gradient.mul_(self.weight)
         work = dist.all_reduce(gradient, group=self._group, async_op=True)
@@ -57,7 +57,7 @@ class WeightedSum:
     def is_finite(self, model: torch.nn.Module) -> bool:
         """Return whether the gradients summed since the last call have no NaN and no infinity.
 
-        The same on every rank, without asking: all have the same sums.
+        The same on every rank without communication, because all have the same sums.
         """
         sums, self._sums = self._sums, []
         if not sums or bool(torch.stack(sums).isfinite().all()):
@@ -67,7 +67,7 @@ class WeightedSum:
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        # One number a bucket, in which whatever is not finite shows, where the gradient is.
+        # One number per bucket, on its device, that is not finite if the bucket is not.
         self._sums.append(gradient.sum().float())
         return gradient
 

@@ -1,4 +1,4 @@
-"""A barrier after which rank 0 knows who did not come."""
+"""`monitored_barrier`: a barrier after which rank 0 knows which ranks are missing."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kaitian_mpi.runtime.tags import MONITORED_BARRIERS
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MARGIN_SEC = 2.0  # for rank 0's answer after its own time-out
+_MARGIN_SEC = 2.0  # for rank 0's answer after its own timeout
 
 
 class MonitoredBarrier:
-    """Every rank reports to rank 0, and goes on at its word. May be tried again after a failure.
+    """Every rank reports to rank 0 and waits for its answer. Can be repeated after a failure.
 
-    By messages with tags of its own, so that it may go on beside collectives over the same ranks.
+    The messages have their own tags, so that it can run beside collectives over the same ranks.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
-        """Prepare for the ranks of `comm`."""
+        """Use the ranks of `comm`."""
         self._comm = comm
         self._calls = 0
-        # Under way until the other rank comes, which may be never; they keep their buffers.
+        # Pending until the other rank arrives, perhaps forever; they keep their buffers alive.
         self._sent: list[MPI.Request] = []
 
     def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
@@ -39,7 +39,7 @@ class MonitoredBarrier:
             wait_all_ranks: whether to name all missing ranks, or only the first.
 
         Raises:
-            MissingRanksError: some rank did not come; raised by every rank that did.
+            MissingRanksError: a rank did not arrive; raised on every rank that did.
         """
         self._calls += 1
         tag = MONITORED_BARRIERS[self._calls % len(MONITORED_BARRIERS)]
@@ -77,10 +77,10 @@ class MonitoredBarrier:
         answer = np.empty(1, dtype=np.int32)
         self._sent = [self._comm.Isend(np.zeros(1, dtype=np.int8), 0, tag)]
         request = self._comm.Irecv(answer, 0, tag)
-        heard = wait_request(request, limit_sec + _MARGIN_SEC)
-        if not heard:
+        answered = wait_request(request, limit_sec + _MARGIN_SEC)
+        if not answered:
             keep_alive(request)
-        if not heard or answer[0]:
+        if not answered or answer[0]:
             raise MissingRanksError(
                 f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received "
                 "errors while waiting for send/recv from rank 0. Please check rank 0 logs for "

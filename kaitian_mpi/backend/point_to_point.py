@@ -1,7 +1,7 @@
-"""Messages between two ranks: nonblocking MPI, beside the queue of collectives.
+"""Point-to-point messages: nonblocking MPI, beside the queue of collectives.
 
-A receive posted before a collective and matched after it must not stop the collective, so messages
-have a communicator and a thread of their own. The thread only looks after what is under way.
+A receive posted before a collective and matched after it must not block the collective, so messages
+have their own communicator and their own thread, which polls the pending ones.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ if TYPE_CHECKING:
     from kaitian_mpi.collectives.arrivals import ArrivalTracker
 
 ENDED = "this process group has been destroyed"
-"""Why nothing can follow in a group."""
+"""Why an operation on a destroyed group fails."""
 
-_PATIENCE_SEC = 5.0  # for a message that is still on its way when its group ends
-_LOOKING_SEC = 1.0
+_CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
+_LEFT_INTERVAL_SEC = 1.0
 
 
 @not_compiled
 class Message(Queued):
-    """A message under way; done when its buffer may be used again.
+    """The work of a pending message; done when its buffer may be used again.
 
-    Its time begins when somebody waits for it, as with gloo: a receive may be posted long before.
+    Its timeout starts when someone waits for it, as with gloo, because a receive may be posted long
+    before.
     """
 
     source = -1
-    """The sender's rank, of a message that has been received."""
+    """The sender's rank, once the message has been received."""
     awaited_since = float("inf")
-    """By `time.perf_counter`."""
+    """When the first wait for it started, by `time.perf_counter`."""
 
     def _source_rank(self) -> int:
         return self.source
@@ -58,51 +59,51 @@ class Message(Queued):
         """Block until it is done.
 
         Raises:
-            CollectiveError: it is not within `timeout`, after which it goes on; or not within the
-                group's time-out, or never will be.
+            CollectiveError: it is not done within `timeout`, then it continues; or not within the
+                group's timeout, or never will be.
         """
-        self._begin_time()
+        self._start_timeout()
         return super().wait(timeout)
 
     def synchronize(self) -> None:
         """Block until it is done."""
-        self._begin_time()
+        self._start_timeout()
         super().synchronize()
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the tensors."""
-        self._begin_time()
+        self._start_timeout()
         return super().get_future()
 
-    def _begin_time(self) -> None:
+    def _start_timeout(self) -> None:
         self.awaited_since = min(self.awaited_since, time.perf_counter())
 
 
 @dataclass(eq=False)
-class _UnderWay:
+class _Pending:
     transfer: Transfer
     work: Message
     deliver: Callable[[], Any]
     peer: int
     streams: Streams
-    """Where it is delivered: after what the caller had given to its stream before."""
+    """The stream on which it is delivered, after work that the caller had queued before."""
     peer_left: bool = False
 
     def finish(self) -> None:
-        """Deliver what has come, and mark the work done."""
+        """Deliver the received data, and mark the work done."""
         self.work.source = self.transfer.source
         with self.streams:
             self.deliver()
             self.work.finish()
 
-    def awaited(self, size: int) -> str:
-        """Return what it waits for, in words."""
+    def describe(self, size: int) -> str:
+        """Return what it waits for, as text for an error message."""
         who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
         return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
 
 
 class Mailbox:
-    """The messages of one rank."""
+    """The point-to-point messages of one rank."""
 
     def __init__(
         self,
@@ -112,14 +113,14 @@ class Mailbox:
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
     ) -> None:
-        """Prepare.
+        """Start no thread yet.
 
         Args:
-            comm: the ranks, for messages alone.
-            name: the thread's.
+            comm: the ranks; used for these messages only.
+            name: the thread's name.
             arrivals: knows which ranks have ended the group.
             timeout: how long a message is waited for.
-            on_failure: told when one has failed, so that nothing more can follow in the group.
+            on_failure: called when a message fails, after which the group cannot be used.
         """
         self._comm = comm
         self._name = name
@@ -127,15 +128,15 @@ class Mailbox:
         self._arrivals = arrivals
         self._timeout_sec = timeout.total_seconds()
         self._on_failure = on_failure
-        self._refusal = ""
-        self._under_way: list[_UnderWay] = []
+        self._closed_reason = ""
+        self._pending: list[_Pending] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed_at = float("inf")
-        self._looked_at = float("-inf")
+        self._left_checked_at = float("-inf")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give messages another time-out, also those under way. Not collective."""
+        """Set the timeout of messages, including pending ones. Not collective."""
         self._timeout_sec = timeout.total_seconds()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
@@ -144,73 +145,73 @@ class Mailbox:
         buffer = to_host(tensor)
         transfer = start_send(self._comm, buffer, target, tag)
         work = Message([tensor])
-        return self._follow(_UnderWay(transfer, work, _nothing, target, nullcontext()))
+        return self._follow(_Pending(transfer, work, _nothing, target, nullcontext()))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
-        """Start receiving into a tensor on any device; `ANY_SOURCE` takes any sender."""
+        """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
         self._check("recv", source)
         buffer = to_host(tensor, read=False)
         transfer = start_receive(self._comm, buffer, source, tag)
         deliver = partial(from_host, buffer, tensor, non_blocking=True)
         streams = self._streams.after_caller(tensor)
-        return self._follow(_UnderWay(transfer, Message([tensor]), deliver, source, streams))
+        return self._follow(_Pending(transfer, Message([tensor]), deliver, source, streams))
 
     def close(self) -> bool:
-        """End the thread. What nobody will receive or send any more is given up.
+        """End the thread; messages without a counterpart fail.
 
         Returns:
             Whether MPI is done with every message.
         """
-        self._refusal = ENDED
+        self._closed_reason = ENDED
         with self._changed:
             self._closed_at = time.perf_counter()
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        left_over, self._under_way = self._under_way, []
-        for item in left_over:
+        unmatched, self._pending = self._pending, []
+        for item in unmatched:
             keep_alive(item)
             self._fail_at_end(item)
-        return not left_over
+        return not unmatched
 
     def _check(self, name: str, peer: int) -> None:
-        if self._refusal:
-            raise CollectiveError(f"{name}: {self._refusal}")
+        if self._closed_reason:
+            raise CollectiveError(f"{name}: {self._closed_reason}")
         size = self._comm.size
         if peer != ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(
                 f"{name}: found rank {peer} of {size}, needed a rank of 0 to {size - 1}"
             )
 
-    def _follow(self, item: _UnderWay) -> Message:
+    def _follow(self, item: _Pending) -> Message:
         with self._changed:
-            self._under_way.append(item)
+            self._pending.append(item)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._look_guarded, name=self._name, daemon=True
+                    target=self._poll_or_abort, name=self._name, daemon=True
                 )
                 self._thread.start()
             self._changed.notify()
         return item.work
 
-    def _look_guarded(self) -> None:
+    def _poll_or_abort(self) -> None:
         try:
-            self._look()
-        except BaseException:  # without this thread nobody's messages would come any more
+            self._poll()
+        except BaseException:  # without this thread, other ranks would wait for its messages
             abort_with_traceback("messages failed:\n")
 
-    def _look(self) -> None:
-        """Help messages along and finish them, asleep in between, until closed."""
-        moved_at = time.perf_counter()
+    def _poll(self) -> None:
+        """Poll pending messages and finish them, sleeping in between, until closed."""
+        progress_at = time.perf_counter()
         is_closing = False
         while True:
             with self._changed:
-                while not self._under_way and self._closed_at == float("inf"):
+                while not self._pending and self._closed_at == float("inf"):
                     self._changed.wait()
-                    moved_at = time.perf_counter()
-                waiting = list(self._under_way)
+                    progress_at = time.perf_counter()
+                waiting = list(self._pending)
             now = time.perf_counter()
-            if not waiting or now - self._closed_at > _PATIENCE_SEC:
+            if not waiting or now - self._closed_at > _CLOSE_SEC:
                 return
             if now >= self._closed_at and not is_closing:
                 is_closing = True
@@ -218,13 +219,13 @@ class Mailbox:
                     if item.transfer.is_receive:
                         item.transfer.cancel()
             if self._finish_done(waiting):
-                moved_at = now
+                progress_at = now
                 continue
             if not is_closing:
                 self._fail_overdue(waiting, now)
-            nap(now - moved_at)
+            nap(now - progress_at)
 
-    def _finish_done(self, waiting: list[_UnderWay]) -> bool:
+    def _finish_done(self, waiting: list[_Pending]) -> bool:
         done = [item for item in waiting if item.transfer.done()]
         if done:
             self._forget(done)
@@ -235,50 +236,50 @@ class Mailbox:
             item.finish()
         return bool(done)
 
-    def _forget(self, items: list[_UnderWay]) -> None:
+    def _forget(self, items: list[_Pending]) -> None:
         with self._changed:
-            self._under_way = [item for item in self._under_way if item not in items]
+            self._pending = [item for item in self._pending if item not in items]
 
-    def _fail_at_end(self, item: _UnderWay) -> None:
-        awaited = item.awaited(self._comm.size)
-        item.work.fail(CollectiveError(f"the group ended while it waited for {awaited}"))
+    def _fail_at_end(self, item: _Pending) -> None:
+        awaited = item.describe(self._comm.size)
+        item.work.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
 
-    def _fail_overdue(self, waiting: list[_UnderWay], now: float) -> None:
-        """Fail what has been waited for too long, or what a rank that has left should do."""
+    def _fail_overdue(self, waiting: list[_Pending], now: float) -> None:
+        """Fail messages that have timed out, or whose other rank has left the group."""
         for item in waiting:
             if now - item.work.awaited_since > self._timeout_sec:
                 operation = "recv" if item.transfer.is_receive else "send"
                 self._fail(
                     item,
                     f"timed out after {self._timeout_sec:g} s in {operation}: "
-                    f"waiting for {item.awaited(self._comm.size)}",
+                    f"waiting for {item.describe(self._comm.size)}",
                 )
                 return
-        awaited = [item for item in waiting if now - item.work.awaited_since > _LOOKING_SEC]
-        if not awaited or now - self._looked_at < _LOOKING_SEC:
+        awaited = [item for item in waiting if now - item.work.awaited_since > _LEFT_INTERVAL_SEC]
+        if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
             return
-        self._looked_at = now
+        self._left_checked_at = now
         left = self._ranks_left()
         for item in awaited:
-            everybody = len(left) >= self._comm.size - 1
-            gone = everybody if item.peer == ANY_SOURCE else item.peer in left
-            if gone and item.peer_left:  # what it sent before has come by now
-                awaited_text = item.awaited(self._comm.size)
-                self._fail(item, f"waiting for {awaited_text}, which has ended the group")
+            all_left = len(left) >= self._comm.size - 1
+            has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
+            if has_left and item.peer_left:  # what it sent before leaving has arrived by now
+                text = item.describe(self._comm.size)
+                self._fail(item, f"waiting for {text}, which has ended the group")
                 return
-            item.peer_left = gone
+            item.peer_left = has_left
 
     def _ranks_left(self) -> list[int]:
         try:
             return self._arrivals.ranks_left()
-        except RankLostError:  # whoever waits in MPI hears of it there
+        except RankLostError:  # a thread that waits in MPI gets the error there
             return []
 
-    def _fail(self, item: _UnderWay, text: str) -> None:
+    def _fail(self, item: _Pending, text: str) -> None:
         if item.transfer.is_receive:
             item.transfer.cancel()
             if not item.transfer.done():
-                return  # it is coming at this moment
+                return  # it is arriving at this moment
             if not item.transfer.is_cancelled:
                 self._forget([item])
                 item.finish()
@@ -286,7 +287,7 @@ class Mailbox:
         else:
             keep_alive(item)
         self._forget([item])
-        self._refusal = f"this process group failed before: {text}"
+        self._closed_reason = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)
         item.work.fail(error)

@@ -1,4 +1,4 @@
-"""The `kaitian` process group: torch.distributed over ranks of unlike device kinds."""
+"""The `kaitian` process group: torch.distributed over ranks of different device kinds."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ from kaitian_mpi.runtime.ulfm import is_revoked
 class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     """Collectives over the ranks of `comms.world`.
 
-    Every operation but a message is collective, takes tensors on any device, and runs after those
-    given before it. What is not supported raises an error before anything is sent.
+    Every operation except `send` and `recv` is collective and runs after those called before it;
+    tensors may be on any device. Unsupported calls raise an error before anything is sent.
 
-    Tensors of a group of one device kind go to the vendor's library, others through host memory;
-    the allreduce between kinds is the hybrid one.
+    In a group of one device kind, operations use the vendor's library, if there is one; otherwise
+    they go through host memory. The allreduce between kinds is the hybrid one.
     """
 
     def __init__(
@@ -82,20 +82,20 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         name: str,
         timeout: timedelta,
     ) -> None:
-        """Make the group.
+        """Create the group on this rank.
 
         Args:
-            store: torch's for this group.
-            group_store: the group's own part of the job's store, never busy: tracks arrivals.
-            comms: communicators of its own.
+            store: torch's store for this group.
+            group_store: the group's own view of the job's store, for arrival tracking.
+            comms: communicators for this group alone.
             own: this rank's device.
-            name: torch's.
+            name: torch's name of the group.
             timeout: how long one operation may take.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
         self.single_kind = len(comms.groups) == 1
-        """Whether all ranks are of one device kind: then there is no relay."""
+        """Whether all ranks are of one device kind, so that there is no relay."""
         self._name = name
         self._timeout = timeout
         self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
@@ -132,9 +132,9 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
 
     @property
     def algorithm(self) -> str:
-        """How kinds are joined in `allreduce`: a name in `hybrid.ALGORITHMS`; settable.
+        """The algorithm of `allreduce` between kinds: a name in `hybrid.ALGORITHMS`; settable.
 
-        To be the same on every rank; of no effect in a group of a single kind.
+        Must be the same on every rank; has no effect in a group of a single kind.
         """
         return self._hybrid.algorithm
 
@@ -203,7 +203,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one, along the first dimension, on rank `opts.rootRank`.
 
-        torch asks for it from 2.14 on.
+        Called by torch from 2.14 on.
         """
         opts = opts or GatherOptions()
         if self.rank() != opts.rootRank:
@@ -230,13 +230,13 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Reduce a tensor over all ranks and leave each its part of the first dimension."""
+        """Reduce a tensor over all ranks; each gets its part of the first dimension."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Reduce several tensors over all ranks and leave each rank its parts."""
+        """Reduce several tensors over all ranks; each gets its parts of the first dimension."""
         opts = opts or ReduceScatterOptions()
         return self._run(ReduceScatterSingle(outputs, inputs, opts, opts.reduceOp))
 
@@ -266,11 +266,11 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for every rank; rank 0 raises an error that names those who do not come in time."""
-        if isinstance(timeout, float):  # seconds, as torch takes them too
+        """Wait for every rank; rank 0 raises an error that names those that are missing."""
+        if isinstance(timeout, float):  # seconds, which torch accepts as well
             timeout = timedelta(seconds=timeout)
         limit = self._timeout if timeout is None else timeout
-        # Beside the queue: what hangs there, this is to name.
+        # Beside the queue, because it must be able to find a rank that hangs in the queue.
         name, barrier = "monitored_barrier", self._monitored_barrier.run
         with profile_record(name):
             self._worker.run_beside(name, barrier, limit, wait_all_ranks)
@@ -284,13 +284,14 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         return self._mailbox.receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
-        """Start receiving one tensor from whichever rank sends first. Not collective."""
+        """Start receiving one tensor from any rank. Not collective."""
         return self._mailbox.receive(tensors[0], ANY_SOURCE, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the operations that follow another time-out; call it on every rank, between them.
+        """Set the timeout of the following operations; call it on every rank, between operations.
 
-        Not collective. torch's own `_set_pg_timeout` knows gloo and NCCL only, and warns of others.
+        Not collective. torch's own `_set_pg_timeout` supports gloo and NCCL only, and warns for
+        others.
         """
         self._timeout = timeout
         self._arrivals.set_timeout(timeout)
@@ -299,37 +300,37 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a collective has failed or a rank is lost, so that no more can follow."""
+        """Whether a collective has failed or a rank is lost, so that the group cannot be used."""
         return self._worker.broken is not None or is_revoked(self.comms.world)
 
     def record_losses(self) -> None:
-        """Complete the futures of operations that fail with the loss of a rank all the same.
+        """Complete futures without an error even if the operation failed because a rank was lost.
 
-        For a caller that asks `is_broken` before it uses what they deliver: an exception in a
-        future crashes DDP's reducer.
+        For a caller that checks `is_broken` before it uses their values: an exception in a future
+        crashes DDP's reducer.
         """
         self._worker.records_losses = True
 
     def shutdown(self) -> None:
-        """Finish what is queued, end the threads, and give the communicators back.
+        """Finish what is queued, end the threads, and release the communicators.
 
-        Not collective: no other rank is waited for, but for what is queued, up to its time-out.
+        Not collective: waits for other ranks only in queued operations, up to their timeout.
         """
         if self._closed:
             return
         self._closed = True
         unregister_close(self.shutdown)
-        self._run = _refuse
+        self._run = _raise_ended
         self._worker.close()
         self._library.close()
         is_done = self._mailbox.close()
         if is_revoked(self.comms.world):
             return
         self._arrivals.leave()
-        # Of a collective that has failed, and of a message nobody received, MPI is not done.
+        # MPI is not done with a failed collective, nor with a message that was not received.
         if is_done and not self.is_broken:
             free_when_unused(self.comms)
 
 
-def _refuse(collective: Collective) -> Work:
+def _raise_ended(collective: Collective) -> Work:
     raise CollectiveError(f"{collective.name}: {ENDED}")

@@ -1,4 +1,4 @@
-"""From a bare process to a ready torch.distributed."""
+"""Initializes MPI and torch.distributed over `kaitian`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 
 def init(devices: str = "auto", emulate_kinds: str = "") -> World:
-    """Start MPI, choose this rank's device, and initialise torch.distributed over `kaitian`.
+    """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
 
     Collective over all ranks that mpirun started; without mpirun, a job of one rank.
 
@@ -37,15 +37,15 @@ def init(devices: str = "auto", emulate_kinds: str = "") -> World:
 
 
 def open_process_group(world: World) -> None:
-    """Make the default process group of these ranks. Collective over them."""
+    """Create the default process group of these ranks. Collective over them."""
     set_current_world(world)
     dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
 
 
 def close_process_group() -> None:
-    """End this rank's default process group, where there is one; after a loss the job's store, too.
+    """Destroy this rank's default process group, if any; after a loss also close the job's store.
 
-    Nobody is waited for.
+    Does not wait for other ranks.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -53,14 +53,14 @@ def close_process_group() -> None:
 
 
 def use_backend_for(names: Iterable[str]) -> None:
-    """Let scripts that name other backends get `kaitian`, with its rendezvous by MPI.
+    """Make scripts that name other backends use `kaitian`, with the `mpi://` rendezvous.
 
-    Replaces `init_process_group` and `new_group` in torch.distributed, so it must come before the
-    script imports them. A default group asked for without a store meets by `mpi://`, so that no
-    port is opened; a script's own store or other method stays.
+    Replaces `init_process_group` and `new_group` in torch.distributed, so it must be called before
+    the script imports them. A default group without a store uses `mpi://`, so that no port is
+    opened; a script's own store or other init_method is kept.
 
     Args:
-        names: backends to replace, such as `nccl`, also where they stand in `cpu:gloo,cuda:nccl`.
+        names: backends to replace, such as `nccl`, also as part of `cpu:gloo,cuda:nccl`.
     """
     registration.register()
     overridden = frozenset(names)
@@ -88,7 +88,7 @@ def use_backend_for(names: Iterable[str]) -> None:
 
 
 def _override(backend: str | None, overridden: frozenset[str]) -> str | None:
-    """Return `kaitian` for a backend that is overridden, or for none where any is."""
+    """Return `kaitian` for an overridden backend, or for none if any backend is overridden."""
     if backend is None:
         return BACKEND if overridden else None
     named = {part.rpartition(":")[2].lower() for part in str(backend).split(",")}

@@ -147,7 +147,7 @@ def make_job(words: Sequence[str]) -> Job:
         run_dir=run_dir,
         folder=place / run_dir,
         snapshots=config.snapshots or secrets.token_hex(16),
-        mark=secrets.token_hex(8),
+        job_id=secrets.token_hex(8),
         keep_checkpoints=config.keep_checkpoints,
         emulate_kinds=config.emulate_kinds,
         emulate_slowdown=config.emulate_slowdown,

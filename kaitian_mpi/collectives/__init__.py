@@ -1,1 +1,1 @@
-"""How a collective is carried out: by a vendor's library, by host memory, or by both."""
+"""Executes collectives: by a vendor's library, through host memory, or by both together."""

@@ -1,4 +1,4 @@
-"""Tracking of arrivals: waiting for the other ranks of a group, and naming who has not come."""
+"""Arrival tracking: waits for the other ranks of a group, and names the missing ones."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
     from kaitian_mpi.mpi.store import MPIStore
 
-_SIGNING_SEC = 1.0
-_LOOKING_SEC = 2.0
+_RECORD_AFTER_SEC = 1.0
+_EVENTS_INTERVAL_SEC = 2.0
 _PASSED, _FAILED = b"passed", b"failed"
 
 
 class ArrivalTracker:
-    """Knows which ranks have arrived at a group's collectives.
+    """Tracks which ranks have arrived at a group's collectives.
 
-    A rank that has waited for a second signs in the group's store; at the time-out those who have
-    not signed are the ones that are missing. While all is well nothing is sent.
+    A rank that has waited for a second records its arrival in the group's store; at the timeout the
+    ranks without a record are missing. Nothing is sent as long as no rank waits that long.
     """
 
     def __init__(self, comm: MPI.Comm, store: MPIStore, timeout: timedelta) -> None:
-        """Prepare for the ranks of `comm`; `store` is the group's own, and never busy."""
+        """Track the ranks of `comm`, by the group's own `store`, whose client never blocks."""
         self._comm = comm
         self._store = store
         self.set_timeout(timeout)
@@ -36,43 +36,44 @@ class ArrivalTracker:
         self._arrived_at = self._done_at = time.monotonic()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the collectives that follow another time-out, the same on every rank."""
+        """Set the timeout of the following collectives; must be the same on every rank."""
         self._timeout_sec = timeout.total_seconds()
-        self._signing_sec = min(_SIGNING_SEC, self._timeout_sec / 4)
-        # A rank that comes so long after the last collective may come after the others' time-out.
-        self._late_sec = self._timeout_sec - self._signing_sec
+        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
+        # A rank that arrives this long after the last collective may be later than the others'
+        # timeout.
+        self._late_sec = self._timeout_sec - self._record_after_sec
 
     def arrive(self) -> None:
-        """Wait, without spinning, until every rank has come to its next collective. Collective.
+        """Wait, without spinning, until every rank has arrived at its next collective. Collective.
 
         Raises:
-            CollectiveError: some rank did not come within the group's time-out, or has left the
-                group, or this rank comes after the others' time-out.
+            CollectiveError: a rank did not arrive within the group's timeout, or has left the
+                group, or this rank arrives after the others' timeout.
         """
         arrived_at = time.monotonic()
         self._calls += 1
         request = self._comm.Ibarrier()
-        if not wait_request(request, self._signing_sec):
+        if not wait_request(request, self._record_after_sec):
             self._wait_long(request, ())
-        # No other rank has begun to wait for this one before it arrived the last time. What
-        # follows is a blocking call, for which all must have stayed.
+        # Other ranks cannot have waited for this one since before its previous arrival. A blocking
+        # call follows, for which no rank may have given up.
         self._done_at = time.monotonic()
         if self._done_at - self._arrived_at > self._late_sec:
             self._confirm()
         self._arrived_at = arrived_at
 
     def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
-        """Wait, without spinning, until a collective that has been started is done. Collective.
+        """Wait, without spinning, until a nonblocking collective is done. Collective.
 
         Args:
-            request: the collective.
-            tensors: what it reads and writes.
+            request: the collective's MPI request.
+            tensors: the tensors it reads and writes.
 
         Raises:
-            CollectiveError: as `arrive`.
+            CollectiveError: as for `arrive`.
         """
         self._calls += 1
-        if not wait_request(request, self._signing_sec):
+        if not wait_request(request, self._record_after_sec):
             self._wait_long(request, tensors)
         now = time.monotonic()
         if now - self._done_at > self._late_sec:
@@ -80,7 +81,7 @@ class ArrivalTracker:
         self._done_at = now
 
     def leave(self) -> None:
-        """Let the ranks that wait for this one know that it has ended the group. Not collective."""
+        """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
         self._store.set(f"left/{self._comm.rank}", str(self._calls))
         self._store.append("events", "left ")
 
@@ -92,22 +93,22 @@ class ArrivalTracker:
 
     def _wait_long(self, request: MPI.Request, tensors: tuple[torch.Tensor, ...]) -> None:
         try:
-            self._wait_signed(request)
+            self._wait_recorded(request)
         except CollectiveError:
             keep_alive(request, tensors)
             raise
 
-    def _wait_signed(self, request: MPI.Request) -> None:
+    def _wait_recorded(self, request: MPI.Request) -> None:
         self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
-        deadline = time.monotonic() + self._timeout_sec - self._signing_sec
+        deadline = time.monotonic() + self._timeout_sec - self._record_after_sec
         while (remaining := deadline - time.monotonic()) > 0:
-            if wait_request(request, min(_LOOKING_SEC, remaining)):
+            if wait_request(request, min(_EVENTS_INTERVAL_SEC, remaining)):
                 return
             self._check_events()
-        # Who came a moment ago has signed when this is over.
-        if wait_request(request, 1.5 * self._signing_sec):
+        # A rank that arrived a moment ago will have recorded it after this wait.
+        if wait_request(request, 1.5 * self._record_after_sec):
             return
-        # A late rank may have come at this moment: either all go on, or all fail.
+        # A late rank may have arrived at this moment: either all continue, or all fail.
         if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
             return
         missing = [rank for rank in range(self._comm.size) if not self._reached("arrived", rank)]
@@ -121,7 +122,7 @@ class ArrivalTracker:
         raise CollectiveError(text)
 
     def _check_events(self) -> None:
-        """Raise an error if some rank will not come, or no collective of the group can follow."""
+        """Raise an error if a rank will never arrive, or if the group has failed."""
         if not self._store.check(["events"]):
             return
         size = self._comm.size
@@ -139,7 +140,7 @@ class ArrivalTracker:
         """Check that no rank has given up waiting for this one.
 
         Raises:
-            CollectiveError: one has.
+            CollectiveError: a rank has given up.
         """
         if self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
@@ -148,7 +149,7 @@ class ArrivalTracker:
             )
 
     def _settle(self, outcome: bytes) -> bytes:
-        """Return the outcome of this collective: what the first rank that asks says."""
+        """Return the outcome of this collective: that of the first rank to set it."""
         return self._store.compare_set(f"outcome/{self._calls}", b"", outcome)
 
     def _failure(self) -> str:

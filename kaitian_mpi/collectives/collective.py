@@ -1,4 +1,4 @@
-"""What a collective is: the call, its tensors, and the ways in which it can be done."""
+"""The base types of collectives: a call with its tensors, and how it can be executed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 Tensors = list[torch.Tensor]
 Call = Callable[[], None]
+"""Executes a collective on this rank."""
 
 
-class _Fields(NamedTuple):  # frozen as a dataclass can be, and made in a third of the time
+class _Fields(NamedTuple):  # immutable like a frozen dataclass, but created in a third of the time
     outputs: Any
     inputs: Any
     options: Any
@@ -33,33 +34,33 @@ class Collective(_Fields, ABC):
     """One call of a collective on this rank; its tensors may be on any device.
 
     Attributes:
-        outputs: a list of the tensors to write; of what works in place, also its inputs.
-        inputs: a list of the tensors to read; where one rank has several, lists of them by rank.
-        options: torch's, such as `AllreduceOptions`.
-        op: how to reduce, as torch has it; None where nothing is reduced.
-        root: the one rank that gives, or gets; -1 where there is none.
-        splits: of `all_to_all_single`, the rows from and to each rank; empty for equal parts.
+        outputs: a list of the tensors to write; for in-place operations also the inputs.
+        inputs: a list of the tensors to read; lists by rank if there is one tensor per rank.
+        options: torch's options object, such as `AllreduceOptions`.
+        op: torch's reduce operation; None if nothing is reduced.
+        root: the root's rank; -1 if there is no root.
+        splits: for `all_to_all_single`, the rows from and to each rank; empty for equal parts.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
-    """As gloo calls it in profiles, such as `all_reduce`."""
+    """The name in profiles, as for gloo, such as `all_reduce`."""
     operator: ClassVar[str]
-    """Its operator in `torch.ops.c10d`."""
+    """The operator's name in `torch.ops.c10d`."""
     may_be_uneven: ClassVar[bool] = False
     """Whether shapes may differ between ranks."""
 
     @property
     def result(self) -> Tensors:
-        """The tensors that the caller's work holds: the outputs; on a rank without any, inputs."""
+        """The tensors of the caller's `Work`: the outputs or, on a rank without any, the inputs."""
         return self.outputs or self.inputs
 
     def check(self, rank: int, size: int) -> None:
         """Check the arguments on rank `rank` of `size`, before anything is sent.
 
         Raises:
-            UnsupportedError: they do not fit together, or a tensor is sparse.
+            UnsupportedError: their shapes or dtypes do not match, or a tensor is sparse.
         """
         for tensor in self.result:
             if tensor.layout is not torch.strided:
@@ -67,15 +68,15 @@ class Collective(_Fields, ABC):
 
     @abstractmethod
     def on_host(self, host: HostOperations) -> Call:
-        """Return what does it in host memory, collective.
+        """Return a function that executes it in host memory; the function is collective.
 
         Raises:
-            UnsupportedError: it cannot be reduced so.
+            UnsupportedError: the reduction is not supported.
         """
 
 
 class LibraryCollective(Collective):
-    """A collective that vendors' libraries have, too."""
+    """A collective that vendors' libraries support as well."""
 
     __slots__ = ()
 
@@ -84,7 +85,7 @@ class LibraryCollective(Collective):
         """Start it on a vendor's process group, such as a `ProcessGroupNCCL`. Collective."""
 
     def on_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LibraryCollective:
-        """Return the same collective with `change(tensor)` in the place of each tensor."""
+        """Return the same collective with each tensor replaced by `change(tensor)`."""
         return type(self)(*(_changed(value, change) for value in self))
 
 
@@ -94,14 +95,14 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return [_changed(item, change) for item in value] if isinstance(value, list) else value
 
 
-def in_turn(method: Callable[..., None], each: Iterable[tuple[Any, ...]]) -> Call:
-    """Return a call of `method` with each of several tuples of arguments, in order."""
-    several = list(each)
-    if len(several) == 1:
-        return partial(method, *several[0])
-    return partial(_call_each, method, several)
+def call_for_each(method: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> Call:
+    """Return a function that calls `method` with each tuple of arguments, in order."""
+    calls = list(arguments)
+    if len(calls) == 1:
+        return partial(method, *calls[0])
+    return partial(_call_each, method, calls)
 
 
-def _call_each(method: Callable[..., None], several: list[tuple[Any, ...]]) -> None:
-    for arguments in several:
+def _call_each(method: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:
+    for arguments in calls:
         method(*arguments)

@@ -1,4 +1,4 @@
-"""Keeping `torch.compile` away from the backend."""
+"""Excludes the backend's own code from `torch.compile`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ ClassType = TypeVar("ClassType", bound=type)
 
 
 def not_compiled(target: ClassType) -> ClassType:
-    """Let `torch.compile` neither compile nor trace a class's methods, and what they call.
+    """Exclude a class's methods, and what they call, from `torch.compile`: a class decorator.
 
-    Dynamo looks at each Python frame that compiled code calls eagerly, and fails at the process
-    group, which it knows as an opaque object: other backends are C++ and have no frames. The usual
-    `torch.compiler.disable` would import the compiler, and costs microseconds in each call.
+    Dynamo inspects each Python frame that compiled code calls eagerly, and fails at the process
+    group, which it treats as an opaque object: other backends are C++ and have no frames. The usual
+    `torch.compiler.disable` would import the compiler, and costs microseconds per call.
     """
     for value in vars(target).values():
         for function in _functions_of(value):
-            _leave_alone(function)
+            _exclude(function)
     return target
 
 
@@ -27,7 +27,7 @@ def _functions_of(value: Any) -> Iterable[types.FunctionType]:
     return [function for function in found if isinstance(function, types.FunctionType)]
 
 
-def _leave_alone(function: types.FunctionType) -> None:
+def _exclude(function: types.FunctionType) -> None:
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP

@@ -1,4 +1,4 @@
-"""`TORCH_DISTRIBUTED_DEBUG=DETAIL`: before each collective, whether all ranks call the same."""
+"""`TORCH_DISTRIBUTED_DEBUG=DETAIL`: checks before each collective that all ranks call the same."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 class AgreementCheck:
-    """Compares what the ranks of a group are about to do, at the price of a small exchange."""
+    """Compares the collectives that the ranks of a group call, by a small exchange before each."""
 
     def __init__(self, comm: MPI.Intracomm, arrive: Callable[[], None]) -> None:
-        """Prepare for the ranks of `comm`; `arrive` waits until all of them have come."""
+        """Compare over the ranks of `comm`; `arrive` waits until all of them have arrived."""
         self._comm = comm
         self._arrive = arrive
 
     def compare(self, collective: Collective) -> None:
-        """Compare what the ranks are about to do. Collective.
+        """Compare the ranks' calls. Collective.
 
         Raises:
-            CollectiveError: it is not the same; the error tells what each rank called.
+            CollectiveError: the calls differ; the message lists each rank's call.
         """
         self._arrive()
-        called = gather_values(self._comm, _described(collective))
-        if any(call != called[0] for call in called):
-            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(called))
+        calls = gather_values(self._comm, _describe(collective))
+        if any(call != calls[0] for call in calls):
+            listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise CollectiveError(
                 f"the ranks call different collectives, or with different shapes: {listed}"
             )
 
     def before(self, call: Callable[[], None], collective: Collective) -> Callable[[], None]:
-        """Return `call` with the comparison before it."""
+        """Return a function that compares the ranks' calls and then executes `call`."""
 
         def checked() -> None:
             self.compare(collective)
@@ -46,10 +46,10 @@ class AgreementCheck:
         return checked
 
 
-def _described(collective: Collective) -> str:
-    """Return a call as a line that is to be the same on every rank."""
+def _describe(collective: Collective) -> str:
+    """Return a call as text that must be the same on every rank."""
     tensors, op = collective.result, collective.op
-    # Each shape once: of a gather, the root has a list.
+    # Each shape once, because only the root of a gather has a list of tensors.
     shapes = sorted({str(list(tensor.shape)) for tensor in tensors})
     parts = [] if collective.may_be_uneven else shapes
     parts += sorted({str(tensor.dtype) for tensor in tensors})

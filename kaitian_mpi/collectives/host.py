@@ -23,20 +23,20 @@ Tensors = Sequence[torch.Tensor]
 class HostOperations:
     """The collectives of one communicator, in host memory. Every method is collective.
 
-    Each waits for the other ranks asleep. Contiguous host tensors are used where they are, others
-    by a copy. Pieces are lists of tensors by rank, and may differ in size between ranks where
+    Each sleeps while it waits for other ranks. Contiguous host tensors are used in place, others
+    are copied. Pieces are lists of tensors by rank, whose sizes may differ between ranks as long as
     sender and receiver agree.
     """
 
     def __init__(self, comm: MPI.Comm, arrivals: ArrivalTracker) -> None:
-        """Prepare for the ranks of `comm`, whose arrivals are tracked by `arrivals`."""
+        """Use `comm`, whose ranks' arrivals are tracked by `arrivals`."""
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
         self.barrier = self._arrive = arrivals.arrive
         self._complete = arrivals.complete
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """Leave the reduction in `tensor` on every rank."""
+        """Reduce `tensor` over all ranks, in place."""
         if nonblocking.is_short_reduction(tensor):
             host = to_host(tensor)
             wide = op.in_supported_dtype(host)
@@ -47,14 +47,14 @@ class HostOperations:
             from_host(host, tensor)
             return
         self._arrive()
-        lent = contiguous(tensor)
-        if lent.is_cpu:
-            host_collectives.allreduce(self._comm, lent, op)
+        dense = contiguous(tensor)
+        if dense.is_cpu:
+            host_collectives.allreduce(self._comm, dense, op)
         else:
-            chunks = host_collectives.allreduce_chunks(self._comm, lent.view(-1))
+            chunks = host_collectives.allreduce_chunks(self._comm, dense.view(-1))
             exchange = partial(host_collectives.allreduce_chunk, self._comm, op=op)
             relay_in_chunks(chunks, exchange)
-        from_host(lent, tensor)
+        from_host(dense, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""
@@ -65,7 +65,7 @@ class HostOperations:
             from_host(host, tensor)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
-        """Leave the reduction in `tensor` on rank `root`; the other ranks' tensors stay."""
+        """Reduce `tensor` to rank `root`, in place; the other ranks' tensors are unchanged."""
         self._arrive()
         host = to_host(tensor)
         host_collectives.reduce(self._comm, host, root, op)
@@ -73,17 +73,17 @@ class HostOperations:
             from_host(host, tensor)
 
     def sum_sparse(self, tensor: torch.Tensor) -> None:
-        """Leave the sum of the ranks' `torch.sparse_coo` tensors in each, coalesced."""
+        """Sum `torch.sparse_coo` tensors over all ranks, in place; the result is coalesced."""
         own = tensor.detach().coalesce()
         indices, entries = own.indices(), own.values()
-        found = torch.zeros(self._comm.size, dtype=torch.int64)
-        self.all_gather_single(found, torch.tensor([indices.size(1)]))
-        # As rows of entries, so that the pieces of the ranks are neighbours in memory.
-        places = [indices.new_empty((count, indices.size(0))) for count in found.tolist()]
-        values = [entries.new_empty((count, *entries.shape[1:])) for count in found.tolist()]
-        self.all_gather(places, indices.t())
+        counts = torch.zeros(self._comm.size, dtype=torch.int64)
+        self.all_gather_single(counts, torch.tensor([indices.size(1)]))
+        # Transposed to one row per entry, so that each rank's piece is contiguous.
+        rows = [indices.new_empty((count, indices.size(0))) for count in counts.tolist()]
+        values = [entries.new_empty((count, *entries.shape[1:])) for count in counts.tolist()]
+        self.all_gather(rows, indices.t())
         self.all_gather(values, entries)
-        total = torch.sparse_coo_tensor(torch.cat(places).t(), torch.cat(values), tensor.shape)
+        total = torch.sparse_coo_tensor(torch.cat(rows).t(), torch.cat(values), tensor.shape)
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 
@@ -93,22 +93,22 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        host, given = to_host(output, read=False), to_host(tensor)
+        host, source = to_host(output, read=False), to_host(tensor)
         if nonblocking.use_nonblocking_all_gather(self._comm, host):
-            self._complete(nonblocking.all_gather(self._comm, host, given), host, given)
+            self._complete(nonblocking.all_gather(self._comm, host, source), host, source)
         else:
             self._arrive()
-            host_collectives.all_gather(self._comm, host, given)
+            host_collectives.all_gather(self._comm, host, source)
         from_host(host, output)
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
-        """Gather every rank's tensor into `pieces` on rank `root`; elsewhere they are empty."""
+        """Gather every rank's tensor into `pieces` on rank `root`; `pieces` is empty elsewhere."""
         sent: list[torch.Tensor | None] = [None] * self._comm.size
         sent[root] = to_host(tensor)
         self._exchange(sent, pieces)
 
     def scatter(self, tensor: torch.Tensor, pieces: Tensors, root: int) -> None:
-        """Give every rank its piece of rank `root`'s; elsewhere `pieces` is empty."""
+        """Scatter rank `root`'s `pieces` into each rank's `tensor`; `pieces` is empty elsewhere."""
         received: list[torch.Tensor | None] = [None] * self._comm.size
         received[root] = tensor
         sent: list[torch.Tensor | None] = [None] * self._comm.size
@@ -128,18 +128,18 @@ class HostOperations:
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
-        host, given = to_host(output, read=False), to_host(tensor)
-        if nonblocking.is_short_reduction(given):
-            wide_given = op.in_supported_dtype(given)
-            wide = host if wide_given is given else host.to(wide_given.dtype)
-            request = nonblocking.reduce_scatter(self._comm, wide, wide_given, op)
-            self._complete(request, wide, wide_given)
+        host, source = to_host(output, read=False), to_host(tensor)
+        if nonblocking.is_short_reduction(source):
+            wide_source = op.in_supported_dtype(source)
+            wide = host if wide_source is source else host.to(wide_source.dtype)
+            request = nonblocking.reduce_scatter(self._comm, wide, wide_source, op)
+            self._complete(request, wide, wide_source)
             op.divide_average(wide, self._comm.size)
             if wide is not host:
                 host.copy_(wide)
         else:
             self._arrive()
-            host_collectives.reduce_scatter(self._comm, host, given, op)
+            host_collectives.reduce_scatter(self._comm, host, source, op)
         from_host(host, output)
 
     def all_to_all(self, received: Tensors, sent: Tensors) -> None:
@@ -153,16 +153,16 @@ class HostOperations:
         tensor: torch.Tensor,
         sent_counts: Sequence[int],
     ) -> None:
-        """As `all_to_all`, with the pieces in one tensor; counts are of elements."""
-        host, given = to_host(output, read=False), to_host(tensor)
-        request = nonblocking.all_to_all(self._comm, host, received_counts, given, sent_counts)
-        self._complete(request, host, given)
+        """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
+        host, source = to_host(output, read=False), to_host(tensor)
+        request = nonblocking.all_to_all(self._comm, host, received_counts, source, sent_counts)
+        self._complete(request, host, source)
         from_host(host, output)
 
     def _exchange(
         self, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
     ) -> None:
-        """Send from host tensors, and receive into tensors anywhere."""
+        """Send host tensors, and receive into tensors on any device."""
         self._arrive()
         received = received or [None] * self._comm.size
         hosts = [None if piece is None else to_host(piece, read=False) for piece in received]

@@ -1,15 +1,15 @@
-"""Collectives of ranks of unlike device kinds: an allreduce that uses each kind's own library.
+"""Collectives between ranks of several device kinds, with an allreduce that uses vendor libraries.
 
-Inside a group (the ranks of one kind) data moves by the vendor's library, or by MPI where MPI
-reaches the memory. Between groups it moves by the relay: device, host, MPI, host, device.
+Inside a group (the ranks of one kind) data moves by the vendor's library or, without one, by MPI in
+host memory. Between groups it moves by the relay: device, host, MPI, host, device.
 
 `flat`
     One MPI allreduce over all ranks, each through its own host memory.
 `leader`
     Reduce to the leader of each group, allreduce among the leaders, broadcast in the group.
 `striped`
-    As `leader`, with as many leaders (lanes) as the smallest group has ranks, each for its share.
-    `leader` is the case of one lane.
+    Like `leader`, with as many leaders per group (lanes) as the smallest group has ranks, each
+    for an equal part. `leader` is the case of one lane.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 
-_WIDE_ELEMENTS = 1 << 20  # of a tensor that is widened, how many at once: 4 MB of float32
+_WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
 
 
 class GroupCollectives(Protocol):
-    """What the algorithms need inside a group; tensors are flat."""
+    """The collectives that the algorithms use inside a group; tensors are flat."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class GroupCollectives(Protocol):
 
 
 class HostGroup:
-    """The ranks of one kind, joined by MPI; what is not in host memory goes through it."""
+    """The ranks of one kind, connected by MPI; tensors are in host memory."""
 
     def __init__(self, comms: GroupComms) -> None:
         self._comm = comms.group
@@ -62,25 +62,25 @@ class HostGroup:
 
 
 class HybridOperations(HostOperations):
-    """The collectives of ranks of several kinds: in host memory, but for the allreduce."""
+    """The collectives of ranks of several kinds: in host memory, except for the allreduce."""
 
     def __init__(self, comms: GroupComms, arrivals: ArrivalTracker, vendor: VendorLibrary) -> None:
-        """Prepare.
+        """Store the communicators and the vendor library.
 
         Args:
             comms: the ranks, split by kind.
-            arrivals: of the ranks of `comms.world`.
-            vendor: joins the ranks of this rank's kind, where MPI does not.
+            arrivals: tracks the ranks of `comms.world`.
+            vendor: connects the ranks of this rank's kind, if there is such a library.
         """
         super().__init__(comms.world, arrivals)
         self.algorithm = "flat"
-        """How to allreduce: a name in `ALGORITHMS`, the same on every rank."""
+        """The allreduce algorithm: a name in `ALGORITHMS`; must be the same on every rank."""
         self.comms = comms
         self._vendor = vendor
         self._host_group = HostGroup(comms)
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """Leave the reduction in `tensor` on every rank."""
+        """Reduce `tensor` over all ranks, in place."""
         ALGORITHMS[self.algorithm](self, tensor, op)
 
     def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
@@ -88,13 +88,13 @@ class HybridOperations(HostOperations):
         super().allreduce(tensor, op)
 
     def allreduce_in_lanes(self, tensor: torch.Tensor, op: Reduction, lanes: int) -> None:
-        """Allreduce in each group, and across the groups in so many equal shares."""
+        """Reduce in each group, allreduce across the groups in `lanes` equal parts, then gather."""
         self._arrive()
         vendor = self._vendor.group_for([tensor.dtype], op.without_division.kind)
-        # Without a vendor's library a group works in host memory, on its ranks' copies.
-        lent = to_host(tensor) if vendor is None else vendor.lend(tensor.detach())
-        _allreduce(self.comms, vendor or self._host_group, lent.view(-1), op, lanes)
-        from_host(lent, tensor)
+        # Without a vendor's library a group works in host memory.
+        usable = to_host(tensor) if vendor is None else vendor.usable(tensor.detach())
+        _allreduce(self.comms, vendor or self._host_group, usable.view(-1), op, lanes)
+        from_host(usable, tensor)
 
 
 Algorithm = Callable[[HybridOperations, torch.Tensor, Reduction], None]
@@ -104,15 +104,15 @@ ALGORITHMS: dict[str, Algorithm] = {
     "leader": lambda hybrid, tensor, op: hybrid.allreduce_in_lanes(tensor, op, 1),
     "striped": lambda hybrid, tensor, op: hybrid.allreduce_in_lanes(tensor, op, hybrid.comms.lanes),
 }
-"""The algorithms of the allreduce by name, in the order in which they are measured."""
+"""The allreduce algorithms by name, in the order in which they are measured."""
 
 
 def _allreduce(
     comms: GroupComms, group: GroupCollectives, tensor: torch.Tensor, op: Reduction, lanes: int
 ) -> None:
-    """Leave the reduction over all ranks in `tensor`, flat and contiguous. Collective."""
+    """Reduce a flat, contiguous tensor over all ranks, in place. Collective."""
     if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
-        # The sum of a stage would be rounded, or overflow, before it is divided.
+        # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
         for piece in tensor.split(_WIDE_ELEMENTS):
             wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
             _allreduce(comms, group, wide, op, lanes)
@@ -126,7 +126,7 @@ def _allreduce(
 
         def exchange(chunk: torch.Tensor) -> None:
             host_collectives.allreduce_chunk(lane, chunk, total)
-            # Here, on the host: a device may divide with another last bit than its peers.
+            # On the host, because devices may differ in the last bit of a division.
             op.divide_average(chunk, comms.world.size)
 
         own = tensor.split(shares)[group.rank]
@@ -135,5 +135,5 @@ def _allreduce(
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """Cut a length into parts that differ by at most one."""
+    """Split a length into parts that differ by at most one."""
     return [total * (part + 1) // parts - total * part // parts for part in range(parts)]

@@ -1,4 +1,4 @@
-"""What torch's profiler and its `CommDebugMode` see of collectives."""
+"""Makes collectives visible to torch's profiler and its `CommDebugMode`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"
 
 
 def is_observed() -> bool:
-    """Return whether one of the tools may be active."""
+    """Return whether one of these tools may be active."""
     return _profiler_enabled() or _len_torch_dispatch_stack() > 0
 
 
 def observed(name: str, operator: str, start: Callable[[], Work]) -> Work:
-    """Return the work that `start` starts, and let the tools see it.
+    """Start a collective so that the tools see it; return its work.
 
     Args:
-        name: for profiles, which show it from the start of the work to its end.
-        operator: its name in `torch.ops.c10d`, for `CommDebugMode`.
-        start: starts it.
+        name: the name in profiles, which show it from its start to its end.
+        operator: the operator's name in `torch.ops.c10d`, for `CommDebugMode`.
+        start: starts the collective.
     """
     _count(operator)
     if not _profiler_enabled():
@@ -42,15 +42,15 @@ def observed(name: str, operator: str, start: Callable[[], Work]) -> Work:
 
 
 def profile_record(name: str) -> record_function:
-    """Return a context that a profile shows as an operation of the backend."""
+    """Return a context manager that profiles show as an operation of the backend."""
     return record_function(f"kaitian:{name}")
 
 
 def _count(operator: str) -> None:
-    """Let `CommDebugMode`, where it is active, count an operator.
+    """Make `CommDebugMode`, if active, count an operator.
 
-    It counts operators of c10d that pass torch's dispatcher. A process group in Python is called
-    directly.
+    It counts c10d operators that go through torch's dispatcher, but a process group in Python is
+    called directly.
     """
     if _COMM_MODE not in sys.modules:
         return
@@ -61,7 +61,7 @@ def _count(operator: str) -> None:
 
 
 class _Counted:
-    """Stands for an operator that is carried out elsewhere."""
+    """A stand-in for an operator that is executed elsewhere."""
 
     def __init__(self, operator: Callable[..., Any]) -> None:
         self._overloadpacket = operator

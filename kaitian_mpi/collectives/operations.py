@@ -1,4 +1,4 @@
-"""The collectives that torch has: how each is done in host memory, and by a vendor's library."""
+"""torch's collectives: how each is executed in host memory, and by a vendor's library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.collectives import torch_releases
-from kaitian_mpi.collectives.collective import Call, Collective, LibraryCollective, Tensors, in_turn
+from kaitian_mpi.collectives.collective import (
+    Call,
+    Collective,
+    LibraryCollective,
+    Tensors,
+    call_for_each,
+)
 from kaitian_mpi.collectives.validation import check_pieces, check_whole, element_counts
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import Reduction, reduction
@@ -18,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class Reducing(LibraryCollective):
-    """A collective with an `op`."""
+    """A collective with a reduce operation."""
 
     __slots__ = ()
 
     def _reductions(self) -> list[Reduction]:
-        """Return how MPI reduces each of the outputs."""
+        """Return the reduction of each output's dtype."""
         return [reduction(tensor.dtype, self.op) for tensor in self.outputs]
 
 
@@ -35,25 +41,25 @@ class AllReduce(Reducing):
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
-        return in_turn(host.allreduce, zip(self.outputs, self._reductions(), strict=True))
+        return call_for_each(host.allreduce, zip(self.outputs, self._reductions(), strict=True))
 
     def on_library(self, library: Any) -> list[Work]:
-        """Give it one tensor at a time, for it takes no more."""
+        """Start one call per tensor, because libraries take only one."""
         return [library.allreduce([tensor], self.options) for tensor in self.outputs]
 
 
 class SparseSum(Collective):
-    """Sum each tensor, of `torch.sparse_coo`, over all ranks, in place. No library has it."""
+    """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
 
     __slots__ = ()
     name, operator = AllReduce.name, AllReduce.operator
 
     def check(self, rank: int, size: int) -> None:
-        """Take any shape."""
+        """Accept any shape."""
 
     def on_host(self, host: HostOperations) -> Call:
         """Sum one tensor after the other."""
-        return in_turn(host.sum_sparse, [(tensor,) for tensor in self.outputs])
+        return call_for_each(host.sum_sparse, [(tensor,) for tensor in self.outputs])
 
 
 class Reduce(Reducing):
@@ -65,10 +71,10 @@ class Reduce(Reducing):
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
         roots = [self.root] * len(self.outputs)
-        return in_turn(host.reduce, zip(self.outputs, roots, self._reductions(), strict=True))
+        return call_for_each(host.reduce, zip(self.outputs, roots, self._reductions(), strict=True))
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         return [library.reduce(self.outputs, self.options)]
 
 
@@ -80,10 +86,10 @@ class Broadcast(LibraryCollective):
 
     def on_host(self, host: HostOperations) -> Call:
         """Copy one tensor after the other."""
-        return in_turn(host.broadcast, [(tensor, self.root) for tensor in self.outputs])
+        return call_for_each(host.broadcast, [(tensor, self.root) for tensor in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         return [library.broadcast(self.outputs, self.options)]
 
 
@@ -100,7 +106,7 @@ class AllGather(LibraryCollective):
         return [piece for pieces in self.outputs for piece in pieces]
 
     def check(self, rank: int, size: int) -> None:
-        """Check that there is a piece for each rank, and the own one fits."""
+        """Check that there is a piece for each rank, and that this rank's own fits."""
         for pieces, tensor in zip(self.outputs, self.inputs, strict=True):
             check_pieces(pieces, tensor, size, self.name)
             if pieces[rank].numel() != tensor.numel():
@@ -112,10 +118,10 @@ class AllGather(LibraryCollective):
 
     def on_host(self, host: HostOperations) -> Call:
         """Gather one tensor after the other."""
-        return in_turn(host.all_gather, zip(self.outputs, self.inputs, strict=True))
+        return call_for_each(host.all_gather, zip(self.outputs, self.inputs, strict=True))
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         return [library.allgather(self.outputs, self.inputs, self.options)]
 
 
@@ -134,15 +140,15 @@ class AllGatherSingle(LibraryCollective):
 
     def on_host(self, host: HostOperations) -> Call:
         """Gather one tensor after the other."""
-        return in_turn(host.all_gather_single, zip(self.outputs, self.inputs, strict=True))
+        return call_for_each(host.all_gather_single, zip(self.outputs, self.inputs, strict=True))
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         return torch_releases.all_gather_single(library, self.outputs, self.inputs, self.options)
 
 
 class Gather(LibraryCollective):
-    """Gather the ranks' `inputs[0]` into `outputs`, by rank, on rank `root`; elsewhere empty."""
+    """Gather the ranks' `inputs[0]` into `outputs`, a list by rank, on rank `root`."""
 
     __slots__ = ()
     name, operator = "gather", "gather_"
@@ -158,13 +164,13 @@ class Gather(LibraryCollective):
         return partial(host.gather, self.outputs, self.inputs[0], self.root)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         outputs = [self.outputs] if self.outputs else []
         return [library.gather(outputs, self.inputs, self.options)]
 
 
 class Scatter(LibraryCollective):
-    """Give each rank, in `outputs[0]`, its piece of rank `root`'s `inputs`; elsewhere empty."""
+    """Scatter `inputs`, a list by rank on rank `root`, into each rank's `outputs[0]`."""
 
     __slots__ = ()
     name, operator = "scatter", "scatter_"
@@ -180,7 +186,7 @@ class Scatter(LibraryCollective):
         return partial(host.scatter, self.outputs[0], self.inputs, self.root)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         inputs = [self.inputs] if self.inputs else []
         return [library.scatter(self.outputs, inputs, self.options)]
 
@@ -200,16 +206,16 @@ class ReduceScatter(Reducing):
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one list of pieces after the other."""
-        each = zip(self.outputs, self.inputs, self._reductions(), strict=True)
-        return in_turn(host.reduce_scatter, each)
+        arguments = zip(self.outputs, self.inputs, self._reductions(), strict=True)
+        return call_for_each(host.reduce_scatter, arguments)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         return [library.reduce_scatter(self.outputs, self.inputs, self.options)]
 
 
 class ReduceScatterSingle(Reducing):
-    """Reduce each of `inputs` and leave each rank its part of the first dimension in `outputs`."""
+    """Reduce each of `inputs`; each rank gets its part of the first dimension in `outputs`."""
 
     __slots__ = ()
     name, operator = "reduce_scatter", "reduce_scatter_tensor_coalesced_"
@@ -223,11 +229,11 @@ class ReduceScatterSingle(Reducing):
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
-        each = zip(self.outputs, self.inputs, self._reductions(), strict=True)
-        return in_turn(host.reduce_scatter_single, each)
+        arguments = zip(self.outputs, self.inputs, self._reductions(), strict=True)
+        return call_for_each(host.reduce_scatter_single, arguments)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         outputs, inputs = self.outputs, self.inputs
         return torch_releases.reduce_scatter_single(library, outputs, inputs, self.options)
 
@@ -250,7 +256,7 @@ class AllToAll(LibraryCollective):
         return partial(host.all_to_all, self.outputs, self.inputs)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         return [library.alltoall(self.outputs, self.inputs, self.options)]
 
 
@@ -272,7 +278,7 @@ class AllToAllSingle(LibraryCollective):
         return partial(host.all_to_all_single, self.outputs[0], received, self.inputs[0], sent)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it."""
+        """Start it on the library."""
         output, tensor = self.outputs[0], self.inputs[0]
         return torch_releases.all_to_all_single(library, output, tensor, *self.splits, self.options)
 
@@ -288,7 +294,7 @@ class Barrier(Collective):
     name = operator = "barrier"
 
     def check(self, rank: int, size: int) -> None:
-        """Take anything."""
+        """Accept any arguments."""
 
     def on_host(self, host: HostOperations) -> Call:
         """Wait."""

@@ -1,4 +1,4 @@
-"""Who carries out a collective: a vendor's library, MPI in host memory, or both together."""
+"""Decides what executes a collective: a vendor's library, MPI in host memory, or both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kaitian_mpi.collectives.worker import Worker
 
 
 class Router:
-    """Starts each collective of a process group where it belongs.
+    """Routes each collective of a process group.
 
-    The route follows from the group's ranks, the operation and the tensors' type alone: other ranks
-    may have their tensors on another device.
+    The route depends only on the group's ranks, the operation and the tensors' dtypes, because
+    other ranks may have their tensors on other devices.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class Router:
         streams: SideStreams,
         check: AgreementCheck | None,
     ) -> None:
-        """Prepare.
+        """Choose the routes for the group's ranks.
 
         Args:
-            library: joins the ranks of this rank's kind, where MPI does not.
-            host: joins all ranks in host memory.
-            hybrid: joins ranks of several kinds.
+            library: connects the ranks of this rank's kind, if there is such a library.
+            host: executes collectives in host memory.
+            hybrid: executes collectives between several kinds.
             worker: runs collectives in order.
-            streams: where a library works on copies of the caller's tensors.
+            streams: the streams on which a library works on copies of the caller's tensors.
             check: compares the ranks' calls; None unless torch's debug level is DETAIL.
         """
         is_single_kind = len(hybrid.comms.groups) == 1
@@ -52,16 +52,16 @@ class Router:
         self._check = check
 
     def run(self, collective: Collective) -> Work:
-        """Start a collective, after those given before it.
+        """Start a collective, which runs after those started before it.
 
         Raises:
-            UnsupportedError: its arguments do not fit together, or cannot be reduced so.
+            UnsupportedError: its arguments do not match, or the reduction is not supported.
             CollectiveError: it failed in the caller's thread.
         """
         collective.check(self._rank, self._size)
         result = collective.result
         if result and result[0].is_meta:
-            return Finished(result)  # there is nothing to carry, as torch's other backends find
+            return Finished(result)  # no data to move; torch's other backends do the same
         if is_observed():
             start = partial(self._start, collective, result)
             return observed(collective.name, collective.operator, start)
@@ -83,15 +83,15 @@ class Router:
         self, collective: LibraryCollective, result: Tensors, group: VendorGroup
     ) -> Work:
         name = collective.name
-        # After what is queued, which goes through host memory and may be about the same tensors.
+        # Queued collectives use host memory and maybe the same tensors, so they come first.
         if self._check is None:
             self._worker.drain(name)
         else:
             compare = partial(self._check.compare, collective)
             self._worker.run(name, compare, [], in_background=False).wait()
-        # In the caller's thread, for a vendor's libraries must see the operations of all groups in
-        # the same order on every rank.
-        if group.has_in_place(collective):
+        # In the caller's thread, because a vendor's library must be called for all groups in the
+        # same order on every rank.
+        if group.can_use_in_place(collective):
             return group.start(collective).work
         with self._streams.after_caller(collective):
             call = group.start(collective)

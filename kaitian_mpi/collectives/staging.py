@@ -1,4 +1,4 @@
-"""Bringing a device's tensors to host memory, where MPI can reach them, and back."""
+"""Copies a device's tensors to host memory, where MPI can access them, and back."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import torch
 
 from kaitian_mpi.devices import device_of
 
-_BUFFERS = 3  # of a relay: one is fetched, one exchanged, one copied back
+_BUFFERS = 3  # of a relay: one is copied to the host, one exchanged, one copied back
 
 Streams = AbstractContextManager[None]
 
 
 class SideStreams:
-    """Streams on which another thread than the caller's works on tensors of an accelerator.
+    """Streams on which a thread other than the caller's works on tensors of an accelerator.
 
-    Each user, such as the worker of one process group, has its own: of two that shared a stream,
-    one could wait for other ranks behind which the other would have to go on first.
+    Each user, such as the worker of one process group, needs its own: with a shared stream, one
+    group's operation could wait behind another's that cannot finish before it on other ranks.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Prepare.
+        """Create no stream yet.
 
         Args:
-            device: where the other thread works, if the tensors are all on the host.
+            device: the device to use if all tensors are on the host.
         """
         self._device = device
         self._streams: dict[torch.device, Any] = {}
 
     def after_caller(self, *tensors: Any) -> Streams:
-        """Return a context in which another thread may work on tensors.
+        """Return a context manager in which another thread may work on tensors.
 
-        On an accelerator with streams, its work comes after what the calling thread has given to
-        its current stream so far, and goes on beside what that thread gives to it later.
+        On an accelerator with streams, its work comes after the work already queued on the calling
+        thread's current stream, and runs concurrently with work queued there later.
 
         Args:
-            tensors: tensors, and lists and tuples of them; other values are passed over.
+            tensors: tensors, and lists and tuples of them; other values are ignored.
         """
-        there = [tensor for tensor in tensors_in(tensors) if not tensor.is_cpu]
-        device = there[0].device if there else self._device
+        on_device = [tensor for tensor in tensors_in(tensors) if not tensor.is_cpu]
+        device = on_device[0].device if on_device else self._device
         module = None if device is None else device_of(device).streams()
         if device is None or module is None:
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
-        for tensor in there:
-            # Its memory must not be used again, if the caller drops it, before this stream is done.
+        for tensor in on_device:
+            # If the caller drops it, its memory must not be reused before this stream is done.
             if tensor.device == device:
                 _record(tensor, stream)
         reached = module.Event()
@@ -65,7 +65,7 @@ def _on_stream(module: Any, stream: Any, reached: Any) -> Iterator[None]:
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Let a tensor that another stream made live on until the current stream is done with it."""
+    """Keep the memory of another stream's tensor until the current stream is done with it."""
     module = device_of(tensor.device).streams()
     if module is not None:
         _record(tensor, module.current_stream(tensor.device))
@@ -89,25 +89,25 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
-    """Return the tensors' devices that a future is to be told of, for it to order their streams."""
+    """Return the devices to pass to a future, so that it synchronizes their streams."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return [*sorted(filter(_orders_futures, devices), key=str)]
+    return [*sorted(filter(_is_ordered_by_futures, devices), key=str)]
 
 
-def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until what this thread's streams do with tensors is done, where no future orders it."""
+def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for this thread's streams of the tensors' devices, unless futures synchronize them."""
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         module = device_of(device).streams()
-        if module is not None and not _orders_futures(device):
+        if module is not None and not _is_ordered_by_futures(device):
             module.current_stream(device).synchronize()
 
 
-def _orders_futures(device: torch.device) -> bool:
+def _is_ordered_by_futures(device: torch.device) -> bool:
     return device_of(device).orders_futures
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` if it is contiguous, else a contiguous copy, where it is; detached."""
+    """Return `tensor` if it is contiguous, else a contiguous copy on its device; detached."""
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
@@ -128,9 +128,9 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
 
 
 def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Bring the values of what `to_host` or `contiguous` returned back to its tensor.
+    """Copy values back to the tensor for which `to_host` or `contiguous` returned `host`.
 
-    With `non_blocking`, the current stream of an accelerator does it later.
+    With `non_blocking`, the current stream of an accelerator copies them later.
     """
     if host.device == tensor.device and is_plain(tensor):
         return
@@ -139,10 +139,10 @@ def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = 
 
 
 def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any] | None:
-    """Return a context in which tensors may be written; None if none is needed.
+    """Return a context manager in which tensors may be written; None if none is needed.
 
-    torch refuses to write tensors of `torch.inference_mode()` outside of the mode, and another
-    thread than the caller's is outside.
+    torch does not allow writing tensors of `torch.inference_mode()` outside of the mode, and a
+    thread other than the caller's is outside.
     """
     for tensor in tensors:
         if tensor.is_inference():
@@ -151,21 +151,21 @@ def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its values, one after the other."""
+    """Return whether a tensor's values are contiguous in memory, without lazy conj or neg bits."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def relay_in_chunks(
     chunks: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], None]
 ) -> None:
-    """Apply `exchange` in place to a host copy of each chunk, in order; to a host tensor itself.
+    """Apply `exchange` to each chunk in order, in place: on a host copy, or a host tensor itself.
 
-    On an accelerator with streams, the copy to the host of the next chunks, the exchange of this
-    one and the copy back of the last ones go on at the same time.
+    On an accelerator with streams, copying the next chunks to the host, exchanging this one and
+    copying the previous ones back overlap.
 
     Args:
-        chunks: flat contiguous tensors on one device, none longer than the first. Where `exchange`
-            is collective, every rank must cut its tensor alike, wherever that is.
+        chunks: flat contiguous tensors on one device, none longer than the first. If `exchange` is
+            collective, every rank must split its tensor in the same way, on any device.
         exchange: takes a contiguous host tensor.
     """
     device = chunks[0].device
@@ -189,12 +189,12 @@ def relay_in_chunks(
     for index, chunk in enumerate(chunks):
         ahead = index + len(buffers) - 1
         if len(buffers) > 1 and ahead < len(chunks):
-            fetch(ahead)  # into the buffer whose copy back the stream has in its order before this
+            fetch(ahead)  # its buffer's copy back is queued on the stream before this
         elif len(buffers) == 1:
             fetch(index)
         slot = index % len(buffers)
-        # The host must wait for the event itself: a stream that waits lets the host go on and
-        # reduce stale data (pytorch/pytorch#170239).
+        # The host itself must wait for the event: if only a stream waited, the host would reduce
+        # stale data (pytorch/pytorch#170239).
         events[slot]()
         host = buffers[slot][: chunk.numel()]
         exchange(host)
@@ -203,7 +203,7 @@ def relay_in_chunks(
 
 
 def _mark(device: torch.device) -> Callable[[], None]:
-    """Mark this point of the device's current stream; the result blocks the host until then."""
+    """Record an event on the device's current stream; return a function that waits for it."""
     module = device_of(device).streams()
     if module is None:
         return _nothing  # a device without streams copies before it returns

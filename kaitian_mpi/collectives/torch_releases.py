@@ -1,6 +1,7 @@
-"""Where torch's releases, from 2.8 on, differ in what they ask of a process group or offer.
+"""Differences between torch releases, from 2.8 on, in what they require of a process group.
 
-Each name here says which release it is for, so that it can go with the support of that release.
+Each name or comment states the release it is for, so that it can be removed with that release's
+support.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NO_BUFFERS_IN_FORWARD: dict[str, Any] = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else {"broadcast_buffers": False}  # before 2.13
 )
-"""What tells DDP to broadcast no buffers in a forward."""
+"""DDP's option not to broadcast buffers in forward."""
 
 _NAMES_BEFORE_2_13 = {
     "all_gather_single": "_allgather_base",
@@ -31,7 +32,7 @@ GroupType = TypeVar("GroupType", bound=type)
 
 
 def with_names_before_2_13(group: GroupType) -> GroupType:
-    """Give a class of process groups the method names that torch before 2.13 calls."""
+    """Add the method names that torch before 2.13 calls: a class decorator for process groups."""
     for name, earlier in _NAMES_BEFORE_2_13.items():
         setattr(group, earlier, getattr(group, name))
     return group
@@ -48,32 +49,33 @@ def all_gather_single(library: Any, outputs: Any, inputs: Any, options: Any) -> 
     """
     if hasattr(library, "all_gather_single_coalesced"):
         return [library.all_gather_single_coalesced(outputs, inputs, options)]
-    # Before 2.14 Python does not see the coalesced call.
+    # Before 2.14 the coalesced call is not exposed to Python.
     pairs = zip(outputs, inputs, strict=True)
     return [library._allgather_base(output, tensor, options) for output, tensor in pairs]
 
 
 def reduce_scatter_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
-    """Start reducing each of `inputs`, and scattering it to `outputs`; arguments as above."""
+    """Start a reduce-scatter of each of `inputs` into `outputs`; arguments as above."""
     if hasattr(library, "reduce_scatter_single_coalesced"):
         return [library.reduce_scatter_single_coalesced(outputs, inputs, options)]
-    # Before 2.14 Python does not see the coalesced call.
+    # Before 2.14 the coalesced call is not exposed to Python.
     pairs = zip(outputs, inputs, strict=True)
     return [library._reduce_scatter_base(output, tensor, options) for output, tensor in pairs]
 
 
 def all_to_all_single(library: Any, *arguments: Any) -> list[Work]:
-    """Start exchanging parts: output, input, the splits of both, and `AllToAllOptions`."""
+    """Start an all-to-all; arguments: output, input, the splits of both, `AllToAllOptions`."""
     if hasattr(library, "all_to_all_single"):
         return [library.all_to_all_single(*arguments)]
     return [library.alltoall_base(*arguments)]  # before 2.13
 
 
 class BackendQueries:
-    """Answers what torch asks the backend below a process group; ours has none below it.
+    """The queries that torch sends to a process group's backend; our group has no separate backend.
 
-    torch 2.14 asks any group, in `batch_isend_irecv` for one; earlier releases mostly only groups
-    of torch's own class. Without an answer that raises "No backend type associated with device".
+    torch 2.14 sends them for any group, e.g. in `batch_isend_irecv`; earlier releases mostly only
+    for groups of torch's own class. Without them, torch raises "No backend type associated with
+    device".
     """
 
     supports_coalescing = False
@@ -82,11 +84,11 @@ class BackendQueries:
     supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what carries out operations on tensors of a device: the group itself."""
+        """Return the backend for tensors of a device: the group itself."""
         return self
 
-    get_backend = _get_backend  # from 2.14, as users call it
+    get_backend = _get_backend  # the public name since 2.14
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether tensors can be allocated in memory that is the library's own: no."""
+        """Return False: tensors cannot be allocated in the library's own memory."""
         return False

@@ -1,4 +1,4 @@
-"""Checks of what a collective is given, before anything is sent."""
+"""Checks a collective's arguments before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kaitian_mpi.errors import UnsupportedError
 
 
 def not_dense(tensor: torch.Tensor, name: str) -> UnsupportedError:
-    """Return the error of an operation that is given a sparse tensor."""
+    """Return the error for an operation that does not support sparse tensors."""
     return UnsupportedError(
         f"{name}: found a tensor of layout {tensor.layout}, needed a dense one; only the "
         "sum of all_reduce takes torch.sparse_coo"
@@ -30,13 +30,13 @@ def check_pieces(
 
     Args:
         pieces: one tensor per rank.
-        tensor: what their type must be as; where `equal`, their size too.
-        size: how many ranks.
-        name: the operation, for the error's text.
-        equal: whether all sizes must be those of `tensor`.
+        tensor: the pieces must have its dtype and, if `equal`, its size.
+        size: the number of ranks.
+        name: the operation, for error messages.
+        equal: whether all pieces must have the size of `tensor`.
 
     Raises:
-        UnsupportedError: the number, a type or a size is wrong.
+        UnsupportedError: the number of pieces, a dtype or a size is wrong.
     """
     if len(pieces) != size:
         raise UnsupportedError(f"{name}: found {len(pieces)} tensors for {size} ranks")
@@ -52,10 +52,10 @@ def check_pieces(
 
 
 def check_whole(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -> None:
-    """Check that one tensor holds a part for each of `size` ranks.
+    """Check that one tensor has a part for each of `size` ranks.
 
     Raises:
-        UnsupportedError: its size or type is wrong.
+        UnsupportedError: its size or dtype is wrong.
     """
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
         raise UnsupportedError(
@@ -65,10 +65,10 @@ def check_whole(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -
 
 
 def element_counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return the elements of each rank's part of a tensor's first dimension.
+    """Return the number of elements of each rank's part of a tensor's first dimension.
 
     Raises:
-        UnsupportedError: the parts do not make up the dimension.
+        UnsupportedError: the splits do not sum to the dimension.
     """
     length = tensor.size(0) if tensor.ndim else 1
     if not splits:

@@ -1,4 +1,4 @@
-"""A vendor's own collective library (NCCL and its like) for the ranks of one device kind."""
+"""A vendor's collective library, such as NCCL, for the ranks of one device kind."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.datatypes import Reduction
     from kaitian_mpi.mpi.topology import GroupComms
 
-Loans = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""What the library was given and what the caller gave, by the id of the latter."""
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""The library's tensor and the caller's, by the id of the caller's."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class OwnDevice:
 
     device: torch.device
     kind: Device
-    """What there is to know about it."""
+    """Its device kind."""
     has_vendor: bool
-    """Whether the vendor's library can join the ranks of this rank's group."""
+    """Whether the vendor's library can connect the ranks of this rank's group."""
 
 
 class VendorLibrary:
-    """The library of this rank's kind, which joins the ranks when it is first needed."""
+    """The library of this rank's kind; it is initialized when it is first needed."""
 
     def __init__(
         self, own: OwnDevice, comms: GroupComms, store: dist.Store, timeout: timedelta
     ) -> None:
-        """Prepare.
+        """Store what its initialization needs.
 
         Args:
             own: this rank's device.
@@ -63,13 +63,13 @@ class VendorLibrary:
         self._group: VendorGroup | None = None
 
     def group_for(self, dtypes: Iterable[torch.dtype], op: Any = None) -> VendorGroup | None:
-        """Return the ranks of this kind, joined by the library; None where that is not for it.
+        """Return the library's group of this kind's ranks; None for an unsupported operation.
 
         The same on all ranks of the kind; collective over them the first time.
 
         Args:
-            dtypes: the types of what is to be reduced, or moved.
-            op: how to reduce, as torch has it; None where nothing is reduced.
+            dtypes: the dtypes of the tensors to be reduced or moved.
+            op: torch's reduce operation; None if nothing is reduced.
         """
         if not self.is_present:
             return None
@@ -85,23 +85,23 @@ class VendorLibrary:
         return self._group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the collectives that follow another time-out, if the library can."""
+        """Set the timeout of the following collectives, if the library supports that."""
         self._timeout = timeout
         if self._group is not None:
             self._group.set_timeout(timeout)
 
     def close(self) -> None:
-        """Release what the library holds. Collective over the ranks of this kind."""
+        """Release the library's resources. Collective over the ranks of this kind."""
         if self._group is not None:
             self._group.close()
 
 
 class VendorGroup:
-    """The ranks of one kind, joined by their vendor's library. Tensors stay on the device.
+    """The ranks of one kind, connected by their vendor's library.
 
-    What is on the host, or not contiguous, is copied to this rank's device and back, so that no
-    rank depends on where another's tensors are. An operation is only given to the library here;
-    it runs on the device, after what the calling thread's current stream has been given so far.
+    Tensors on the host, or not contiguous, are copied to this rank's device and back, so that no
+    rank depends on where another's tensors are. Operations are only started here: they run on the
+    device after the work already queued on the calling thread's current stream.
     """
 
     def __init__(
@@ -118,38 +118,38 @@ class VendorGroup:
         Args:
             kind: the ranks' device kind; it names the vendor's torch.distributed backend.
             device: this rank's device.
-            store: a store of the group's own, for the library's bootstrap.
+            store: a store for this group alone, for the library's bootstrap.
             rank: this rank in the group.
-            size: how many ranks the group has.
+            size: the group's number of ranks.
             timeout: how long one collective may take.
         """
         self.rank, self.size = rank, size
         self._device = device
         self._backend = kind.join_vendor_group(store, rank, size, timeout)
 
-    def has_in_place(self, collective: LibraryCollective) -> bool:
-        """Return whether the library can use all of its tensors as and where they are."""
+    def can_use_in_place(self, collective: LibraryCollective) -> bool:
+        """Return whether the library can use all tensors without copies."""
         return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
 
-    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy of it, as the library needs it: contiguous, on the device.
+    def usable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor if it is contiguous and on the device, else such a copy of it.
 
-        `staging.from_host` brings a copy's values back.
+        `staging.from_host` copies the values of a copy back.
         """
         return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
 
     def start(self, collective: LibraryCollective) -> VendorCall:
-        """Give a collective to the library; its tensors may be anywhere."""
-        loans: Loans = {}
+        """Start a collective; its tensors may be on any device."""
+        copies: Copies = {}
 
-        def lend(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in loans:
-                loans[id(tensor)] = self.lend(tensor), tensor
-            return loans[id(tensor)][0]
+        def usable(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = self.usable(tensor), tensor
+            return copies[id(tensor)][0]
 
-        works = collective.on_tensors(lend).on_library(self._backend)
+        works = collective.on_tensors(usable).on_library(self._backend)
         written = {id(tensor) for tensor in collective.result}
-        return VendorCall(works, [loan for key, loan in loans.items() if key in written])
+        return VendorCall(works, [pair for key, pair in copies.items() if key in written])
 
     def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
@@ -170,7 +170,7 @@ class VendorGroup:
             self._backend.broadcast([piece], options).wait()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the collectives that follow another time-out, if the library can."""
+        """Set the timeout of the following collectives, if the library supports that."""
         if hasattr(self._backend, "_set_default_timeout"):
             self._backend._set_default_timeout(timeout)
 
@@ -183,30 +183,30 @@ class VendorGroup:
 
 
 class VendorCall(Work):
-    """An operation that has been given to a vendor's library."""
+    """A collective that has been started on a vendor's library."""
 
-    def __init__(self, works: list[Work], loans: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Keep what there is to wait for.
+    def __init__(self, works: list[Work], written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Store the library's works.
 
         Args:
-            works: the library's own.
-            loans: what it writes, as it was given to the library and as the caller gave it.
+            works: the library's own works, one or more.
+            written: each tensor that is written: the library's and the caller's.
         """
         super().__init__()
         self._works = works
-        self._loans = loans
+        self._written = written
 
     @property
     def work(self) -> Work:
-        """The library's own work where there is but one, else this."""
+        """The library's own work if there is only one, else this."""
         return self._works[0] if len(self._works) == 1 else self
 
     def finish(self) -> None:
-        """Bring the results to the caller's own tensors, by the current stream."""
+        """Copy the results to the caller's tensors, on the current stream."""
         self.wait()
-        for lent, tensor in self._loans:
-            keep_for_current_stream(lent)
-            from_host(lent, tensor)
+        for result, tensor in self._written:
+            keep_for_current_stream(result)
+            from_host(result, tensor)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait until it is done."""
@@ -215,23 +215,23 @@ class VendorCall(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the device has done it."""
+        """Return whether the device has finished it."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether the device has done it without an error."""
+        """Return whether the device has finished it without an error."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        """Return the first error, if there is one."""
+        """Return the first error, or None."""
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors it writes."""
-        return [tensor for _, tensor in self._loans]
+        return [tensor for _, tensor in self._written]
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Same as `wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:

@@ -1,11 +1,11 @@
-"""What a caller holds of a collective: its work and its future.
+"""The `Work` and future objects that a collective returns to its caller.
 
-Callbacks of a future keep their order, and its error reaches every reader.
+A future's callbacks keep their place in the order of collectives, and its error is raised for every
+reader.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,49 +14,48 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.compiler import not_compiled
-from kaitian_mpi.collectives.staging import ordered_devices, settle
+from kaitian_mpi.collectives.staging import ordered_devices, synchronize_streams
 from kaitian_mpi.errors import CollectiveError, RankLostError
-from kaitian_mpi.runtime.polling import nap
+from kaitian_mpi.runtime.polling import wait_until
 
 Callback = Callable[[Any], Any]
 
 
 class CallbackQueue(Protocol):
-    """What a future needs of whoever completes it."""
+    """The queue of the thread that completes a future."""
 
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
-        """Run `callback` after all that has been given, and before all that will be."""
+        """Run `callback` after everything queued so far, and before everything queued later."""
         ...
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """In the thread that would complete a future, go on with what is queued until it is."""
+        """If called in the thread that completes futures, run queued tasks until `done`."""
         ...
 
 
 @not_compiled
 class OrderedFuture(torch.futures.Future):
-    """A future whose Python callbacks take the place in the queue where they were attached.
+    """A future whose Python callbacks run in the queue's order, where they are attached.
 
-    A callback may ask for collectives. Whether a future is done when its callback is attached is a
-    matter of time, and another one on each rank: a callback that ran as soon as the future is done
-    would ask before a collective that the rank has given meanwhile here, and after it there. So
-    a callback waits for all collectives given before it was attached, and those given later wait
-    for it.
+    A callback may call collectives. Whether a future is done when a callback is attached depends on
+    timing, which differs between ranks: a callback that ran as soon as the future is done could
+    come before another collective on one rank and after it on another. So a callback runs after all
+    collectives called before it was attached, and before those called later.
     """
 
     def __init__(self, queue: CallbackQueue | None, tensors: list[torch.Tensor]) -> None:
-        """Make a future of what a collective writes.
+        """Create a future of a collective's result.
 
         Args:
-            queue: completes it; None for a message, beside which there is no order to keep.
-            tensors: what it will hold, for the streams of their devices.
+            queue: completes it; None for point-to-point messages, which have no order.
+            tensors: the result, for the streams of their devices.
         """
         super().__init__(devices=ordered_devices(tensors))
         self._queue = queue
         self._tensors = tensors
 
     def then(self, callback: Callback) -> torch.futures.Future:  # type: ignore[override]
-        """Return a future of what `callback` returns, when it is given this one."""
+        """Return a future of the result of `callback(self)`."""
         if self._queue is None or self.done():
             return super().then(callback)
         result = OrderedFuture(self._queue, self._tensors)
@@ -73,7 +72,7 @@ class OrderedFuture(torch.futures.Future):
         return result
 
     def add_done_callback(self, callback: Callback) -> None:
-        """Call `callback` with this future; what it raises is logged."""
+        """Call `callback` with this future when it is done; its exceptions are logged."""
         if self._queue is None or self.done():
             super().add_done_callback(callback)
         else:
@@ -82,24 +81,24 @@ class OrderedFuture(torch.futures.Future):
             self._queue.call_back(lambda: plain.set_result(None), self._tensors)
 
     def wait(self) -> Any:
-        """Block until it is done; return what it holds, or raise its error."""
+        """Block until it is done; return its value, or raise its error."""
         if self._queue is not None:
             self._queue.run_until(self.done)
         return super().wait()
 
     def fail(self, error: Exception) -> None:
-        """Complete it with an error, which everybody who waits for it or reads it gets."""
+        """Complete it with an error, raised for everyone who waits for it or reads it."""
         self._set_unwrap_func(_raise)
         self.set_result(Failure(error))
 
 
 class Failure:
-    """What a failed future holds.
+    """The value of a failed future.
 
-    `torch.futures.Future.set_exception` makes the exception the future's value, which Python
-    raises. DDP's reducer, in C++, looks for tensors in it and ends in a segmentation fault. It
-    looks by pickling it, or shows it as a string in an error of its own; here, both raise the
-    error.
+    `torch.futures.Future.set_exception` stores the exception itself as the value. Python raises it,
+    but DDP's C++ reducer searches it for tensors and ends in a segmentation fault. The reducer
+    pickles a value to search it, or converts it to a string for its own error message; this class
+    raises the error in both.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -128,7 +127,7 @@ def _raise(value: Any) -> None:
 
 @not_compiled
 class Finished(Work):
-    """A collective that is already done."""
+    """The work of a collective that is already done."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class Finished(Work):
         """Return None."""
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors the collective wrote."""
+        """Return the tensors that the collective wrote."""
         return self._result
 
     def synchronize(self) -> None:
@@ -163,26 +162,26 @@ class Finished(Work):
 
 @not_compiled
 class Queued(Work):
-    """A collective that another thread carries out."""
+    """The work of a collective that another thread executes."""
 
     def __init__(self, result: list[torch.Tensor], queue: CallbackQueue | None = None) -> None:
-        """Make it.
+        """Create it, with its future.
 
         Args:
-            result: the tensors it writes.
-            queue: what keeps the order of its future's callbacks; None where they have none.
+            result: the tensors that the collective writes.
+            queue: orders the callbacks of its future; None if they have no order.
         """
         super().__init__()
         self._result = result
         self._future = OrderedFuture(queue, result)
         self._error: Exception | None = None
-        self._is_watched = False
+        self._has_future_reader = False
         self._records: list[torch.futures.Future] = []
         self.is_error_seen = False
-        """Whether somebody has asked for its outcome."""
+        """Whether anyone has asked for the outcome."""
 
     def end_with(self, record: torch.autograd.profiler.record_function) -> None:
-        """End a profiler's record when it is done."""
+        """End a profiler's record when the collective is done."""
         end: torch.futures.Future = torch.futures.Future()
         record._call_end_callbacks_on_future(end)
         self._records.append(end)
@@ -190,26 +189,26 @@ class Queued(Work):
             self._end_records()
 
     def finish(self) -> None:
-        """Mark it done; on an accelerator, once the streams of this thread are."""
-        settle(self._result)
+        """Mark it done; on an accelerator, after the work on this thread's streams."""
+        synchronize_streams(self._result)
         self._complete(None)
 
     def fail(self, error: Exception, *, is_recorded: bool = False) -> None:
-        """Mark it failed, for `wait` and whoever has its future to raise.
+        """Mark it failed; `wait` and the future raise the error.
 
-        Where somebody has the future, and the loss of a rank `is_recorded` and will be asked for
-        before the result is used, the future is completed with whatever there is.
+        If the future was handed out and the loss of a rank `is_recorded`, to be checked before the
+        result is used, the future is instead completed with whatever the tensors contain.
         """
         self._error = error
-        passed_over = self._is_watched and is_recorded and isinstance(error, RankLostError)
-        self._complete(None if passed_over else error)
+        is_hidden = self._has_future_reader and is_recorded and isinstance(error, RankLostError)
+        self._complete(None if is_hidden else error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done.
 
         Raises:
-            CollectiveError: it failed, or was not done within `timeout`, after which it goes on.
-            Exception: as it was raised by the collective.
+            CollectiveError: it failed, or was not done within `timeout`; then it continues.
+            Exception: any other error that the collective raised.
         """
         if timeout:
             self._wait_at_most(timeout.total_seconds())
@@ -222,16 +221,16 @@ class Queued(Work):
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Return whether it is done."""
+        """Return whether it is done without an error."""
         return self._future.done() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return why it failed."""
+        """Return its error, or None."""
         self.is_error_seen = True
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors the collective writes."""
+        """Return the tensors that the collective writes."""
         return self._result
 
     def synchronize(self) -> None:
@@ -240,11 +239,11 @@ class Queued(Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the tensors."""
-        self._is_watched = self.is_error_seen = True
+        self._has_future_reader = self.is_error_seen = True
         return self._future
 
     def _complete(self, error: Exception | None) -> None:
-        # Before anybody goes on, so that a profile that ends now has it.
+        # Before any waiter continues, so that a profile that ends now includes it.
         self._end_records()
         if error is None:
             self._future.set_result(self._result)
@@ -260,9 +259,5 @@ class Queued(Work):
                 return
 
     def _wait_at_most(self, limit_sec: float) -> None:
-        began = time.perf_counter()
-        while not self._future.done():
-            waited = time.perf_counter() - began
-            if waited > limit_sec:
-                raise CollectiveError(f"Timed out after {limit_sec:g} s, waiting for a collective")
-            nap(waited)
+        if not wait_until(self._future.done, limit_sec):
+            raise CollectiveError(f"Timed out after {limit_sec:g} s, waiting for a collective")

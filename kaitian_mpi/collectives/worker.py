@@ -1,4 +1,4 @@
-"""The thread that carries out a process group's collectives, first in, first out."""
+"""The thread that executes a process group's collectives, first in, first out."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from kaitian_mpi.collectives.collective import Call
 from kaitian_mpi.collectives.staging import SideStreams, Streams, writing
 from kaitian_mpi.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback, write_labelled
 
-Call = Callable[[], None]
-
 _KEPT_WORKS = 16
 
-# What is wrong with the call itself, found before anything is sent.
-_REFUSALS = (UnsupportedError, TypeError, ValueError, NotImplementedError)
+# Errors in the call's own arguments, raised before anything is sent.
+_ARGUMENT_ERRORS = (UnsupportedError, TypeError, ValueError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -35,30 +34,30 @@ class _Task:
 
 
 class Worker:
-    """Runs tasks one after the other; in the caller's thread where it may, else in its own.
+    """Runs tasks one after the other; in the caller's thread if possible, else in its own.
 
-    After a failure the ranks no longer agree on what comes next, so all that follows fails with it.
-    An error in the worker's thread is for whoever waits for the collective.
+    After a failure the ranks no longer agree on the next collective, so all later ones fail as
+    well. An error in the worker's thread is raised where the collective is waited for.
     """
 
     def __init__(self, name: str, streams: SideStreams) -> None:
-        """Prepare; `streams` are where the thread works on tensors of an accelerator."""
+        """Start no thread yet; on an accelerator it works on `streams`."""
         self.broken: CollectiveError | None = None
-        """Why no more tasks can be carried out."""
+        """Why no more tasks can be executed; None if they can."""
         self.records_losses = False
-        """Whether somebody asks for `broken` before using what a future delivers."""
+        """Whether the caller checks `broken` before using a future's value."""
         self._streams = streams
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._waiting = 0
         self._count_lock = threading.Lock()
         self._name = name
-        # DDP's join keeps only the C++ half of the work of its one-element all_reduce, which then
-        # needs the Python half to live on.
+        # DDP's join keeps only the C++ half of the work of its one-element all_reduce, which still
+        # needs the Python half.
         self._kept: deque[Queued] = deque(maxlen=_KEPT_WORKS)
         self._failed: Queued | None = None
         self._thread: threading.Thread | None = None
-        # Of the worker's thread alone:
+        # Used by the worker's thread only:
         self._in_callback = False
         self._is_closing = False
 
@@ -70,23 +69,23 @@ class Worker:
         in_background: bool,
         tensors: Any = None,
     ) -> Work:
-        """Carry out a collective, after all those given before it.
+        """Execute a collective after all those started before it.
 
-        In a callback of a future it is carried out at once, in its thread: that is the callback's
-        place in the order (see `OrderedFuture`), the same on every rank.
+        In a callback of a future it is executed at once, in the callback's thread: that is the
+        callback's place in the order (see `OrderedFuture`), the same on every rank.
 
         Args:
-            name: the operation, for errors.
-            call: does it.
+            name: the operation, for error messages.
+            call: executes it.
             result: the tensors it writes.
-            in_background: False where the caller will wait for it anyway; it then runs in the
-                caller's own thread if nothing is queued, which saves two thread switches.
-            tensors: all that it works on, in lists and tuples of any depth; None for `result`.
+            in_background: False if the caller will wait for it anyway; it then runs in the caller's
+                own thread if nothing is queued, which saves two thread switches.
+            tensors: all tensors it uses, in lists and tuples of any depth; None for `result`.
 
         Raises:
             CollectiveError: it failed in the caller's thread, or the worker is broken.
         """
-        # Never in the worker's own thread: there it is its turn already.
+        # Never true in the worker's own thread, which already holds the lock.
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
             try:
                 self._attempt(name, call, result)
@@ -99,16 +98,16 @@ class Worker:
         return self._enqueue(name, call, result, tensors)
 
     def drain(self, name: str) -> None:
-        """Wait until all that has been given is done; in a callback of a future, for nothing.
+        """Wait until everything queued is done; in a callback of a future, do not wait.
 
         Raises:
-            CollectiveError: the worker is broken, so that no collective can follow.
+            CollectiveError: the worker is broken.
         """
         is_idle = self._waiting == 0 and not self._turn.locked()
         if not is_idle and not self._is_in_callback():
             self._enqueue(name, _nothing, [], None).wait()
         if self.broken is not None:
-            raise _refusal(name, self.broken)
+            raise _broken_error(name, self.broken)
 
     def run_beside(self, name: str, method: Callable[..., None], *arguments: Any) -> None:
         """Call `method` at once in the caller's thread, whatever is queued.
@@ -123,11 +122,11 @@ class Worker:
             raise
 
     def fail(self, error: CollectiveError) -> None:
-        """Let no more collectives follow: something else in the group has failed."""
+        """Make all later collectives fail: something else in the group has failed."""
         self.broken = self.broken or error
 
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
-        """Run `callback` after all that has been given, and before all that will be."""
+        """Run `callback` after everything queued so far, and before everything queued later."""
 
         def call() -> None:
             callback()
@@ -136,21 +135,23 @@ class Worker:
         self._put(_Task(call, self._streams.after_caller(tensors), is_callback=True))
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """In the worker's thread, where a callback waits, go on with what is queued until `done`.
+        """If called in the worker's thread, by a waiting callback, run queued tasks until `done`.
 
         Raises:
-            RuntimeError: nothing is queued any more: it waits for itself.
+            RuntimeError: the queue is empty, so the callback waits for itself.
         """
         if not self._is_own_thread():
             return
         while not done():
             task = self._next_queued()
             if task is None:
-                raise RuntimeError("a future's callback waits for its own end, or what follows it")
-            self._do(task)
+                raise RuntimeError(
+                    "a future's callback waits for itself, or for a collective that comes after it"
+                )
+            self._run_task(task)
 
     def close(self) -> None:
-        """Finish what is queued and end the thread; say what failed if nobody has asked for it."""
+        """Finish what is queued and end the thread; report an error that nobody has waited for."""
         if self._thread is not None:
             self._put(_Task(self._begin_closing, nullcontext()))
             self._thread.join()
@@ -170,11 +171,11 @@ class Worker:
         if sum(tensor.numel() for tensor in result) <= 1:
             self._kept.append(work)
 
-        def carry_out() -> None:
+        def execute() -> None:
             self._finish(work, self._error_of(name, call, result))
 
         streams = self._streams.after_caller(result if tensors is None else tensors)
-        self._put(_Task(carry_out, streams))
+        self._put(_Task(execute, streams))
         return work
 
     def _put(self, task: _Task) -> None:
@@ -198,18 +199,18 @@ class Worker:
             while not self._is_closing or not self._tasks.empty():
                 task = self._tasks.get()
                 with self._turn:
-                    self._do(task)
-        except BaseException:  # without this thread nobody's collectives would come any more
+                    self._run_task(task)
+        except BaseException:  # without this thread, all ranks would wait for its collectives
             abort_with_traceback("collectives failed:\n")
 
     def _next_queued(self) -> _Task | None:
-        """Return the next task without waiting for one; None if there is none."""
+        """Return the next task without waiting; None if there is none."""
         try:
             return self._tasks.get_nowait()
         except queue.Empty:
             return None
 
-    def _do(self, task: _Task) -> None:
+    def _run_task(self, task: _Task) -> None:
         outer, self._in_callback = self._in_callback, task.is_callback
         try:
             with task.streams:
@@ -234,7 +235,7 @@ class Worker:
 
     def _attempt(self, name: str, call: Call, result: list[torch.Tensor]) -> None:
         if self.broken is not None:
-            raise _refusal(name, self.broken)
+            raise _broken_error(name, self.broken)
         try:
             if (context := writing(result)) is None:
                 call()
@@ -246,7 +247,7 @@ class Worker:
             raise self.broken from None
         except Exception as error:
             self._check_for_loss(name, error)
-            if not isinstance(error, _REFUSALS):
+            if not isinstance(error, _ARGUMENT_ERRORS):
                 self.broken = CollectiveError(f"{name}: {type(error).__name__}: {error}")
             raise
 
@@ -257,7 +258,7 @@ class Worker:
             raise self.broken from None
 
 
-def _refusal(name: str, broken: CollectiveError) -> CollectiveError:
+def _broken_error(name: str, broken: CollectiveError) -> CollectiveError:
     return type(broken)(f"{name}: this process group failed before: {broken}")
 
 

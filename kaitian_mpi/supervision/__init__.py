@@ -1,1 +1,1 @@
-"""Starting a job again after a failure, without the hosts that are lost."""
+"""Restarts a job after a failure, without the hosts that are lost."""

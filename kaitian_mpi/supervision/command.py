@@ -1,4 +1,4 @@
-"""A command such as `mpirun -np 4 --hostfile hf kaitian-train …`, parsed and rewritten. Pure."""
+"""Parses and rewrites a command such as `mpirun -np 4 --hostfile hf kaitian-train …`. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HOSTFILES = ("hostfile", "machinefile", "default-hostfile", "f")
 HOST_LISTS = ("host", "hosts", "H")
 FOLDERS = ("wdir", "wd")
 PARAMETERS = ("mca", "gmca", "prtemca")
-# What else takes a value, so that the value is not taken for the program. The names are those of
-# Open MPI 4 and 5 and of MPICH's hydra, without their minuses: Open MPI takes one or two.
+# All options with a value, so that the value is not mistaken for the program. The names are those
+# of Open MPI 4 and 5 and of MPICH's hydra, without dashes: Open MPI accepts one or two.
 _ONE_VALUE = {
     *(*RANKS, *HOSTFILES, *HOST_LISTS, *FOLDERS),
-    *(  # noqa: SIM905  # they read best as a text
+    *(  # noqa: SIM905  # more readable as text
         "add-host add-hostfile app-pmix-prefix bind-to cpu-list cpu-set cpus-per-proc "
         "cpus-per-rank demux display dvm envlist forward-signals genvlist gpu-support iface "
         "keepalive launch-agent launcher launcher-exec map-by max-vm-size N npernode npersocket "
@@ -39,11 +39,11 @@ _TWO_VALUES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One option of mpirun with its values, or a word that is no option."""
+    """One option of mpirun with its values, or a word that is not an option."""
 
     words: tuple[str, ...]
     name: str = ""
-    """The option without its minuses; empty for other words."""
+    """The option without dashes; empty for other words."""
     values: tuple[str, ...] = ()
 
     def with_value(self, value: str) -> Part:
@@ -55,10 +55,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A launcher's command line in its parts."""
+    """A launcher's command line, split into parts."""
 
     parts: tuple[Part, ...]
-    """All before the arguments of kaitian-train, that program included."""
+    """Everything before the arguments of kaitian-train, including that program."""
     arguments: tuple[str, ...]
     """The arguments of kaitian-train."""
 
@@ -68,31 +68,31 @@ class Command:
         return [word for part in self.parts for word in part.words] + list(self.arguments)
 
     def values(self, names: Sequence[str]) -> list[str]:
-        """Return the first value of every option that has one of these names, in their order."""
+        """Return the first value of every option with one of these names, in command order."""
         return [part.values[0] for part in self.parts if part.name in names]
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks mpirun is asked for; the first counts. None where it decides itself."""
+        """The number of ranks in the first such option; None if mpirun decides itself."""
         numbers = self.values(RANKS)
         return int(numbers[0]) if numbers and numbers[0].isdecimal() else None
 
     def with_ranks(self, ranks: int) -> Command:
-        """Return the command with another number of ranks, where it gives one."""
+        """Return the command with another number of ranks, if it has such an option."""
         return self.replaced(RANKS, [str(ranks)])
 
     def parameter(self, names: Sequence[str]) -> str:
-        """Return the last value of an MCA parameter that has one of these names, or nothing."""
+        """Return the last value of an MCA parameter with one of these names; empty if not given."""
         pairs = [part.values for part in self.parts if part.name in PARAMETERS]
         return next((pair[-1] for pair in reversed(pairs) if pair[0] in names), "")
 
     def replaced(self, names: Sequence[str], values: Sequence[str]) -> Command:
-        """Return the command with other values for the options of these names.
+        """Return the command with new values for the options with these names.
 
         Args:
-            names: which options.
-            values: the new values in the order of the options; an option without one, or with an
-                empty one, is left out.
+            names: the options' names.
+            values: the new values, in the order of the options; an option without a value, or with
+                an empty one, is removed.
         """
         left = iter(values)
         parts = []
@@ -105,25 +105,25 @@ class Command:
 
 
 def parse_command(words: Sequence[str]) -> Command:
-    """Take a command line apart.
+    """Parse a command line.
 
     Raises:
-        UserError: its last program is not kaitian-train, or it has several.
+        UserError: its program is not kaitian-train, or it has several programs.
     """
-    # mpirun may stand behind `nice` or `env`, and may be missing in a job of one rank.
+    # mpirun may come after `nice` or `env`, and may be missing in a job of one rank.
     names = [PurePath(word).name.split(".")[0] for word in words]
     begin = next((n for n, name in enumerate(names, 1) if name in _LAUNCHERS), 0)
     parts = [Part((word,)) for word in words[:begin]]
     position = begin
     while begin and position < len(words) and words[position].startswith("-"):
-        taken = tuple(words[position : position + 1 + _values_behind(words[position])])
+        taken = tuple(words[position : position + 1 + _values_after(words[position])])
         parts.append(_option(taken))
         position += len(taken)
     end = _program_end(words, position)
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
-            "found ':' in the command, needed one program for all ranks; start them all by one "
+            "found ':' in the command, needed one program for all ranks; start them all with one "
             f"mpirun … {PROGRAM} …"
         )
     return Command(parts=tuple(parts), arguments=tuple(words[end:]))
@@ -148,8 +148,8 @@ def _option(taken: tuple[str, ...]) -> Part:
     return Part(taken, flag.lstrip("-"), values or ("",))
 
 
-def _values_behind(word: str) -> int:
-    """Return how many of the words behind an option are its values."""
+def _values_after(word: str) -> int:
+    """Return how many of the words after an option are its values."""
     flag, equals, _ = word.partition("=")
     name = flag.lstrip("-")
     if name in _TWO_VALUES:

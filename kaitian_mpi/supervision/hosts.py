@@ -1,14 +1,14 @@
-"""The hosts of a job, as mpirun's hostfiles and host lists name them. Pure text, no effects.
+"""Parses and edits mpirun's hostfiles and host lists. Pure.
 
-The rules are those of Open MPI 5 (PRRTE), seen by `mpirun --do-not-launch --display allocation`:
+The rules are those of Open MPI 5 (PRRTE), shown by `mpirun --do-not-launch --display allocation`:
 
-- a hostfile's `host slots=4` gives 4 slots; a host that stands on n lines without slots has n; one
-  that stands on a single line without slots has as many as it has cores, which only it knows;
+- a hostfile's `host slots=4` gives 4 slots; a host on n lines without slots has n; a host on a
+  single line without slots has as many as cores, which only the host itself knows;
 - `--host a:2,b` gives a 2 slots and b one; repeated entries and options add up;
-- with both, `--host` chooses among the hostfile's hosts, which keep their order, and its slots
-  count.
+- with both, `--host` selects from the hostfile's hosts, which keep their order, and its slots
+  apply.
 
-`host:4` in a hostfile is MPICH's way (hydra) to say `slots=4`.
+`host:4` in a hostfile is MPICH's (hydra's) syntax for `slots=4`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from kaitian_mpi.errors import UserError
 
-# A name never begins with a minus sign: ssh would take it for an option.
+# A name never starts with a dash: ssh would mistake it for an option.
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _ENTRY = re.compile(rf"(?:(?P<user>{_NAME})@)?(?P<name>{_NAME})(?::(?P<slots>\d{{1,6}}|\*|auto))?")
 _SETTING = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
@@ -33,15 +33,15 @@ class Host:
 
     name: str
     slots: int | None = None
-    """Ranks that mpirun starts there at most; None for as many as the host has cores."""
+    """The most ranks that mpirun starts there; None for as many as the host has cores."""
     user: str = ""
-    """Whom to log in as; empty for what ssh chooses."""
+    """The user to log in as; empty for ssh's default."""
     port: int = 0
-    """Port of its ssh server; 0 for what ssh chooses."""
+    """The port of its ssh server; 0 for ssh's default."""
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
-    """Read a hostfile's content, each host once, in the order of their first lines.
+    """Parse a hostfile's content; each host once, in the order of their first lines.
 
     Raises:
         UserError: a line does not start with a host name.
@@ -51,10 +51,10 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
 
 
 def parse_host_list(text: str) -> tuple[Host, ...]:
-    """Read the value of `--host`, such as `node-a:2,node-b`.
+    """Parse the value of `--host`, such as `node-a:2,node-b`.
 
     Raises:
-        UserError: an entry is not a host's name.
+        UserError: an entry is not a host name.
     """
     entries = []
     for word in text.split(","):
@@ -64,7 +64,7 @@ def parse_host_list(text: str) -> tuple[Host, ...]:
 
 
 def choose(from_files: Sequence[Host], from_list: Sequence[Host]) -> tuple[Host, ...]:
-    """Return the hosts that mpirun uses, given those of its hostfiles and of its `--host`."""
+    """Return the hosts that mpirun uses, given those of its hostfiles and its `--host`."""
     if not (from_files and from_list):
         return tuple(from_files or from_list)
     slots = {host.name: host.slots for host in from_list}
@@ -79,13 +79,13 @@ def hostfile_without(text: str, lost: Collection[str]) -> str:
 
 
 def host_list_without(text: str, lost: Collection[str]) -> str:
-    """Return a value of `--host` without some hosts; empty where none is left."""
+    """Return a value of `--host` without some hosts; empty if none is left."""
     words = [word.strip() for word in text.split(",")]
     return ",".join(word for word in words if _read_entry(word, "").name not in lost)
 
 
 def _read_line(line: str, place: str) -> Host | None:
-    """Return the host of a line; None for one that is empty or a comment."""
+    """Return a line's host; None for an empty line or a comment."""
     content = _COMMENT.sub("", line).strip()
     if not content:
         return None
@@ -107,7 +107,7 @@ def _read_entry(word: str, place: str) -> Host:
     match = _ENTRY.fullmatch(word)
     if match is None:
         raise UserError(
-            f"{place}: found {word!r}, needed a host's name of letters, digits, dots, minuses and "
+            f"{place}: found {word!r}, needed a host name of letters, digits, dots, dashes and "
             "underscores, such as node-a or user@node-a; correct it"
         )
     slots = match["slots"]
@@ -119,7 +119,7 @@ def _read_entry(word: str, place: str) -> Host:
 
 
 def _add_up(entries: Iterable[Host]) -> tuple[Host, ...]:
-    """Bring each host's entries together: in a repeated one, no slots means one slot."""
+    """Merge each host's entries; in repeated entries, no slots means one slot."""
     hosts: dict[str, Host] = {}
     for entry in entries:
         known = hosts.get(entry.name)

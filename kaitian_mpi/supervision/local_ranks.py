@@ -1,4 +1,4 @@
-"""Whether a launcher has ranks on this machine, from /proc."""
+"""Finds out from /proc whether a launcher has ranks on this machine."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
-# Open MPI's and MPICH's name for a rank's number: only their ranks have it.
-_MARKS = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+# The variables of Open MPI and MPICH with a rank's number, which only ranks have.
+_RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
 
 def has_local_ranks(launcher: int) -> bool:
-    """Return whether a process has a rank below it; False where that cannot be seen.
+    """Return whether a process has a rank among its descendants; False if that is not visible.
 
     Args:
-        launcher: the process's id.
+        launcher: the process id.
     """
     return any(_is_rank(process) for process in _descendants(launcher))
 
 
 def _descendants(process: int) -> Iterator[int]:
     try:
-        # A child belongs to the thread that has started it.
+        # /proc lists a child under the thread that started it.
         lists = [file.read_text() for file in (_PROC / str(process)).glob("task/*/children")]
-    except OSError:  # it has just ended
+    except OSError:  # it has just exited
         return
     for child in map(int, " ".join(lists).split()):
         yield child
@@ -31,9 +31,9 @@ def _descendants(process: int) -> Iterator[int]:
 
 
 def _is_rank(process: int) -> bool:
-    """Return whether a process is a rank, or of a rank; one that has ended is none."""
+    """Return whether a process is a rank or a rank's child; False if it has exited."""
     try:
         variables = (_PROC / str(process) / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(variable.startswith(_MARKS) for variable in variables)
+    return any(variable.startswith(_RANK_VARIABLES) for variable in variables)

@@ -1,4 +1,4 @@
-"""Which hosts answer: asked through the agent by which mpirun reaches them."""
+"""Probes which hosts answer, by the same remote agent that mpirun uses."""
 
 from __future__ import annotations
 
@@ -21,82 +21,83 @@ from kaitian_mpi.supervision.hosts import Host
 _PARAMETERS = ("plm_ssh_agent", "plm_rsh_agent")  # the second one is Open MPI 4's
 _PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
 _POLL_SEC = 0.02
-_LEAST_PATIENCE_SEC = 2.0
-_TIMES_SLOWEST = 4
+_MIN_WAIT_SEC = 2.0
+_SLOWEST_FACTOR = 4
 NO_ANSWER = 255
-"""What ssh ends with when it cannot reach a host."""
+"""The exit code of ssh if it cannot reach a host."""
 _ANY_PORT = 9  # nothing is sent
 
 
 def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:
-    """Return the words of the agent that mpirun logs in with: the first alternative there is.
+    """Return the command of the agent that mpirun uses: the first alternative that exists.
 
     Args:
-        command: its MCA parameters go before the environment's, as for mpirun.
+        command: its MCA parameters take precedence over the environment's, as for mpirun.
         environ: the environment.
     """
     variables = [prefix + name for prefix in _PREFIXES for name in _PARAMETERS]
     chosen = command.parameter(_PARAMETERS) or next(filter(None, map(environ.get, variables)), "")
     alternatives = [shlex.split(words) for words in chosen.split(":")]
-    there = [words for words in alternatives if words and shutil.which(words[0])]
-    return there[0] if there else ["ssh"]
+    installed = [words for words in alternatives if words and shutil.which(words[0])]
+    return installed[0] if installed else ["ssh"]
 
 
 def probe_command(
-    agent: Sequence[str], host: Host, seconds: float, asked: Sequence[str] = ("true",)
+    agent: Sequence[str], host: Host, seconds: float, remote: Sequence[str] = ("true",)
 ) -> list[str]:
-    """Return the words that run a command on a host, `true` by default."""
+    """Return the command that runs a remote command on a host, by default `true`."""
     words = list(agent)
     if PurePath(agent[0]).name == "ssh":
-        # Never prompt: nobody may be there to answer.
+        # Never prompt: there may be no user to answer.
         words += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={math.ceil(seconds)}"]
         words += ["-p", str(host.port)] if host.port else []
-    return [*words, f"{host.user}@{host.name}" if host.user else host.name, *asked]
+    return [*words, f"{host.user}@{host.name}" if host.user else host.name, *remote]
 
 
 def lost_hosts(agent: Sequence[str], hosts: Sequence[Host], seconds: float) -> frozenset[str]:
-    """Return the names of the hosts that do not answer, as `run_on` finds out."""
+    """Return the names of the hosts on which `run_on` fails."""
     return frozenset(name for name, code in run_on(agent, hosts, ["true"], seconds).items() if code)
 
 
 def run_on(
     agent: Sequence[str], hosts: Sequence[Host], words: Sequence[str], seconds: float
 ) -> dict[str, int]:
-    """Run a command on hosts, on all at once, and return its exit codes by the hosts' names.
+    """Run a command on all these hosts at once; return its exit codes by host name.
 
     Args:
-        agent: as `find_agent`.
-        hosts: where.
-        words: the command, of words that a remote shell may read.
-        seconds: how long an answer may take. Once others have answered, four times as long as the
-            slowest of them is enough, if that is more than 2 s.
+        agent: the result of `find_agent`.
+        hosts: the hosts.
+        words: the command; its words are interpreted by a remote shell.
+        seconds: how long an answer may take. Once some hosts have answered, the others get four
+            times as long as the slowest of them, at least 2 s.
 
     Returns:
-        `NO_ANSWER` for a host that cannot be reached. Nothing at all where there is no agent: then
-        mpirun has other ways, and nobody can be asked.
+        `NO_ANSWER` for a host that cannot be reached. Empty if there is no agent: then mpirun
+        reaches the hosts in another way.
     """
     if shutil.which(agent[0]) is None:
         return {}
     began = time.monotonic()
-    asked = {host.name: _ask(probe_command(agent, host, seconds, words)) for host in hosts}
+    probes = {host.name: _start_probe(probe_command(agent, host, seconds, words)) for host in hosts}
     waited = slowest = 0.0
-    waiting = set(asked)
-    while waiting and waited < min(seconds, _patience(slowest)):
+    waiting = set(probes)
+    # Not `polling.wait_until`: the limit changes with each answer.
+    while waiting and waited < min(seconds, _max_wait(slowest)):
         time.sleep(_POLL_SEC)
         waited = time.monotonic() - began
-        for name in [name for name in waiting if asked[name].poll() is not None]:
+        for name in [name for name in waiting if probes[name].poll() is not None]:
             waiting.remove(name)
-            if asked[name].returncode != NO_ANSWER:
+            if probes[name].returncode != NO_ANSWER:
                 slowest = waited
-    codes = {name: process.poll() for name, process in asked.items()}
-    for process in asked.values():
+    codes = {name: process.poll() for name, process in probes.items()}
+    for process in probes.values():
         _end(process)
     return {name: NO_ANSWER if code is None else code for name, code in codes.items()}
 
 
-def _patience(slowest_sec: float) -> float:
-    """Return how many seconds to wait for those that have not answered, by those that have."""
-    return max(_LEAST_PATIENCE_SEC, _TIMES_SLOWEST * slowest_sec) if slowest_sec else math.inf
+def _max_wait(slowest_sec: float) -> float:
+    """Return how many seconds to wait in total, given the slowest answer so far."""
+    return max(_MIN_WAIT_SEC, _SLOWEST_FACTOR * slowest_sec) if slowest_sec else math.inf
 
 
 def is_local(name: str) -> bool:
@@ -112,7 +113,7 @@ def is_local(name: str) -> bool:
 
 
 def _is_own_address(family: int, address: tuple[Any, ...]) -> bool:
-    """Return whether the route to an address begins at that address; sends nothing."""
+    """Return whether the route to an address starts at that address; sends nothing."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
@@ -121,9 +122,9 @@ def _is_own_address(family: int, address: tuple[Any, ...]) -> bool:
         return False
 
 
-def _ask(words: Sequence[str]) -> subprocess.Popen[bytes]:
-    # A session of its own: no terminal to ask for a password on, and one signal ends all of it.
-    return subprocess.Popen(  # noqa: S603 (a list of words, the host's name among them checked)
+def _start_probe(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    # In its own session: no terminal to prompt for a password, and one signal ends all of it.
+    return subprocess.Popen(  # noqa: S603 (a list of words; the host name in it is checked)
         words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

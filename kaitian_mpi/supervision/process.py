@@ -1,4 +1,4 @@
-"""mpirun as a child process, and the signals that the supervisor receives meanwhile."""
+"""Runs mpirun as a child process, and handles the supervisor's signals meanwhile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from typing import Any
 from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.folders import MEMORY
+from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervision.hosts import Host
-from kaitian_mpi.supervision.job_marks import environment, ranks_live_on, remove_snapshots
+from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks, remove_snapshots
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.probe import lost_hosts
 from kaitian_mpi.supervision.starts import Job, list_names
@@ -26,54 +27,54 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
-# Open MPI's mpirun asks a silent host after 3 s, and gives it up after 3 s more without an answer;
-# its own default is 8 minutes. What the user has set stays.
+# With these, Open MPI's mpirun probes a silent host after 3 s and considers it lost after 3 s more;
+# its own default is 8 minutes. Values set by the user take precedence.
 _NOTICE_DEAD_HOSTS = {
     "PRTE_MCA_oob_tcp_keepalive_time": "3",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
     "PRTE_MCA_oob_tcp_keepalive_probes": "3",
 }
-_PASSED_ON = (*_STOPS, signal.SIGUSR1)
+_FORWARDED = (*_STOPS, signal.SIGUSR1)
 _POLL_SEC = 0.1
-_LOOK_SEC = 0.5
+_CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
-_MOST_PATIENCE_SEC = 60.0
+_MAX_HANG_SEC = 60.0
 _BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 
 class Machine:
-    """The effects of a supervisor: it runs commands, waits, probes hosts and logs.
+    """The real `Effects` of a supervisor: runs commands, waits, probes hosts and logs.
 
-    As a context manager it handles signals: SIGINT and SIGTERM are passed on to the running
-    command and remembered in `stopped`, SIGUSR1 is passed on.
+    As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
+    and recorded in `stopped`; SIGUSR1 is forwarded.
     """
 
     def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
-        """Do nothing yet.
+        """Store the settings.
 
         Args:
-            job: whose ranks are marked, and whose hosts are asked.
-            agent: as `probe.find_agent`.
+            job: the job.
+            agent: the result of `probe.find_agent`.
             probe_sec: how long a host's answer may take.
-            hang_sec: how long mpirun may go on after its ranks on this machine, if there are none
-                on others; 0 for ever.
+            hang_sec: how long mpirun may keep running after its ranks on this machine have ended,
+                if there are none on others; 0 for no limit.
         """
         self.stopped = 0
-        """The signal that asked to stop; 0 for none."""
+        """The signal that requested a stop; 0 for none."""
         self._job = job
         self._agent = agent
         self._probe_sec = probe_sec
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
-        self._said_living = False
-        self._missed = 0  # a signal to stop from while there was no child
+        self._reported_remote = False
+        self._missed = 0  # a stop signal received while there was no child
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
-        """Install the handlers, except for signals that our parent has set to be ignored."""
-        for number in _PASSED_ON:
+        """Install the handlers, except for signals that are ignored already."""
+        for number in _FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._pass_on)
+                self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(
@@ -89,9 +90,9 @@ class Machine:
     def run(self, words: Sequence[str]) -> int:
         """Run a command to its end and return its exit code, 128 + n after signal n.
 
-        It gets a process group of its own, so that a Ctrl-C reaches it once, from us: Open MPI
-        takes a second one as the wish to drop everything. It would have no say over the terminal
-        in there, so its stdin is empty.
+        It gets its own process group, so that it receives a Ctrl-C only once, from us: on a second
+        one, Open MPI ends at once. It could not read from the terminal there, so its stdin is
+        empty.
 
         Raises:
             UserError: it cannot be started.
@@ -100,8 +101,8 @@ class Machine:
         parent = os.getpid()
 
         def die_with_parent() -> None:
-            # Only the child itself can ask for this, between fork and exec, hence the hook; it is
-            # safe in a process without threads. After a SIGKILL to us mpirun ends its ranks.
+            # Must be called in the child, between fork and exec, hence preexec_fn, which is safe in
+            # a process without threads. So mpirun ends its ranks after a SIGKILL to us.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
@@ -127,39 +128,39 @@ class Machine:
         return code if code >= 0 else 128 - code
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for the command's end; end it where it hangs.
+        """Wait for the command to end; end it if it hangs.
 
         When the link to a host is down, mpirun waits for that host even after all its other ranks
-        have ended, and after a SIGTERM as well. It can be seen only where ranks run beside mpirun.
-        A job that lives on without those is left alone.
+        have ended, and even after a SIGTERM. This can be detected only if mpirun has ranks on its
+        own machine. A job that continues without those is not ended.
         """
-        patience, alive_at = self._hang_sec, None
+        limit_sec, alive_at = self._hang_sec, None
         while True:
             with suppress(subprocess.TimeoutExpired):
-                return child.wait(_LOOK_SEC)
+                return child.wait(_CHECK_SEC)
             if has_local_ranks(child.pid):
                 alive_at = time.monotonic()
-            elif patience and alive_at and time.monotonic() - alive_at > patience:
-                if not self._lives_elsewhere():
+            elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
+                if not self._continues_elsewhere():
                     return self._end_hanging(child)
-                alive_at, patience = time.monotonic(), min(2 * patience, _MOST_PATIENCE_SEC)
+                alive_at, limit_sec = time.monotonic(), min(2 * limit_sec, _MAX_HANG_SEC)
 
-    def _lives_elsewhere(self) -> bool:
-        """Return whether ranks on other hosts continue without those of this machine."""
+    def _continues_elsewhere(self) -> bool:
+        """Return whether ranks on other hosts continue without those on this machine."""
         job = self._job
         if not job.survives:
             return False
         if not job.hosts and any(name in os.environ for name in _BATCH_SYSTEMS):
             return True  # only the batch system knows the hosts
-        living = ranks_live_on(self._agent, job.remote, job, self._probe_sec)
-        if living and not self._said_living:
-            self._said_living = True
-            names = list_names(sorted(living))
-            self.say(f"no rank is left on this machine; the job continues on {names}")
-        return bool(living)
+        hosts = hosts_with_ranks(self._agent, job.remote, job, self._probe_sec)
+        if hosts and not self._reported_remote:
+            self._reported_remote = True
+            names = list_names(sorted(hosts))
+            self.report(f"no rank is left on this machine; the job continues on {names}")
+        return bool(hosts)
 
     def _end_hanging(self, child: subprocess.Popen[bytes]) -> int:
-        self.say(
+        self.report(
             "mpirun is still waiting after its ranks on this machine have ended; terminating it"
         )
         child.terminate()
@@ -172,7 +173,7 @@ class Machine:
         """Write this machine's snapshot to disk, if it is newer than the checkpoints there.
 
         Returns:
-            Whether nothing is in memory that the disk has not.
+            Whether the disk has everything that is in memory.
         """
         if not any(MEMORY.glob(f"kaitian-{self._job.snapshots}-*")):
             return True
@@ -181,7 +182,7 @@ class Machine:
         try:
             return save_snapshot(self._job.snapshots, self._job.folder, self._job.keep_checkpoints)
         except (OSError, UserError) as error:
-            self.say(f"the snapshot in memory could not be written to disk: {error}")
+            self.report(f"the snapshot in memory could not be written to disk: {error}")
             return False
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
@@ -189,24 +190,22 @@ class Machine:
         return remove_snapshots(self._agent, hosts, self._job, self._probe_sec)
 
     def pause(self, seconds: float) -> None:
-        """Wait, but not for longer than until a signal asks to stop."""
-        ends_at = time.monotonic() + seconds
-        while not self.stopped and time.monotonic() < ends_at:
-            time.sleep(_POLL_SEC)
+        """Wait, at most until a signal requests a stop."""
+        wait_until(lambda: bool(self.stopped), seconds, _POLL_SEC)
 
     def now(self) -> float:
-        """Return the seconds of a clock that only goes forward."""
+        """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
     def lost(self, hosts: Sequence[Host]) -> frozenset[str]:
         """Return the names of the hosts that do not answer."""
         return lost_hosts(self._agent, hosts, self._probe_sec)
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Log a line."""
         _log.info("%s", text)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         if number in _STOPS:
             self.stopped = self.stopped or number
         if self._child is not None:

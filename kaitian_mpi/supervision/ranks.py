@@ -1,8 +1,8 @@
-"""Which ranks a job keeps when it continues without a host. Pure.
+"""Which ranks a job keeps when it is restarted without a host. Pure.
 
-mpirun is assumed to place ranks as it does by default, by slot: it fills the first host's slots,
-then the second's, in the order of the hostfile. With another mapping (`--map-by node`) an emulated
-device may stand on another host than before; a job on real devices does not notice.
+mpirun is assumed to map ranks by slot, its default: it fills the first host's slots, then the
+second's, in the order of the hostfile. With another mapping (`--map-by node`) an emulated device
+may be on another host than before; jobs on real devices are not affected.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ def total_slots(hosts: Sequence[Host]) -> int | None:
 
 
 def fewer_ranks(ranks: int | None, left: Sequence[Host]) -> int | None:
-    """Return how many ranks to ask mpirun for on the hosts that are left.
+    """Return the number of ranks to start on the hosts that are left.
 
     Args:
-        ranks: how many were asked for; None for as many as there are slots.
+        ranks: the number the user asked for; None for as many as there are slots.
         left: the hosts that are left.
 
     Returns:
-        As many as were asked for where a host's slots are not known.
+        At most the number of slots; `ranks` if a host's slots are not known.
     """
     slots = total_slots(left)
     return ranks if ranks is None or slots is None else min(ranks, slots)
 
 
 def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Return each rank's host; where there are more ranks than slots, in further rounds."""
+    """Return each rank's host; if there are more ranks than slots, hosts are filled again."""
     placed: list[str] = []
     while len(placed) < ranks:
         before = len(placed)
@@ -46,18 +46,18 @@ def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
 
 
 def kept_ranks(placed: Sequence[str], lost: Collection[str], ranks: int) -> list[int]:
-    """Return the rank that each rank of the smaller job was before, in their order.
+    """Return, for each rank of the smaller job, its rank in the whole job, in ascending order.
 
-    Where the job was smaller than its hosts, ranks of a lost host move to slots that were free.
+    If the whole job had free slots, ranks of a lost host move to those.
 
     Args:
-        placed: each rank's host, in the whole job.
-        lost: hosts that are lost.
+        placed: each rank's host in the whole job.
+        lost: the lost hosts.
         ranks: the size of the smaller job.
     """
-    safe = [rank for rank, host in enumerate(placed) if host not in lost]
-    homeless = [rank for rank, host in enumerate(placed) if host in lost]
-    return sorted(safe[:ranks] + homeless[: max(0, ranks - len(safe))])
+    surviving = [rank for rank, host in enumerate(placed) if host not in lost]
+    unplaced = [rank for rank, host in enumerate(placed) if host in lost]
+    return sorted(surviving[:ranks] + unplaced[: max(0, ranks - len(surviving))])
 
 
 def kinds_of(text: str, kept: Sequence[int], ranks: int) -> str:
@@ -65,8 +65,8 @@ def kinds_of(text: str, kept: Sequence[int], ranks: int) -> str:
 
     Args:
         text: the flag's value for the whole job.
-        kept: as `kept_ranks`.
-        ranks: the size of the whole job; a list of another length is left as it is.
+        kept: the result of `kept_ranks`.
+        ranks: the size of the whole job; a list of another length is returned unchanged.
     """
     labels = text.split(",")
     return ",".join(labels[rank] for rank in kept) if len(labels) == ranks else text
@@ -77,7 +77,7 @@ def slowdowns_of(text: str, kept: Sequence[int]) -> str:
 
     Args:
         text: the flag's value for the whole job.
-        kept: as `kept_ranks`.
+        kept: the result of `kept_ranks`.
     """
     numbers = {str(old): new for new, old in enumerate(kept)}
     entries = [entry.strip().partition(":") for entry in text.split(",")]

@@ -1,4 +1,4 @@
-"""What the run folder says about a job: whether it has finished, and whether it makes progress."""
+"""Reads from the run folder whether a job has finished, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kaitian_mpi.training.summary import NAME, Summary
 
 @dataclass(frozen=True)
 class RunState:
-    """A job as its folder shows it at one moment."""
+    """A job's state at one moment, read from its run folder."""
 
     finished: bool = False
     steps: int = 0
-    """Steps that the summary counts."""
+    """Steps according to the summary."""
     metrics_bytes: int = 0
-    """Size of the file that gets a line every few steps, in every start."""
+    """Size of metrics.jsonl, which grows every few steps."""
 
     confirmed_at: int = field(default=0, compare=False)
-    """When the summary was last confirmed, in nanoseconds; 0 where there is none."""
+    """When the summary was last written or confirmed, in nanoseconds; 0 if there is none."""
 
     @property
     def trained(self) -> bool:
-        """Whether any step has been trained, in whichever start."""
+        """Whether any step has been trained, in any start."""
         return self.steps > 0 or self.metrics_bytes > 0
 
     def has_finished_since(self, before: RunState) -> bool:
-        """Return whether the job has said since that it is finished; it may have been before."""
+        """Return whether the job has reported since then that it is finished."""
         return self.finished and (not before.finished or self.confirmed_at != before.confirmed_at)
 
     def is_beyond(self, before: RunState) -> bool:
-        """Return whether steps have been trained since; a start may begin with older ones."""
+        """Return whether steps have been trained since then."""
         return self.steps > before.steps or self.metrics_bytes > before.metrics_bytes
 
 
 def read_state(folder: Path) -> RunState:
-    """Read a run folder; nothing is known of one that is missing or unreadable."""
+    """Read a run folder; return the default state if it is missing or unreadable."""
     summary = Summary.from_json(read_json(folder / NAME))
     confirmed, metrics = _stat(folder / NAME), _stat(folder / "metrics.jsonl")
     return RunState(

@@ -1,4 +1,4 @@
-"""What a start of the job looks like, given the hosts that are lost. Pure."""
+"""Plans a start of the job, given the hosts that are lost. Pure."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from kaitian_mpi.supervision.ranks import (
     total_slots,
 )
 
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as its user asked for it."""
+    """A job as given on the command line."""
 
     command: Command
     hosts: tuple[Host, ...]
-    """The hosts that mpirun uses; none where it finds them elsewhere, or uses this one only."""
+    """The hosts in hostfiles and host lists; empty if there are none, e.g. under a batch system."""
     local: frozenset[str] = frozenset()
-    """Names of those that are this machine, which needs no asking."""
+    """The names in `hosts` of this machine, which is not probed."""
     hostfiles: Mapping[str, str]
     """The content of each hostfile, by the path in the command."""
     run_dir: str
     """The run folder as passed to kaitian-train."""
     folder: Path
-    """The run folder as it is seen from here."""
+    """The path of the run folder for this process."""
     snapshots: str
-    """Under which name hosts keep snapshots in memory from one start to the next."""
-    mark: str = ""
-    """Marks the environment of this job's ranks, to tell them from those of other jobs."""
+    """The name under which hosts keep snapshots in memory between starts."""
+    job_id: str = ""
+    """Set in the environment of this job's ranks, to distinguish them from other jobs'."""
     keep_checkpoints: int = 1
     emulate_kinds: str = ""
     emulate_slowdown: str = ""
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks the job has with all hosts; None where that cannot be known."""
+        """The number of ranks of the job with all hosts; None if unknown."""
         return self.command.ranks or (total_slots(self.hosts) if self.hosts else None)
 
     @property
@@ -61,11 +61,11 @@ class Job:
 
     @property
     def remote(self) -> list[Host]:
-        """The hosts that can be lost."""
+        """The hosts other than this machine, which can be lost."""
         return [host for host in self.hosts if host.name not in self.local]
 
     def left(self, lost: Set[str]) -> list[Host]:
-        """Return the hosts that can still take a rank, without those that are lost."""
+        """Return the hosts that can still run ranks, without the lost ones."""
         return [host for host in self.hosts if host.name not in lost and host.slots != 0]
 
 
@@ -76,28 +76,28 @@ class Start:
     words: list[str]
     """The command."""
     hostfile: str = ""
-    """What the hostfile that the command names must hold; empty where it names the user's."""
+    """The content of the new hostfile in the command; empty if it uses the user's hostfiles."""
     shape: str
-    """How many ranks there are, and on which hosts."""
+    """The number of ranks and the hosts, for messages."""
 
 
 def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
-    """Return how to start the job without the hosts that are lost.
+    """Plan a start of the job without the lost hosts.
 
     Args:
         job: the job.
-        lost: names of hosts; at least one other must be left.
-        trained: whether steps have been trained that the job can go on from.
-        new_hostfile: where the hostfile without those hosts will be.
+        lost: names of the lost hosts; at least one other must be left.
+        trained: whether steps have been trained from which the job can resume.
+        new_hostfile: the path for a hostfile without the lost hosts.
     """
     command, hostfile, ranks = job.command, "", job.ranks
-    fitting: list[str] = []
+    adapted: list[str] = []
     if lost:
         left = job.left(lost)
         ranks = fewer_ranks(job.ranks, left)
         command, hostfile = _without(job, lost, new_hostfile, ranks)
-        fitting = _fitting_flags(job, lost, ranks)
-    own = [*fitting, f"--run-dir={job.run_dir}"]
+        adapted = _adapted_flags(job, lost, ranks)
+    own = [*adapted, f"--run-dir={job.run_dir}"]
     # A user's --resume says where the job starts, not where it resumes after a failure.
     if trained or not _is_given("--resume", command.arguments):
         own += ["--resume=auto"]
@@ -105,7 +105,7 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
 
 
 def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> tuple[Command, str]:
-    """Return the command without some hosts, and the hostfile that it needs."""
+    """Return the command without some hosts, and the content of the hostfile it needs."""
     command = job.command
     hostfile = "".join(hostfile_without(text, lost) for text in job.hostfiles.values())
     if hostfile:
@@ -117,10 +117,10 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
     return command, hostfile
 
 
-def _fitting_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
-    """Return the flags that go by ranks, as they suit the smaller job.
+def _adapted_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
+    """Return the flags that depend on the ranks, adapted to the smaller job.
 
-    Spares take the places of the ranks that are lost, as far as there are any.
+    Spares replace the lost ranks, as far as there are any.
     """
     if job.ranks is None or ranks is None:
         return []
@@ -147,6 +147,6 @@ def _shape(job: Job, lost: Set[str], ranks: int | None) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names in one line, the first few of many."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    """Join names in one line; of many, only the first few."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

@@ -1,4 +1,4 @@
-"""Start a job, and restart it after failures until its summary says that it has finished."""
+"""Starts a job, and restarts it after failures until its summary says that it has finished."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kaitian_mpi.supervision.starts import Job, Start, list_names, plan_start
 _USER_ERROR = UserError.exit_code
 _DISK_FULL = StorageError.exit_code
 _QUICK_SEC = 5.0
-_MOST_QUICK = 2
+_MAX_QUICK = 2
 _PAUSE_SEC = 5.0
 
 
 class Effects(Protocol):
-    """The supervisor's effects; `process.Machine` is the real implementation."""
+    """The supervisor's side effects; `process.Machine` is the real implementation."""
 
     stopped: int
+    """The signal that requested a stop; 0 for none."""
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command to its end and return its exit code."""
@@ -49,7 +50,7 @@ class Effects(Protocol):
         """Remove the job's snapshots here and on hosts; return those that do not answer."""
         ...
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Log a line."""
         ...
 
@@ -57,20 +58,20 @@ class Effects(Protocol):
 def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
     """Run a job to its end.
 
-    mpirun's exit code proves nothing: it is 0 when a host was lost. What counts is `finished` in
-    the job's `summary.json`, written by this start: a run that has finished already is started
-    once, since the command may ask for more. A mistake in the command line is not retried, nor
-    a start that failed at once twice, nor one whose results cannot be written. Snapshots in the
+    mpirun's exit code is not reliable: it is 0 when a host was lost. Only `finished` in the job's
+    `summary.json`, written by this start, counts: a run that has finished before is started once,
+    because the command may ask for more training. Not retried are a mistake in the command line, a
+    job that failed immediately twice, and one whose results cannot be written. Snapshots in the
     hosts' memory are removed at the end, if the disk has their content.
 
     Args:
         job: the job.
-        effects: what runs commands and probes hosts.
-        max_restarts: how many times to restart it at most.
+        effects: runs commands and probes hosts.
+        max_restarts: how many times to restart the job at most.
 
     Returns:
-        The exit code: 0 where the job has finished, 128 + n after signal n, 2 after a user's
-        mistake, 74 where the disk is full, else mpirun's last one, or 1 in the place of its 0.
+        The exit code: 0 if the job has finished, 128 + n after signal n, 2 after a usage error, 74
+        if the results cannot be written, else mpirun's last one, or 1 instead of its 0.
 
     Raises:
         UserError: the command cannot be started.
@@ -86,15 +87,15 @@ def supervise(job: Job, effects: Effects, max_restarts: int) -> int:
 class _Supervisor:
     """The state between the starts of one job."""
 
-    def __init__(self, job: Job, effects: Effects, most_starts: int) -> None:
+    def __init__(self, job: Job, effects: Effects, max_starts: int) -> None:
         self._job = job
         self._effects = effects
-        self._most_starts = most_starts
+        self._max_starts = max_starts
         self._before = read_state(job.folder)
         self._lost: frozenset[str] = frozenset()
         self._ever_lost: frozenset[str] = frozenset()
         self._idle = 0  # consecutive starts without progress
-        self._quick = 0  # consecutive starts on the same hosts that failed at once
+        self._quick = 0  # consecutive starts on the same hosts that failed immediately
 
     def run(self) -> int:
         number = 1
@@ -105,22 +106,22 @@ class _Supervisor:
             if self._effects.stopped:
                 return self._end_by_signal()
             if state.has_finished_since(before):
-                self._effects.say(f"finished after {_count(number, 'start')}")
+                self._effects.report(f"finished after {_count(number, 'start')}")
                 return 0
             if code == _USER_ERROR and not state.is_beyond(before):
                 return code
             if code == _DISK_FULL:
-                self._effects.say(f"not started again: {self._job.folder} cannot be written")
+                self._effects.report(f"not started again: {self._job.folder} cannot be written")
                 return code
-            if number == self._most_starts or self._quick == _MOST_QUICK:
+            if number == self._max_starts or self._quick == _MAX_QUICK:
                 return self._give_up(number, code)
-            self._effects.say(f"mpirun ended with code {code}, and the job is not finished")
+            self._effects.report(f"mpirun ended with code {code}, and the job is not finished")
             if not self._prepare_restart():
                 return self._end_by_signal() if self._effects.stopped else 1
             number += 1
 
     def clean_up(self, code: int) -> None:
-        """Remove from the hosts' memory what is no longer needed.
+        """Remove snapshots that are no longer needed from the hosts' memory.
 
         A run that has finished removes its snapshots itself, where it can.
         """
@@ -128,16 +129,16 @@ class _Supervisor:
         if not job.owns_snapshots:
             return
         if code and not effects.save_snapshot():
-            effects.say(
+            effects.report(
                 f"the newest state is still in memory ({MEMORY}): make room on the disk, and run "
                 f"the same command with --run-dir {job.run_dir} --resume auto "
                 f"--snapshots {job.snapshots}"
             )
             return
         hosts = [host for host in job.remote if code or host.name in self._ever_lost]
-        if silent := effects.remove_snapshots(hosts):
-            effects.say(
-                f"{MEMORY}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(silent))}"
+        if missed := effects.remove_snapshots(hosts):
+            effects.report(
+                f"{MEMORY}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(missed))}"
             )
 
     def _start(self, number: int, before: RunState) -> int:
@@ -148,30 +149,30 @@ class _Supervisor:
         trained = before.trained and before != self._before
         start = plan_start(job, self._lost, trained, str(new_hostfile))
         _write_hostfile(new_hostfile, start)
-        why = f"{self._name_lost()}; " if self._lost else ""
-        effects.say(f"start {number} of {self._most_starts}: {why}{start.shape}")
+        reason = f"{self._name_lost()}; " if self._lost else ""
+        effects.report(f"start {number} of {self._max_starts}: {reason}{start.shape}")
         began = effects.now()
         code = effects.run(start.words)
-        self._judge(before, effects.now() - began)
+        self._record_progress(before, effects.now() - began)
         return code
 
-    def _judge(self, before: RunState, seconds: float) -> None:
+    def _record_progress(self, before: RunState, seconds: float) -> None:
         idle = not read_state(self._job.folder).is_beyond(before)
         self._idle = self._idle + 1 if idle else 0
         self._quick = self._quick + 1 if idle and seconds < _QUICK_SEC else 0
 
     def _prepare_restart(self) -> bool:
-        """Find out which hosts are lost; return whether to start again."""
+        """Probe the hosts; return whether to restart the job."""
         job, effects = self._job, self._effects
         before = self._lost
         if job.remote:
-            # All of them, lost ones included: one may be back.
+            # All of them, including lost ones, which may be back.
             self._lost = effects.lost(job.remote)
             self._ever_lost |= self._lost
         if self._lost != before:
             self._quick = 0  # the next start uses other hosts
         if self._lost and not job.left(self._lost):
-            effects.say(f"{self._name_lost()}; no host is left")
+            effects.report(f"{self._name_lost()}; no host is left")
             return False
         if self._idle > 1 and not effects.stopped:
             effects.pause(_PAUSE_SEC)
@@ -184,19 +185,19 @@ class _Supervisor:
         return f"hosts {list_names(names)} do not answer"
 
     def _give_up(self, number: int, code: int) -> int:
-        why = (
-            " (the last two failed at once, on the same hosts)"
-            if self._quick == _MOST_QUICK
+        reason = (
+            " (the last two failed immediately, on the same hosts)"
+            if self._quick == _MAX_QUICK
             else ""
         )
-        self._effects.say(
-            f"gave up after {_count(number, 'start')}{why}; the last exit code of mpirun was {code}"
+        self._effects.report(
+            f"gave up after {_count(number, 'start')}{reason}; mpirun's last exit code was {code}"
         )
         return code or 1
 
     def _end_by_signal(self) -> int:
         number = self._effects.stopped
-        self._effects.say(f"ended by {signal.Signals(number).name}; not started again")
+        self._effects.report(f"ended by {signal.Signals(number).name}; not started again")
         return 128 + number
 
 

@@ -38,7 +38,7 @@ class Library:
     def group_for(self, dtypes, op):
         return self if set(dtypes) == {torch.float32} else None
 
-    def has_in_place(self, _):
+    def can_use_in_place(self, _):
         return self.in_place
 
     def start(self, _):

@@ -170,7 +170,7 @@ def test_a_receive_cancelled_by_destroying_its_group_fails(world, last):
     assert time.monotonic() - began < 4  # less than the grace for a message in flight
     assert work.is_completed()
     assert not work.is_success()
-    with pytest.raises(CollectiveError, match=r"^the group ended while it waited for a message"):
+    with pytest.raises(CollectiveError, match=r"^the group ended while waiting for a message"):
         work.wait()
 
 

@@ -31,7 +31,7 @@ class World:
         self.runs = list(runs)
         self.stopped = 0
         self.clock = 0.0
-        self.commands, self.asked, self.pauses, self.said = [], [], [], []
+        self.commands, self.probed, self.pauses, self.reports = [], [], [], []
         self.saves, self.removed = [], []
         self.disk_is_full = False
 
@@ -55,7 +55,7 @@ class World:
         return self.clock
 
     def lost(self, hosts):
-        self.asked.append([host.name for host in hosts])
+        self.probed.append([host.name for host in hosts])
         return frozenset(self.last.lost)
 
     def save_snapshot(self):
@@ -66,8 +66,8 @@ class World:
         self.removed.append([host.name for host in hosts])
         return frozenset(self.last.lost) & {host.name for host in hosts}
 
-    def say(self, text):
-        self.said.append(text)
+    def report(self, text):
+        self.reports.append(text)
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def hosts_of(world):
 def test_a_job_that_finishes_runs_once(folder):
     code, world = outcome(folder, Run(0, step=10, finished=True))
     assert code == 0
-    assert world.asked == []
-    assert world.said == ["start 1 of 4: 4 ranks on a, b, c", "finished after 1 start"]
+    assert world.probed == []
+    assert world.reports == ["start 1 of 4: 4 ranks on a, b, c", "finished after 1 start"]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_a_finished_run_is_started_as_the_command_may_ask_for_more(folder, runs,
     os.utime(folder / "summary.json", (1, 1))
     found, world = outcome(folder, *runs)
     assert found == code
-    assert ("finished after" in world.said[-1]) == (code == 0)
+    assert ("finished after" in world.reports[-1]) == (code == 0)
 
 
 def test_the_summary_decides_and_not_mpiruns_exit_code(folder):
     code, world = outcome(folder, Run(0, step=5), Run(3, step=10, finished=True), hosts="")
     assert code == 0
-    assert world.said[1:] == [
+    assert world.reports[1:] == [
         "mpirun ended with code 0, and the job is not finished",
         "start 2 of 4: 4 ranks",
         "finished after 2 starts",
@@ -146,9 +146,9 @@ def test_a_lost_host_is_excluded_until_it_returns(folder):
     assert code == 0
     assert hosts_of(world) == ["a:2,b,c", "a:2,c", "a:2", "a:2,b,c"]
     assert [words[words.index("-np") + 1] for words in world.commands] == ["4", "3", "2", "4"]
-    assert world.asked == [["b", "c"]] * 3  # a is this machine
+    assert world.probed == [["b", "c"]] * 3  # a is this machine
     assert world.pauses == []
-    assert [line for line in world.said if line.startswith("start")] == [
+    assert [line for line in world.reports if line.startswith("start")] == [
         "start 1 of 4: 4 ranks on a, b, c",
         "start 2 of 4: host b does not answer; 3 ranks on a, c",
         "start 3 of 4: hosts b, c do not answer; 2 ranks on a",
@@ -165,7 +165,7 @@ def test_every_start_uses_the_same_run_folder(folder):
 def test_no_hosts_left(folder):
     code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
     assert code == 1
-    assert world.said[-2] == "hosts b, c do not answer; no host is left"
+    assert world.reports[-2] == "hosts b, c do not answer; no host is left"
 
 
 @pytest.mark.parametrize(("last", "code"), [(7, 7), (0, 1), (137, 137), (2, 2)])
@@ -173,7 +173,7 @@ def test_restarts_are_limited(folder, last, code):
     runs = [Run(1, step=1), Run(1, step=2), Run(last, step=3)]
     found, world = outcome(folder, *runs, max_restarts=2)
     assert found == code
-    assert world.said[-1] == f"gave up after 3 starts; the last exit code of mpirun was {last}"
+    assert world.reports[-1] == f"gave up after 3 starts; mpirun's last exit code was {last}"
 
 
 def test_a_full_disk_does_not_cause_a_restart(folder):
@@ -181,7 +181,7 @@ def test_a_full_disk_does_not_cause_a_restart(folder):
     world.disk_is_full = True
     assert supervise(make_job(folder), world, 3) == 74
     assert len(world.commands) == 1
-    assert world.said[1:] == [
+    assert world.reports[1:] == [
         f"not started again: {folder} cannot be written",
         "the newest state is still in memory (/dev/shm): make room on the disk, and run the same "
         f"command with --run-dir {folder} --resume auto --snapshots beef",
@@ -223,7 +223,7 @@ def test_snapshots_are_removed_if_the_command_cannot_be_started(folder):
 
 def test_hosts_that_may_still_hold_a_snapshot_are_logged(folder):
     _, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
-    assert world.said[-1] == "/dev/shm/kaitian-beef-* may be left on b, c"
+    assert world.reports[-1] == "/dev/shm/kaitian-beef-* may be left on b, c"
 
 
 def test_user_named_snapshots_are_not_removed(folder):
@@ -235,14 +235,14 @@ def test_user_named_snapshots_are_not_removed(folder):
 def test_max_restarts_0_starts_once(folder):
     code, world = outcome(folder, Run(1, step=1), max_restarts=0)
     assert code == 1
-    assert world.said[-1] == "gave up after 1 start; the last exit code of mpirun was 1"
-    assert world.asked == []
+    assert world.reports[-1] == "gave up after 1 start; mpirun's last exit code was 1"
+    assert world.probed == []
 
 
 def test_a_user_error_is_passed_on(folder):
     code, world = outcome(folder, Run(2, seconds=1))
     assert code == 2
-    assert world.said == ["start 1 of 4: 4 ranks on a, b, c"]
+    assert world.reports == ["start 1 of 4: 4 ranks on a, b, c"]
 
 
 def test_code_2_during_training_is_a_failure_like_others(folder):
@@ -254,9 +254,9 @@ def test_code_2_during_training_is_a_failure_like_others(folder):
 def test_two_immediate_failures_are_permanent(folder):
     code, world = outcome(folder, Run(9, seconds=1), Run(9, seconds=4))
     assert code == 9
-    assert world.said[-1] == (
-        "gave up after 2 starts (the last two failed at once, on the same hosts); "
-        "the last exit code of mpirun was 9"
+    assert world.reports[-1] == (
+        "gave up after 2 starts (the last two failed immediately, on the same hosts); "
+        "mpirun's last exit code was 9"
     )
 
 
@@ -292,8 +292,8 @@ def test_only_consecutive_starts_without_progress_are_delayed(folder):
 def test_a_signal_ends_the_loop(folder, number):
     code, world = outcome(folder, Run(1, step=3, signal=number))
     assert code == 128 + number
-    assert world.said[-1] == f"ended by {number.name}; not started again"
-    assert world.asked == []
+    assert world.reports[-1] == f"ended by {number.name}; not started again"
+    assert world.probed == []
 
 
 @pytest.mark.parametrize("moment", ["lost", "pause"])

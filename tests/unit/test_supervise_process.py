@@ -15,7 +15,7 @@ import pytest
 
 from kaitian_mpi.supervision.command import parse_command
 from kaitian_mpi.supervision.hosts import Host
-from kaitian_mpi.supervision.job_marks import environment, ranks_live_on
+from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks
 from kaitian_mpi.supervision.starts import Job
 
 LONGEST_SEC = 30
@@ -256,14 +256,14 @@ def test_a_job_with_live_ranks_on_other_hosts_is_not_terminated(place, options, 
     assert (question in asked) == (not is_ended)
 
 
-def test_ranks_are_found_by_their_job_mark(tmp_path):
+def test_ranks_are_found_by_their_job_id(tmp_path):
     """Runs the command for remote hosts in a local shell."""
     (tmp_path / "agent").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     (tmp_path / "agent").chmod(0o755)
     words = parse_command(["kaitian-train"])
     job = Job(command=words, hosts=(), hostfiles={}, run_dir="", folder=tmp_path, snapshots="a")
-    job = replace(job, mark=os.urandom(8).hex())
-    ask = partial(ranks_live_on, [str(tmp_path / "agent")], [Host(name="here")], job, 20.0)
+    job = replace(job, job_id=os.urandom(8).hex())
+    ask = partial(hosts_with_ranks, [str(tmp_path / "agent")], [Host(name="here")], job, 20.0)
     assert ask() == frozenset()
     rank = subprocess.Popen(["sleep", "60"], env={**os.environ, **environment(job)})
     assert ask() == {"here"}
@@ -309,7 +309,7 @@ def test_the_command_has_no_terminal(place):
         ([], ["kaitian-train", "--epochs", "0"], "--epochs: found 0, needed a whole number"),
         ([], ["kaitian-train", "--wrong"], "unrecognized arguments: --wrong; see kaitian-train"),
         ([], ["--hostfile", "no", "kaitian-train"], "no: found no hostfile, needed a file"),
-        ([], ["--host", "a,-oX", "kaitian-train"], "--host: found '-oX', needed a host's name"),
+        ([], ["--host", "a,-oX", "kaitian-train"], "--host: found '-oX', needed a host name"),
         (["--max-restarts", "-1"], ["kaitian-train"], "--max-restarts: found -1, needed 0 or more"),
         (["--probe-seconds", "nan"], ["kaitian-train"], "--probe-seconds: found nan, needed more"),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from kaitian_mpi.supervision.command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.supervision.hosts import Host, choose, parse_host_list, parse_hostfile
-from kaitian_mpi.supervision.job_marks import environment
+from kaitian_mpi.supervision.job_environment import environment
 from kaitian_mpi.supervision.ranks import (
     fewer_ranks,
     kept_ranks,

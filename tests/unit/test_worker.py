@@ -82,7 +82,7 @@ def test_a_callback_that_waits_for_itself_gets_an_error(queue):
     futures = []
     futures.append(queue.held.get_future().then(lambda _: futures[0].wait()))
     queue.let_go()
-    with pytest.raises(RuntimeError, match="waits for its own end"):
+    with pytest.raises(RuntimeError, match="callback waits for itself"):
         futures[0].wait()
 
 

@@ -1,7 +1,8 @@
-"""What marks the ranks of a supervised job, on whatever host, and the snapshots that they keep.
+"""Identifies a supervised job's ranks and snapshots, on all hosts.
 
-Both go by the environment, which only the user can read, and not by a command line. Open MPI hands
-variables that begin with OMPI_ to the ranks of all hosts; other launchers hand on all there are.
+The identifiers are passed in the environment, which only the user can read, not on a command line.
+Open MPI forwards variables that start with OMPI_ to the ranks on all hosts; other launchers forward
+all variables.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from kaitian_mpi.supervision.starts import Job
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Return the variables that the ranks of a job get."""
-    return {VARIABLE: job.snapshots, SUPERVISED: job.mark}
+    """Return the environment variables for a job's ranks."""
+    return {VARIABLE: job.snapshots, SUPERVISED: job.job_id}
 
 
-def ranks_live_on(
+def hosts_with_ranks(
     agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
 ) -> frozenset[str]:
-    """Return the names of the hosts that have a rank of the job, of those that answer."""
-    words = ["grep", "-qs", f"{SUPERVISED}={job.mark}", "/proc/[0-9]*/environ"]
+    """Return the names of the hosts that answer and have a rank of the job."""
+    words = ["grep", "-qs", f"{SUPERVISED}={job.job_id}", "/proc/[0-9]*/environ"]
     codes = run_on(agent, hosts, words, seconds)
     return frozenset(name for name, code in codes.items() if code == 0)
 
