@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.checkpoint.policy import SnapshotFiles
-from kaitian_mpi.output.folders import MEMORY
+from kaitian_mpi.output.folders import SHM
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> bool:
         OSError: the snapshot could not be written.
         UserError: other users can access the snapshot's folder.
     """
-    found = [SnapshotFiles(path).newest_good() for path in MEMORY.glob(f"kaitian-{name}-*")]
+    found = [SnapshotFiles(path).newest_good() for path in SHM.glob(f"kaitian-{name}-*")]
     snapshots = [snapshot for snapshot in found if snapshot is not None]
     if not snapshots:
         return True

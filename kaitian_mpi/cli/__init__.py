@@ -1,1 +1,1 @@
-"""The commands."""
+"""The command-line programs: one module per command."""

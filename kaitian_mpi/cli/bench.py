@@ -1,4 +1,4 @@
-"""`kaitian-bench`: what each device is worth to a job, measured under mpirun."""
+"""`kaitian-bench`: measures under mpirun what each device adds to a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parser made from the fields of a config."""
+"""Builds argument parsers from the fields of `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SECTIONS = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser that raises `UserError` instead of printing its usage and leaving."""
+    """An argparse parser that raises `UserError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the fault as a `UserError`."""
+        """Raise the error as a `UserError`."""
         raise UserError(f"{message}; see {self.prog} --help")
 
 
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **default
     """Add the flags of some fields of `TrainConfig`, in sections.
 
     Args:
-        parser: where to add them.
+        parser: the parser to add them to.
         names: the fields.
         defaults: defaults that differ from the config's.
     """
@@ -66,19 +66,19 @@ def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **default
 
 
 def config_of(chosen: argparse.Namespace, names: Collection[str]) -> TrainConfig:
-    """Return the config that was chosen by these flags; the other fields keep their defaults.
+    """Return the config given by these flags; other fields keep their defaults.
 
     Raises:
-        UserError: a value is wrong.
+        UserError: a value is invalid.
     """
     return TrainConfig(**{name: getattr(chosen, name) for name in names})
 
 
 def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
-    """Turn command-line arguments into a config.
+    """Parse command-line arguments into a config.
 
     Raises:
-        UserError: an argument is unknown or wrong.
+        UserError: an argument is unknown or invalid.
     """
     return TrainConfig(**vars(make_parser(program).parse_args(arguments)))
 

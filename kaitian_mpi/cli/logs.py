@@ -1,4 +1,4 @@
-"""Where log messages of the package go: configured here and nowhere else."""
+"""Configures the package's logging; no other module does."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _PACKAGE = "kaitian_mpi"
 
 
 class _Formatter(logging.Formatter):
-    """Puts a prefix before each message, and the level's name before those that are warnings."""
+    """Adds a prefix to each message, and the level's name unless it is INFO."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a line, or several where the message has a traceback."""
+        """Return the message as a line, or several lines if it has a traceback."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         return f"{self._prefix} {level}{super().format(record)}"
 
@@ -34,7 +34,7 @@ def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
     handler.setFormatter(_Formatter(prefix))
     logger = logging.getLogger(_PACKAGE)
     logger.handlers[:] = [handler]
-    logger.propagate = False  # a script's own configuration would show each message again
+    logger.propagate = False  # otherwise a script's own configuration would repeat each message
     lowest = logging.getLevelNamesMapping()[level.upper()]
     logger.setLevel(max(lowest, logging.WARNING) if rank and level == "info" else lowest)
-    logging.raiseExceptions = False  # a terminal that has gone away must not end a job
+    logging.raiseExceptions = False  # a closed terminal must not end a job

@@ -1,4 +1,4 @@
-"""`kaitian-plan`: forecast a bigger job on paper, from what `kaitian-bench` measured."""
+"""`kaitian-plan`: forecasts a larger job from the measurements of `kaitian-bench`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import save_json
 
 PROGRAM = "kaitian-plan"
-MOST_RANKS = 100_000
+MAX_RANKS = 100_000
 _WIDTH = 110
-_MOST_NOTES = 8
+_MAX_NOTES = 8
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = OneLineParser(
         prog=PROGRAM,
-        description="Forecast the speed of a bigger job, and which devices are worth having in "
-        "it, from what kaitian-bench --json measured. Needs neither MPI nor the devices.",
+        description="Forecast the speed of a larger job, and which devices are worth having in "
+        "it, from the measurements of kaitian-bench --json. Needs neither MPI nor the devices.",
         epilog=f"example: {PROGRAM} bench.json --world 8xcuda,16xmlu,32xcpu",
         allow_abbrev=False,
     )
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--world",
         required=True,
         metavar="LIST",
-        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {MOST_RANKS:,} in total",
+        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {MAX_RANKS:,} in total",
     )
     parser.add_argument(
         "--global-batch-size",
@@ -76,14 +76,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job on paper."""
+    """A job that is forecast."""
 
     bench: Bench
     world: dict[str, int]
     """Ranks of each kind."""
     global_batch_size: int
     batch_origin: str
-    """Where the global batch comes from."""
+    """How the global batch size was chosen, for the output."""
     subsets: SubsetForecasts
 
 
@@ -92,17 +92,17 @@ def plan_job(path: Path, world_text: str, global_batch_size: int | None) -> Job:
 
     Args:
         path: the benchmark's file.
-        world_text: as `parse_world`.
-        global_batch_size: samples per step; None for the benchmark's, in proportion to the ranks.
+        world_text: as for `parse_world`.
+        global_batch_size: samples per step; None for the benchmark's, scaled with the ranks.
 
     Raises:
-        UserError: an argument or the file is wrong.
+        UserError: an argument or the file is invalid.
     """
     world = parse_world(world_text)
     if global_batch_size is not None and not 1 <= global_batch_size <= MAX_SAMPLES:
         raise UserError(
             f"--global-batch-size: found {global_batch_size}, needed 1 to {MAX_SAMPLES}; "
-            "correct it or leave it out"
+            "correct it or omit it"
         )
     bench = read_bench(path)
     cohorts = scale_cohorts(bench.cohorts(), world)
@@ -125,10 +125,10 @@ def plan_job(path: Path, world_text: str, global_batch_size: int | None) -> Job:
 
 
 def parse_world(text: str) -> dict[str, int]:
-    """Turn `8xcuda,32xcpu` into ranks of each kind.
+    """Parse `8xcuda,32xcpu` into the number of ranks of each kind.
 
     Raises:
-        UserError: the text has another form, a kind twice, or too many ranks.
+        UserError: the text is malformed, names a kind twice, or has too many ranks.
     """
     world: dict[str, int] = {}
     for part in text.split(","):
@@ -142,9 +142,9 @@ def parse_world(text: str) -> dict[str, int]:
         if kind in world:
             raise UserError(f"--world: found {kind} twice, needed each kind once; add them up")
         world[kind] = int(match[1])
-    if sum(world.values()) > MOST_RANKS:
+    if sum(world.values()) > MAX_RANKS:
         raise UserError(
-            f"--world: found {sum(world.values()):,} ranks, needed {MOST_RANKS:,} at most; ask for "
+            f"--world: found {sum(world.values()):,} ranks, needed {MAX_RANKS:,} at most; ask for "
             "fewer"
         )
     return world
@@ -152,22 +152,22 @@ def parse_world(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class KindRow:
-    """What one kind's ranks do in a step."""
+    """The forecast for one kind's ranks, per step."""
 
     kind: str
     ranks: int
     idle: int
-    """Ranks without a sample."""
+    """The number of ranks without samples."""
     least: int
-    """Samples of the rank with the fewest."""
+    """The fewest samples of any of these ranks."""
     most: int
-    """Samples of the rank with the most."""
+    """The most samples of any of these ranks."""
     compute_sec: float
-    """The slowest one's."""
+    """Compute time of the slowest of these ranks."""
 
 
 def kind_rows(whole: Forecast) -> list[KindRow]:
-    """Sum a forecast up by kind."""
+    """Summarize a forecast by kind."""
     rows = []
     for kind in dict.fromkeys(share.cohort.kind for share in whole.shares):
         shares = [share for share in whole.shares if share.cohort.kind == kind]
@@ -187,7 +187,7 @@ def kind_rows(whole: Forecast) -> list[KindRow]:
 def show(job: Job) -> None:
     """Print the forecast."""
     whole = job.subsets.whole
-    # Plain text: names from the file are no markup, and a log file has no colours.
+    # Plain text: names from the file must not be parsed as markup, and log files have no colors.
     console = Console(
         width=_WIDTH,
         force_terminal=False,
@@ -218,7 +218,7 @@ def show(job: Job) -> None:
 
 
 def to_json(job: Job) -> dict[str, Any]:
-    """Return the forecast for other programs."""
+    """Return the forecast as the content of the --json file."""
     subsets = job.subsets
     return {
         "version": 1,
@@ -280,13 +280,13 @@ def _kind_table(rows: Sequence[KindRow], ranks: int) -> Table:
 
 
 def _advice(subsets: SubsetForecasts) -> list[str]:
-    """Return each kind's worth, the best choice of kinds, and what was guessed."""
+    """Return lines on each kind's worth, the best choice of kinds, and the guesses."""
     best = subsets.forecasts[subsets.best]
     lines = [f"{kind}: {subsets.worth(kind)}" for kind in subsets.kinds]
     lines.append(f"best: {' + '.join(subsets.best)}, {format_rate(best.samples_per_sec)} samples/s")
-    lines += [f"note: {note}" for note in subsets.notes[:_MOST_NOTES]]
-    if len(subsets.notes) > _MOST_NOTES:
-        lines.append(f"note: {len(subsets.notes) - _MOST_NOTES} more guesses are in the JSON")
+    lines += [f"note: {note}" for note in subsets.notes[:_MAX_NOTES]]
+    if len(subsets.notes) > _MAX_NOTES:
+        lines.append(f"note: {len(subsets.notes) - _MAX_NOTES} more guesses are in the JSON")
     return lines
 
 

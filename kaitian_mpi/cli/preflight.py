@@ -1,4 +1,4 @@
-"""Checks that need neither torch nor a device, so that common mistakes are reported at once."""
+"""Checks before torch is loaded, so that common mistakes are reported immediately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
     """Check a config against the number of ranks and the files on each host. Collective.
 
     Raises:
-        AgreedError: a value does not suit the number of ranks, or a folder is missing on a host.
+        AgreedError: a value does not match the number of ranks, or a folder is missing on a host.
     """
     with agree_on_errors(comm):
         parse_kinds(config.emulate_kinds, comm.size)
@@ -39,7 +39,7 @@ def _check_data_dir(folder: str, dataset: str) -> None:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
             f"--data-dir: found no folder {folder}, needed the one that holds the "
-            f"files of --dataset {dataset}; name it as this host has it"
+            f"files of --dataset {dataset}; give the path on this host"
         ) from error
     except OSError as error:
         raise UserError(
@@ -48,11 +48,11 @@ def _check_data_dir(folder: str, dataset: str) -> None:
 
 
 def check_file_can_be_written(flag: str, path: str) -> None:
-    """Check that a file can be written before the work whose result it will hold.
+    """Check that a file can be written, before the work whose result it will contain.
 
     Args:
-        flag: the command-line flag, for the error's text.
-        path: the file; it need not be there, and is not changed.
+        flag: the command-line flag, for error messages.
+        path: the file; it need not exist, and is not changed.
 
     Raises:
         UserError: it cannot be written.
@@ -60,7 +60,7 @@ def check_file_can_be_written(flag: str, path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise UserError(
-            f"{flag} {path}: found no folder {folder}, needed one that exists; make it, or name "
+            f"{flag} {path}: found no folder {folder}, needed one that exists; create it, or name "
             "another"
         )
     is_new = not os.path.lexists(path)
@@ -82,6 +82,6 @@ def _check_spares(spares: int, ranks: int) -> None:
         )
     if not ulfm.is_enabled():
         raise UserError(
-            "--spares: found fault tolerance off, so that no rank can be replaced; start the job "
+            "--spares: fault tolerance is off, so no rank can be replaced; start the job "
             "with mpirun --with-ft ulfm"
         )

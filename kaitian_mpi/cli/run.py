@@ -1,4 +1,4 @@
-"""`kaitian-run script.py args…`: torchrun's counterpart under mpirun, for unlike devices."""
+"""`kaitian-run script.py args…`: torchrun's counterpart under mpirun, for mixed devices."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, ru
     """Set the variables that torchrun sets; MASTER_ADDR and MASTER_PORT given by the user stay.
 
     Args:
-        environ: where to set them.
+        environ: the environment to change.
         rank: this rank.
         hosts: every rank's host.
-        port: one that is free on rank 0's host.
-        run_id: the job's name, the same on every rank.
+        port: a free port on rank 0's host.
+        run_id: the job's id, the same on every rank.
     """
     launch = read_launch(environ)
     size, names = str(len(hosts)), list(dict.fromkeys(hosts))
@@ -105,25 +105,25 @@ def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, ru
     environ["GROUP_WORLD_SIZE"] = str(len(names))
     environ["ROLE_NAME"] = "default"
     environ["ROLE_RANK"], environ["ROLE_WORLD_SIZE"] = str(rank), size
-    # Frameworks that see the first of these do not start ranks themselves.
+    # Frameworks that find the first of these do not start processes themselves.
     environ["TORCHELASTIC_RUN_ID"] = run_id
     environ["TORCHELASTIC_RESTART_COUNT"] = environ["TORCHELASTIC_MAX_RESTARTS"] = "0"
     # torchrun's own process serves the store at MASTER_PORT; here rank 0 must.
     environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    one_host = launch.local_size == len(hosts)  # whose name may resolve to nothing
+    one_host = launch.local_size == len(hosts)  # its name may not resolve
     environ.setdefault("MASTER_ADDR", "localhost" if one_host else hosts[0])
     environ.setdefault("MASTER_PORT", str(port))
 
 
 def free_port() -> int:
-    """Return a port of this host that is free at the moment; it is not kept open."""
+    """Return a port that is currently free on this host; it is not reserved."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script as `python script args…` would; `sys.exit()` and `sys.exit(0)` are success."""
+    """Run a script like `python script args…`; `sys.exit()` and `sys.exit(0)` mean success."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

@@ -1,4 +1,4 @@
-"""`kaitian-supervise`: keep a job running when a host is lost."""
+"""`kaitian-supervise`: restarts a job when a host is lost."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kaitian_mpi.supervision.starts import Job
 from kaitian_mpi.supervision.supervisor import supervise
 
 PROGRAM = "kaitian-supervise"
-_MOST_SECONDS = 86_400
-_MOST_RESTARTS = 1_000_000
+_MAX_SECONDS = 86_400
+_MAX_RESTARTS = 1_000_000
 
 
 def main() -> None:
@@ -95,30 +95,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Turn command-line arguments into options.
+    """Parse command-line arguments into options.
 
     Raises:
-        UserError: an option is unknown or wrong.
+        UserError: an option is unknown or invalid.
     """
     options = make_parser().parse_args(arguments)
     if options.command[:1] == ["--"]:
         del options.command[0]
     if options.command and options.command[0].startswith("-"):
         raise UserError(f"unrecognized arguments: {options.command[0]}; see {PROGRAM} --help")
-    if not 0 <= options.max_restarts <= _MOST_RESTARTS:
+    if not 0 <= options.max_restarts <= _MAX_RESTARTS:
         raise UserError(
             f"--max-restarts: found {options.max_restarts}, needed 0 or more, and at most "
-            f"{_MOST_RESTARTS}"
+            f"{_MAX_RESTARTS}"
         )
-    if not 0 < options.probe_seconds <= _MOST_SECONDS:
+    if not 0 < options.probe_seconds <= _MAX_SECONDS:
         raise UserError(
             f"--probe-seconds: found {options.probe_seconds}, needed more than 0, and at most "
-            f"{_MOST_SECONDS}"
+            f"{_MAX_SECONDS}"
         )
-    if not 0 <= options.hang_seconds <= _MOST_SECONDS:
+    if not 0 <= options.hang_seconds <= _MAX_SECONDS:
         raise UserError(
             f"--hang-seconds: found {options.hang_seconds}, needed 0 or more, and at most "
-            f"{_MOST_SECONDS}"
+            f"{_MAX_SECONDS}"
         )
     return options
 
@@ -127,7 +127,7 @@ def make_job(words: Sequence[str]) -> Job:
     """Read a command line, its hostfiles, and the flags of kaitian-train.
 
     Raises:
-        UserError: one of them is wrong; nothing has been started yet.
+        UserError: one of them is invalid; nothing has been started yet.
     """
     command = parse_command(words)
     config = parse_config(TRAIN, command.arguments)

@@ -103,7 +103,7 @@ def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _is_ordered_by_futures(device: torch.device) -> bool:
-    return device_of(device).orders_futures
+    return device_of(device).futures_handle_streams
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class VendorLibrary:
         if not self.is_present:
             return None
         named = None if op is None else getattr(op, "op", op).name
-        if not all(self._own.kind.vendor_takes(dtype, named) for dtype in dtypes):
+        if not all(self._own.kind.vendor_supports(dtype, named) for dtype in dtypes):
             return None
         if self._group is None:
             own, ranks = self._own, self._comms.group
@@ -125,7 +125,7 @@ class VendorGroup:
         """
         self.rank, self.size = rank, size
         self._device = device
-        self._backend = kind.join_vendor_group(store, rank, size, timeout)
+        self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
     def can_use_in_place(self, collective: LibraryCollective) -> bool:
         """Return whether the library can use all tensors without copies."""

@@ -1,4 +1,4 @@
-"""Device kinds: one file a kind, with all that is true of it, behind one protocol."""
+"""Device kinds: one file per kind, with everything specific to it, behind one protocol."""
 
 from kaitian_mpi.devices.protocol import Device
 from kaitian_mpi.devices.registry import device_of, known_kinds

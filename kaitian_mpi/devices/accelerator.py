@@ -12,7 +12,7 @@ from kaitian_mpi.devices.cpu import is_host_out_of_memory
 
 
 class Accelerator:
-    """A device with memory and streams of its own, reached through `torch.get_device_module`.
+    """A device with its own memory and streams, accessed through `torch.get_device_module`.
 
     A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
     Vendors' plug-ins imitate the functions of `torch.cuda`; `torch.accelerator` has only some of
@@ -24,33 +24,35 @@ class Accelerator:
     vendor_backend: str | None = None
     is_host = False
     pins_memory = False
-    orders_futures = False
+    futures_handle_streams = False
 
-    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return False: collectives use host memory, unless the kind overrides this."""
         return False
 
-    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """Return a process group of the backend that the vendor's plug-in has registered."""
+    def create_vendor_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> Any:
+        """Return a process group of the backend that the vendor's plug-in registered."""
         assert self.vendor_backend is not None
         plugin = dist.Backend._plugins[self.vendor_backend.upper()]
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
-        described = dist.distributed_c10d._DistributedBackendOptions()
-        described.store, described.group_rank, described.group_size = store, rank, size
-        described.timeout = timeout
-        return plugin.creator_fn(described, None)
+        options = dist.distributed_c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, size
+        options.timeout = timeout
+        return plugin.creator_fn(options, None)
 
     def count(self) -> int:
-        """Return the number of visible devices; 0 where torch does not know the type."""
+        """Return the number of visible devices; 0 if torch does not know the type."""
         try:
             module = self._module()
-        except RuntimeError:  # no plug-in has made it known
+        except RuntimeError:  # no plug-in has registered it
             return 0
         return int(module.device_count()) if module.is_available() else 0
 
     def torch_device(self, index: int) -> torch.device:
-        """Return such as `cuda:index`."""
+        """Return the torch device, such as `cuda:0`."""
         return torch.device(self.torch_type, index)
 
     def select(self, index: int) -> None:
@@ -70,7 +72,7 @@ class Accelerator:
         return int(self._module().get_device_properties(index).total_memory)
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return what this process holds already, and its part of what is free."""
+        """Return the memory this process already uses, plus its part of the free memory."""
         free, _ = self._module().mem_get_info(index)
         return int(self._module().memory_reserved(index) + free // sharers)
 
@@ -90,7 +92,7 @@ class Accelerator:
         """Return whether the allocator, the driver or the host had too little memory."""
         if isinstance(error, torch.OutOfMemoryError) or is_host_out_of_memory(error):
             return True
-        # What plug-ins raise, and drivers: "CUDA error: out of memory".
+        # Plug-ins and drivers raise other errors, such as "CUDA error: out of memory".
         return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
     def streams(self) -> Any | None:
@@ -116,7 +118,7 @@ class Accelerator:
 
 
 class UnlistedAccelerator(Accelerator):
-    """Stands for the devices of tensors whose torch device type belongs to no known kind."""
+    """The kind of tensors whose torch device type belongs to no known kind."""
 
     def __init__(self, torch_type: str) -> None:
         self.kind = self.torch_type = torch_type

@@ -1,4 +1,4 @@
-"""Which device a rank takes: a pure decision from what its host has."""
+"""Chooses each rank's device from what its host has. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kaitian_mpi.errors import UserError
 
 @dataclass(frozen=True)
 class Choice:
-    """A device of one rank."""
+    """The device chosen for a rank."""
 
     kind: str
     index: int
@@ -25,19 +25,19 @@ def choose_device(
     host: str,
     faults: Mapping[str, str] = MappingProxyType({}),
 ) -> Choice:
-    """Pick this rank's device.
+    """Choose this rank's device.
 
     Args:
         request: the value of `--devices`: `auto`, `cpu` or a list by local rank.
-        counts: how many devices of each kind the host has, in order of preference.
-        local_rank: the rank's number among those of its host.
-        local_size: how many ranks run on the host.
+        counts: the host's number of devices of each kind, in order of preference.
+        local_rank: the rank's number among those on its host.
+        local_size: the number of ranks on the host.
         host: the host's name, for messages.
         faults: kinds that cannot be used, and why.
 
     Raises:
-        UserError: the host lacks the device asked for, or has more ranks than devices; or the
-            kind asked for cannot be used.
+        UserError: the host does not have the requested device, or has more ranks than devices; or
+            the requested kind cannot be used.
     """
     if request == "auto":
         return _automatic(counts, local_rank, local_size, host)
@@ -65,7 +65,7 @@ def _automatic(counts: Mapping[str, int], local_rank: int, local_size: int, host
         example = ",".join([f"{kind}:{i}" for i in range(counts[kind])] + spare)
         raise UserError(
             f"{local_size} ranks on {host}, but {_inventory(counts, host)}; start "
-            f"{counts[kind]} ranks there, or say what each takes, such as --devices {example}"
+            f"{counts[kind]} ranks there, or name each one's device, such as --devices {example}"
         )
     return Choice(kind, local_rank)
 

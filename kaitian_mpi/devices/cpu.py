@@ -1,4 +1,4 @@
-"""The host's own processor; several ranks may share it."""
+"""The CPU; several ranks may share it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class CpuDevice:
-    """The host's processor. Collectives among CPU ranks are MPI's own."""
+    """The host's CPU. CPU ranks use MPI for their collectives."""
 
     kind = "cpu"
     torch_type = "cpu"
     vendor_backend = None
     is_host = True
     pins_memory = False
-    orders_futures = False
+    futures_handle_streams = False
 
-    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return False: there is no such library."""
         return False
 
-    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def create_vendor_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> Any:
         """Never called: there is no such library."""
         raise AssertionError("CPU ranks have no vendor's library")
 
     def count(self) -> int:
-        """Return one place per core, at least one: any number of ranks may share a host."""
+        """Return the number of usable cores; any number of ranks may share them."""
         return max(1, len(os.sched_getaffinity(0)))
 
     def torch_device(self, index: int) -> torch.device:
@@ -69,18 +71,18 @@ class CpuDevice:
         return int(psutil.virtual_memory().total)
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return what this process holds already, and its part of what is free."""
+        """Return the memory this process already uses, plus its part of the free memory."""
         return int(psutil.Process().memory_info().rss) + available_bytes(CGROUP) // sharers
 
     def restart_memory_peak(self, index: int) -> None:
-        """Do nothing: memory once taken is kept, so that the peak only grows."""
+        """Do nothing: memory is never returned to the system, so the peak only grows."""
 
     def memory_peak_bytes(self, index: int) -> int:
-        """Return what the process holds: it keeps what it frees (`keep_freed_memory`)."""
+        """Return the process's memory, which includes freed memory (`keep_freed_memory`)."""
         return int(psutil.Process().memory_info().rss)
 
     def release_cached_memory(self) -> None:
-        """Do nothing: what is freed is kept for the next step."""
+        """Do nothing: freed memory is kept for the next step."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether the host had too little memory."""
@@ -126,10 +128,10 @@ def is_host_out_of_memory(error: BaseException) -> bool:
 
 
 def available_bytes(cgroup: Path) -> int:
-    """Return the memory that the host, or the container, can still give.
+    """Return the memory that is still available on the host or in the container.
 
     Args:
-        cgroup: folder of the control group (version 2) whose limit holds, if there is one.
+        cgroup: the folder of the control group (version 2) whose limit applies, if any.
     """
     free = int(psutil.virtual_memory().available)
     try:
@@ -143,10 +145,10 @@ def available_bytes(cgroup: Path) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep the memory it frees, up to its peak, instead of returning it.
+    """Make malloc keep freed memory instead of returning it to the system.
 
-    A training step frees and takes the same large blocks again and again; given back to the kernel
-    each time, they cost a page fault for every 4 KiB. `benchmarks/memory_kept.py` measures it.
+    Each training step frees and allocates the same large blocks; if they were returned to the
+    kernel, every 4 KiB would cost a page fault. `benchmarks/memory_kept.py` measures it.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
 
-# As torch's ProcessGroupNCCL has them: types that it hands to NCCL, and what NCCL does with them.
+# The dtypes that torch's ProcessGroupNCCL passes to NCCL, and the reductions that NCCL supports.
 _TYPES = frozenset(
     {
         torch.float64,
@@ -29,24 +29,24 @@ _SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_
 
 
 class CudaDevice(Accelerator):
-    """An NVIDIA GPU; its kind's collectives are NCCL's."""
+    """An NVIDIA GPU; its collective library is NCCL."""
 
     kind = "cuda"
     torch_type = "cuda"
     vendor_backend = "nccl"
     pins_memory = True
-    orders_futures = True
+    futures_handle_streams = True
 
     def count(self) -> int:
-        """Return the number of visible GPUs; 0 where torch was built for another vendor.
+        """Return the number of visible GPUs; 0 if torch was built for another vendor.
 
-        AMD's devices have the same torch type, in a torch that was built for them.
+        In torch's builds for AMD, AMD's devices have the same torch type.
         """
-        # Not `is_available`, which starts the CUDA driver even in a rank that takes the CPU.
+        # Not `is_available`, which initializes the CUDA driver even in a rank that uses the CPU.
         return torch.cuda.device_count() if torch.version.cuda else 0
 
-    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return whether NCCL moves or reduces this type; the rest goes through host memory."""
+    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return whether NCCL supports this dtype; other dtypes go through host memory."""
         if reduction is None:
             return dtype in _TYPES
         if reduction == "PREMUL_SUM":
@@ -55,7 +55,9 @@ class CudaDevice(Accelerator):
             return False
         return dtype in _TYPES and reduction in _REDUCTIONS
 
-    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def create_vendor_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> Any:
         """Return torch's own process group over NCCL."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

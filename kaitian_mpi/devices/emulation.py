@@ -1,6 +1,6 @@
-"""Emulated kinds and slowdowns, so that a mixed job can be tried on plain CPUs.
+"""Emulated kinds and slowdowns, for trying a mixed job on plain CPUs.
 
-Whatever is made with these is labelled "emulated" wherever it is shown or written.
+All output and files of such a job are labelled "emulated".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kaitian_mpi.errors import UserError
 
 
 def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
-    """Read `--emulate-kinds gpu,gpu,mlu,mlu`: a label per world rank; empty text gives none.
+    """Parse `--emulate-kinds gpu,gpu,mlu,mlu`: a label per world rank; none if the text is empty.
 
     Raises:
         UserError: a label is missing, or there are not `world_size` of them.
@@ -29,14 +29,14 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
 
 
 Schedule = tuple[tuple[int, float], ...]
-"""A rank's factors: from step s on it is f times slower, as (s, f) in the order of the steps."""
+"""A rank's slowdown factors: pairs (s, f) for f times slower from step s on, sorted by step."""
 
 
 def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
-    """Read `--emulate-slowdown 2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
+    """Parse `--emulate-slowdown 2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
 
-    An entry without a step holds from the start on, the benchmark included; a rank that is not
-    named has an empty schedule.
+    An entry without a step applies from the start, including the benchmark; a rank without an entry
+    has an empty schedule.
 
     Raises:
         UserError: an entry is not rank:factor or rank:factor@step, or is out of range.
@@ -54,7 +54,7 @@ def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
 
 
 def _read_entry(entry: str) -> tuple[int, float, int]:
-    """Return rank, factor and step; a rank of -1 where the entry is not of that form."""
+    """Return rank, factor and step; rank -1 for a malformed entry."""
     rank, _, rest = entry.partition(":")
     factor, at, step = rest.partition("@")
     try:
@@ -69,18 +69,18 @@ def is_slowed(schedule: Schedule) -> bool:
 
 
 def describe_slowdown(schedule: Schedule) -> str:
-    """Return such as `3x, 1x from step 90`; empty for a rank that is never slowed down."""
+    """Describe a schedule, e.g. `3x, 1x from step 90`; empty if the rank is never slowed down."""
     if not is_slowed(schedule):
         return ""
     return ", ".join(f"{f:g}x" + (f" from step {s}" if s else "") for s, f in schedule)
 
 
 class Slowdown:
-    """Makes this process some times slower by sleeping for what it computed.
+    """Slows this process down by sleeping in proportion to its compute time.
 
-    Sleeping costs no core, so that a slow device can be emulated honestly beside a fast one. What
-    was computed is the calling thread's own CPU time: waiting for a core that another rank holds is
-    no property of the device, and is not multiplied. A factor of 1 never sleeps.
+    Sleeping uses no core, so that a slow device can be emulated beside a fast one. The compute time
+    is the calling thread's own CPU time: waiting for a core that another rank uses is not a
+    property of the device, and is not multiplied. A factor of 1 never sleeps.
     """
 
     def __init__(self, schedule: Schedule = ()) -> None:
@@ -89,15 +89,15 @@ class Slowdown:
         self.go_to(0)
 
     def go_to(self, step: int) -> None:
-        """Take the factor of this step, counted from 1; 0 is before training."""
+        """Use the factor of this step, counted from 1; 0 is before training."""
         self.factor = next((f for since, f in reversed(self._schedule) if since <= step), 1.0)
 
     def start(self) -> None:
-        """Begin a stretch of computing."""
+        """Start measuring compute time."""
         self._mark_sec = time.thread_time()
 
     def catch_up(self) -> None:
-        """Sleep `factor - 1` times the CPU time since the last mark, and set a new mark.
+        """Sleep `factor - 1` times the CPU time since the last call of this or `start`.
 
         To be called by the thread that computes, which on the CPU is the one that calls backward.
         """

@@ -1,4 +1,4 @@
-"""What the package asks of a device kind."""
+"""The interface that the package requires of a device kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mark(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until the device has."""
+        """Block until the device has done it."""
         ...
 
     def seconds_since(self, earlier: Any) -> float:
@@ -48,38 +48,40 @@ class Device(Protocol):
     """The type of its torch devices, such as `cuda`. Several kinds may have the same."""
 
     vendor_backend: str | None
-    """Name of the torch.distributed backend that joins devices of this kind, such as `nccl`;
-    None where MPI itself reaches their memory."""
+    """Name of the torch.distributed backend for devices of this kind, such as `nccl`; None if
+    MPI in host memory is used."""
 
     is_host: bool
-    """Whether it is the host's own processor: it uses host memory, its calls return when the work
-    is done, and the calling thread does the work."""
+    """Whether it is the host's CPU: it uses host memory, and its calls do the work in the calling
+    thread before they return."""
 
     pins_memory: bool
     """Whether torch can page-lock host memory for the device, so that copies are asynchronous."""
 
-    orders_futures: bool
+    futures_handle_streams: bool
     """Whether `torch.futures.Future` handles the device's streams: it makes a waiter's stream wait
     for the writer's. Otherwise the host waits for the writer's stream."""
 
-    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return whether the vendor's library moves or reduces tensors of a dtype.
+    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return whether the vendor's library can move or reduce tensors of a dtype.
 
-        All ranks choose a route by it, so it may depend on its arguments only.
+        All ranks must reach the same decision, so it may depend on its arguments only.
 
         Args:
-            dtype: of the tensors.
+            dtype: the tensors' dtype.
             reduction: a name in `torch.distributed.ReduceOp`, such as `AVG`; None to move them.
         """
         ...
 
-    def join_vendor_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def create_vendor_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> Any:
         """Return a process group of `vendor_backend` over some ranks. Collective over them.
 
         Args:
-            store: a store of the group's own, for the library's bootstrap.
+            store: a store for this group alone, for the library's bootstrap.
             rank: this rank in the group.
-            size: how many ranks the group has.
+            size: the group's number of ranks.
             timeout: how long one collective may take.
         """
         ...
@@ -109,12 +111,12 @@ class Device(Protocol):
         ...
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return how much memory this process may come to use without harming others, in bytes.
+        """Return how much memory this process may use in total, in bytes.
 
         Args:
             index: the device.
-            sharers: processes of this job that take their memory from the same place, this one
-                included; each gets an equal part of what is free.
+            sharers: the number of processes of this job that share the memory, including this one;
+                each gets an equal part of what is free.
         """
         ...
 
@@ -131,13 +133,13 @@ class Device(Protocol):
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an exception says that memory ran out, the device's or the host's."""
+        """Return whether an exception means that the device or the host is out of memory."""
         ...
 
     def streams(self) -> Any | None:
         """Return a module with streams; None if calls return when the work is done.
 
-        It has `Stream`, `Event`, `stream` and `current_stream`, as `torch.cuda` has them.
+        It has `Stream`, `Event`, `stream` and `current_stream`, like `torch.cuda`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The device kinds that this process knows: built-in ones, and those of other packages."""
+"""The registry of device kinds: built-in ones, and those of other packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = "kaitian_mpi.devices"
-"""The group of entry points by which other packages add kinds: kind = module:Class."""
+"""The entry point group by which other packages add kinds: kind = module:Class."""
 
 BUILT_IN = {
     "cuda": "kaitian_mpi.devices.cuda:CudaDevice",
@@ -28,20 +28,20 @@ _MEMBERS = [name for name in {**Device.__annotations__, **vars(Device)} if not n
 
 @dataclass(frozen=True)
 class Kinds:
-    """The kinds that can be used, in order of preference, and why others cannot."""
+    """The usable kinds, in order of preference, and why others are not usable."""
 
     devices: Mapping[str, Device]
     counts: Mapping[str, int]
-    """How many devices of each kind this host has."""
+    """This host's number of devices of each kind."""
     faults: Mapping[str, str]
-    """By the name that another package gives a kind: why it cannot be used, and what to do."""
+    """For each unusable kind of another package, by name: why, and what to do."""
 
 
 @functools.cache
 def known_kinds() -> Kinds:
-    """Load all kinds and count their devices, once a process.
+    """Load all kinds and count their devices, once per process.
 
-    A kind that cannot be loaded is no error for those who do not use it: see `Kinds.faults`.
+    A kind that cannot be loaded is not an error unless it is used: see `Kinds.faults`.
     """
     devices: dict[str, Device] = {}
     counts: dict[str, int] = {}
@@ -49,19 +49,19 @@ def known_kinds() -> Kinds:
     for entry in _entries():
         try:
             if entry.name in devices:
-                raise TypeError("there is a kind of this name already")
+                raise TypeError("there is already a kind of this name")
             device = _load(entry)
             counts[entry.name] = int(device.count())
             devices[entry.name] = device
         except Exception as error:  # whatever another package's code raises
             faults[entry.name] = _describe(entry, error)
-    # The last choice, for it is always there.
+    # Last in order of preference, because it always exists.
     devices["cpu"], counts["cpu"] = devices.pop("cpu"), counts.pop("cpu")
     return Kinds(devices, counts, faults)
 
 
 def device_of(device: torch.device) -> Device:
-    """Return the kind of a torch device, which need not be one that this rank trains on."""
+    """Return the kind of a torch device, which need not be this rank's own device."""
     return _device_of_type(device.type)
 
 
@@ -70,7 +70,7 @@ def _device_of_type(torch_type: str) -> Device:
     kinds = known_kinds()
     alike = [kind for kind, device in kinds.devices.items() if device.torch_type == torch_type]
     if alike:
-        # A build of torch has devices of one vendor at most, so one of the kinds has any.
+        # A build of torch supports one vendor at most, so at most one of these kinds has devices.
         return kinds.devices[max(alike, key=lambda kind: kinds.counts[kind] > 0)]
     from kaitian_mpi.devices.accelerator import UnlistedAccelerator
 
@@ -88,13 +88,13 @@ def _entries() -> Iterator[EntryPoint]:
 
 def _load(entry: EntryPoint) -> Device:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", entry.name) or entry.name == "auto":
-        raise TypeError("a kind's name is of lower-case letters, digits and underscores")
+        raise TypeError("a kind's name must consist of lower-case letters, digits and underscores")
     device: Device = entry.load()()
     missing = [name for name in _MEMBERS if not hasattr(device, name)]
     if missing:
         raise TypeError(f"the class lacks {', '.join(missing)}")
     if device.kind != entry.name:
-        raise TypeError(f"the class is of the kind {device.kind!r}")
+        raise TypeError(f"the class has kind {device.kind!r}")
     return device
 
 

@@ -1,1 +1,1 @@
-"""What a run shows and writes: console, run folder."""
+"""A run's output: console, run folder, JSON files."""

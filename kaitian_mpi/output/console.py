@@ -1,4 +1,4 @@
-"""What world rank 0 shows: tables, and lines of progress that suit a terminal and a log file."""
+"""Console output of world rank 0: tables and progress lines, for terminals and log files."""
 
 from __future__ import annotations
 
@@ -21,17 +21,12 @@ def print_rank_0(world: World, text: str) -> None:
         print(text, flush=True)
 
 
-def print_here(text: str) -> None:
-    """Print a line from this rank."""
-    print(text, flush=True)
-
-
 def show_topology(world: World, survives: bool = False) -> None:
     """Print hosts, groups, leaders and devices, from world rank 0.
 
     Args:
         world: the ranks.
-        survives: whether the job lives on when a rank dies.
+        survives: whether the job survives the loss of a rank.
     """
     emulated = any(info.emulated for info in world.infos)
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
@@ -51,9 +46,9 @@ def show_topology(world: World, survives: bool = False) -> None:
     show_table(world, table)
     print_rank_0(
         world,
-        "fault tolerance: on, the job lives on when a rank dies"
+        "fault tolerance: on, the job survives the loss of a rank"
         if survives
-        else "fault tolerance: off, a rank that dies ends the job; give mpirun --with-ft ulfm",
+        else "fault tolerance: off, the loss of a rank ends the job; give mpirun --with-ft ulfm",
     )
 
 
@@ -69,13 +64,13 @@ def progress_line(
 
 
 def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
-    """Return the line that ends an epoch, with what the held-out samples gave.
+    """Return the line at the end of an epoch, with the results on held-out samples.
 
     Args:
-        epochs: that are done.
-        samples: of the next epoch, where the run stops in its middle.
-        step: that is done.
-        found: of the held-out samples, by name.
+        epochs: the number of epochs done.
+        samples: samples done in the next epoch, if the run stops in its middle; else 0.
+        step: the number of steps done.
+        found: the results on the held-out samples, by name.
     """
     where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
     values = [f"held-out {name} {value:.4f}" for name, value in found.items()]
@@ -83,7 +78,7 @@ def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]
 
 
 def lost_line(lost: Sequence[RankInfo]) -> str:
-    """Return a line that names the ranks that are lost."""
+    """Return a line that names the lost ranks."""
     return f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} lost"
 
 
@@ -99,6 +94,6 @@ def make_table(title: str) -> Table:
 def show_table(world: World, table: Table) -> None:
     """Print a table from world rank 0."""
     if world.rank == 0:
-        # Plain text of one width: under mpirun neither a terminal nor its width is known.
+        # Plain text of a fixed width: under mpirun, the terminal and its width are not known.
         Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""JSON files, and files that are replaced whole or not at all."""
+"""Atomic file writing, and JSON files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kaitian_mpi.errors import UserError
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterator[IO[bytes]]:
-    """Write a file beside `path`, which takes its place when the block ends without an error.
+    """Write a temporary file that replaces `path` when the block ends without an error.
 
     Args:
         path: the file; its folder exists.
@@ -23,7 +23,7 @@ def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterat
         shared: whether other processes may write the same file at the same time.
 
     Raises:
-        OSError: the disk is full, or another fault; `path` is as it was.
+        OSError: the disk is full, or another fault; `path` is unchanged.
     """
     own = f".{os.getpid()}" if shared else ""
     partial = path.with_name(f"{path.name}{own}.partial")
@@ -55,7 +55,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where there is none that can be read."""
+    """Return the object in a JSON file; an empty one if the file is missing or invalid."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_bytes(content: Any, *, allow_nan: bool = True) -> bytes:
-    """Return a value as a JSON file's content.
+    """Serialize a value as a JSON file's content.
 
     Raises:
         ValueError: a number is not finite, and that is not allowed.
@@ -73,7 +73,7 @@ def json_bytes(content: Any, *, allow_nan: bool = True) -> bytes:
 
 
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the JSON file that a flag names, with no infinities and no NaN.
+    """Write a JSON file given on the command line, without infinities and NaN.
 
     Raises:
         UserError: the file cannot be written.
@@ -81,7 +81,7 @@ def save_json(path: Path, content: Mapping[str, Any]) -> None:
     """
     text = json_bytes(content, allow_nan=False)
     try:
-        target = path.resolve()  # a link stays one
+        target = path.resolve()  # keeps a symbolic link
         if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
             path.write_bytes(text)  # such as /dev/stdout, or a file in another user's folder
             return

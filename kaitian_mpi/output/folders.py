@@ -1,8 +1,8 @@
-"""Folders that belong to one job alone: a run's default one, and the one for snapshots.
+"""Folders for a single job: the default run folder, and the folder for snapshots.
 
-The latter is in the host's memory and holds a job's snapshots from one start to the next.
-`/dev/shm` is shared with the host's other users, and a snapshot is trained from without being
-asked for. So the folder belongs to this user alone, and one that does not is refused.
+The latter is in the host's memory and keeps a job's snapshots between starts. `/dev/shm` is shared
+with the host's other users, and training resumes from a snapshot without confirmation. So the
+folder must be accessible to this user only; any other is rejected.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ from pathlib import Path
 
 from kaitian_mpi.errors import UserError
 
-VARIABLE = "OMPI_KAITIAN_SNAPSHOTS"
-"""Holds the name where it is a secret, unlike a flag. Open MPI hands OMPI_* to all hosts."""
-MEMORY = Path("/dev/shm")  # noqa: S108  # every use is checked, see `is_private`
+SNAPSHOTS_VARIABLE = "OMPI_KAITIAN_SNAPSHOTS"
+"""The variable with the snapshots' name, kept secret, unlike a flag. Open MPI forwards OMPI_*."""
+SHM = Path("/dev/shm")  # noqa: S108  # every use is checked, see `is_private`
 _PRIVATE = 0o700
 
 
 def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
-    """Return under which name snapshots are kept; empty where none are.
+    """Return the name under which snapshots are kept; empty if none are.
 
     Args:
         given: the value of `--snapshots`.
-        environ: the environment, in which kaitian-supervise gives a name of its own.
+        environ: the environment, in which kaitian-supervise sets a name.
 
     Raises:
-        UserError: the environment's is no name.
+        UserError: the variable's value is not a valid name.
     """
-    name = given or environ.get(VARIABLE, "")
+    name = given or environ.get(SNAPSHOTS_VARIABLE, "")
     if name and not (name.isascii() and name.isalnum()):
-        raise UserError(f"{VARIABLE}: found {name!r}, needed a name of letters and digits")
+        raise UserError(
+            f"{SNAPSHOTS_VARIABLE}: found {name!r}, needed a name of letters and digits"
+        )
     return name
 
 
 def snapshot_folder(name: str) -> Path:
-    """Return this host's folder for the snapshots of this name; it need not be there."""
+    """Return this host's folder for the snapshots of this name; it need not exist."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    return MEMORY / f"kaitian-{name}-{host}"
+    return SHM / f"kaitian-{name}-{host}"
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a folder is there, and is this user's alone.
+    """Return whether a folder exists; if it does, it is accessible to this user only.
 
     Raises:
-        UserError: it is there, and another user owns it, may look into it, or it is no folder.
+        UserError: it exists but is not a folder, or other users own or can access it.
     """
     try:
         found = folder.lstat()
@@ -59,7 +61,7 @@ def is_private(folder: Path) -> bool:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; give --snapshots another name") from error
     if not stat.S_ISDIR(found.st_mode):
-        fault = "something that is no folder"
+        fault = "something that is not a folder"
     elif found.st_uid != os.geteuid():
         fault = f"a folder of another user (uid {found.st_uid})"
     elif stat.S_IMODE(found.st_mode) != _PRIVATE:
@@ -73,38 +75,37 @@ def is_private(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter, unless it is there.
+    """Create a folder that only this user can access, unless it exists.
 
     Raises:
-        UserError: what is there is not this user's alone.
-        OSError: it cannot be made.
+        UserError: it exists and is not accessible to this user only.
+        OSError: it cannot be created.
     """
     if is_private(folder):
         return
     try:
         folder.mkdir(mode=_PRIVATE)
-    except FileExistsError:  # somebody has been quicker: perhaps another rank of ours
+    except FileExistsError:  # created meanwhile, perhaps by another rank of ours
         if not is_private(folder):
             raise
 
 
 def remove_private(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it is this user's alone; never raises."""
+    """Remove a folder and its content, if only this user can access it; never raises."""
     try:
         if is_private(folder):
             shutil.rmtree(folder, ignore_errors=True)
-    except UserError:  # another user's, who has to remove it
+    except UserError:  # it belongs to another user, who has to remove it
         return
 
 
 def make_new_folder(wanted: Path) -> Path:
-    """Make a folder that is not there yet, and return it: `wanted`, or `wanted-2`, `wanted-3` ...
+    """Create a new folder and return it: `wanted`, or else `wanted-2`, `wanted-3` and so on.
 
-    Of several jobs that want the same name at the same moment each gets its own: a folder is made
-    by one of them only.
+    Jobs that want the same name at the same moment each get their own folder.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: it cannot be created.
     """
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)

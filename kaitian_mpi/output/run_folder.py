@@ -1,4 +1,4 @@
-"""What a run leaves behind: one folder, written by world rank 0."""
+"""The run folder: all files of a run, written by one rank."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from kaitian_mpi.output.folders import make_new_folder
 _log = logging.getLogger(__name__)
 
 _claimed: set[Path] = set()
-"""Folders that this process has begun to write."""
+"""Folders that this process has claimed."""
 
 
 class RunFolder(Protocol):
-    """Where results go. `NoFolder` is the one of the ranks that do not write."""
+    """Where results are written. `NoFolder` is for the ranks that do not write."""
 
     path: Path
 
     def write(self, name: str, content: Any) -> None:
-        """Write a JSON file, whole or not at all."""
+        """Write a JSON file atomically."""
         ...
 
     def append(self, name: str, line: dict[str, Any]) -> None:
-        """Add a line to a JSON lines file."""
+        """Append a line to a JSON lines file."""
         ...
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
+        """Save the model's weights as `checkpoints/model.pt`, atomically."""
         ...
 
     def has(self, name: str) -> bool:
-        """Return whether the last content that this object was given for a file is written."""
+        """Return whether the last content given to this object for a file has been written."""
         ...
 
     def require(self, name: str) -> None:
@@ -55,20 +55,20 @@ class RunFolder(Protocol):
         ...
 
     def cut_after(self, step: int) -> None:
-        """Drop the lines about later steps from the JSON lines files: they are trained again."""
+        """Remove lines about later steps, which will be trained again, from JSON lines files."""
         ...
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file holds; nothing where there is none that can be read."""
+        """Return a JSON file's content; empty if it is missing or invalid."""
         ...
 
     def confirm(self, name: str) -> None:
-        """Give a file the present time: what it says holds for this job, too."""
+        """Update a file's modification time, because its content is valid for this job as well."""
         ...
 
 
 class NoFolder:
-    """Writes nothing: only one rank owns the files."""
+    """Writes nothing, because another rank writes the files."""
 
     path = Path()
 
@@ -82,7 +82,7 @@ class NoFolder:
         """Do nothing."""
 
     def has(self, name: str) -> bool:
-        """Return that nothing is missing."""
+        """Return True."""
         return True
 
     def require(self, name: str) -> None:
@@ -92,7 +92,7 @@ class NoFolder:
         """Do nothing."""
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty object."""
         return {}
 
     def confirm(self, name: str) -> None:
@@ -103,10 +103,10 @@ class DiskFolder:
     """A folder on disk."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder where it is not there.
+        """Create the folder if it does not exist.
 
         Raises:
-            UserError: it cannot be made or written.
+            UserError: it cannot be created or written.
         """
         self.path = path
         self._faults: dict[Path, str] = {}
@@ -121,11 +121,11 @@ class DiskFolder:
             ) from error
 
     def write(self, name: str, content: Any) -> None:
-        """Write a JSON file, whole or not at all."""
+        """Write a JSON file atomically."""
         self._replace(self.path / name, json_bytes(content))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
-        """Add a line to a JSON lines file."""
+        """Append a line to a JSON lines file."""
         target = self.path / name
         with _warned(target):
             before = target.stat().st_size if target.exists() else 0
@@ -133,14 +133,14 @@ class DiskFolder:
                 with target.open("a") as file:
                     file.write(json.dumps(line) + "\n")
             except OSError:
-                _cut(target, before)  # half a line would spoil the next one, too
+                _cut(target, before)  # half a line would corrupt the next one
                 raise
 
     def claim(self) -> bool:
-        """Take the folder for this job; return whether it is new, not claimed by it before.
+        """Claim the folder for this job; return False if this job has claimed it before.
 
         Raises:
-            UserError: another job has been quicker.
+            UserError: another job has claimed it.
         """
         if self.path in _claimed:  # before a rank was lost
             return False
@@ -154,14 +154,14 @@ class DiskFolder:
         return True
 
     def mend(self) -> None:
-        """Cut off the line that a rank was writing when it died."""
+        """Remove incomplete last lines, which a rank was writing when it died."""
         for path in self.path.glob("*.jsonl"):
             with path.open("rb+") as file:
                 content = file.read()
                 file.truncate(content.rfind(b"\n") + 1)
 
     def cut_after(self, step: int) -> None:
-        """Drop the lines about later steps from the JSON lines files: they are trained again."""
+        """Remove lines about later steps, which will be trained again, from JSON lines files."""
         for path in self.path.glob("*.jsonl"):
             lines = path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
@@ -169,25 +169,25 @@ class DiskFolder:
                 self._replace(path, b"".join(kept))
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return what a JSON file holds; nothing where there is none that can be read."""
+        """Return a JSON file's content; empty if it is missing or invalid."""
         return read_json(self.path / name)
 
     def confirm(self, name: str) -> None:
-        """Give a file the present time: what it says holds for this job, too."""
+        """Update a file's modification time, because its content is valid for this job as well."""
         with _warned(self.path / name):
             os.utime(self.path / name)
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Save the model's weights as `checkpoints/model.pt`, whole or not at all."""
-        buffer = io.BytesIO()  # torch.save turns a full disk into an error of another kind
+        """Save the model's weights as `checkpoints/model.pt`, atomically."""
+        buffer = io.BytesIO()  # torch.save would raise another type of error for a full disk
         torch.save(state, buffer)
-        # Released even when an error keeps this frame: Python 3.12.1 crashes in the collection of a
-        # cycle with a buffer that is still exported.
+        # Released even if an exception keeps this frame alive: Python 3.12.1 crashes when it
+        # collects a cycle with a buffer that is still exported.
         with buffer.getbuffer() as content:
             self._replace(self.path / "checkpoints" / "model.pt", content)
 
     def has(self, name: str) -> bool:
-        """Return whether the last content that this object was given for a file is written."""
+        """Return whether the last content given to this object for a file has been written."""
         return self._faults.get(self.path / name) == ""
 
     def require(self, name: str) -> None:
@@ -197,7 +197,7 @@ class DiskFolder:
         if not reason:
             try:
                 with path.open("rb") as file:
-                    os.fsync(file.fileno())  # some file systems find out only now
+                    os.fsync(file.fileno())  # some file systems report a full disk only now
             except OSError as error:
                 reason = error.strerror or str(error)
         if reason:
@@ -215,7 +215,7 @@ class DiskFolder:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step that a line is about; below any step where it names none."""
+    """Return a line's step; below any step if it has none."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -224,7 +224,7 @@ def _step_of(line: bytes) -> float:
 
 @contextlib.contextmanager
 def _warned(path: Path) -> Iterator[None]:
-    """Let training go on where a file cannot be written: a full disk may be made room on."""
+    """Log an OSError as a warning: training continues, and the disk may be freed meanwhile."""
     try:
         yield
     except OSError as error:
@@ -239,7 +239,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _describe(error: OSError, folder: Path, needed: int) -> str:
-    """Return why so many bytes could not be written to a folder."""
+    """Return why this many bytes could not be written to a folder."""
     reason = error.strerror or str(error)
     try:
         free = shutil.disk_usage(folder).free
@@ -253,10 +253,11 @@ def _size(count: int) -> str:
 
 
 def check_run_folder(config: TrainingConfig, world: World) -> None:
-    """Check the folder that `--run-dir` names; nothing is made yet. Collective.
+    """Check the folder given by `--run-dir`; nothing is created yet. Collective.
 
     Raises:
-        AgreedError: it holds another run, which nobody asked to go on with, or cannot be one.
+        AgreedError: it has the results of another run and `--resume` is not given, or it cannot be
+            used.
     """
     if not config.run_dir:
         return
@@ -281,20 +282,20 @@ def _check(path: Path, resume: str) -> None:
 def _used(path: Path) -> UserError:
     return UserError(
         f"--run-dir {path}: found the results of another run, needed a new or empty folder; name "
-        "another, or give --resume auto to go on with that run"
+        "another, or give --resume auto to continue that run"
     )
 
 
 def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
-    """Return the run's folder on rank 0, a stand-in that writes nothing elsewhere.
+    """Return the run folder on rank 0, and a stand-in that writes nothing on other ranks.
 
     Args:
-        config: names the folder, and is written into it. Without a name, a new folder that no
-            other job has; a stand-in where nothing is to be written.
-        rank: of this process.
+        config: names the folder, and is written into it. Without a name, a new folder is created,
+            or nothing is written at all; see `TrainingConfig.choose_folder`.
+        rank: this rank.
 
     Raises:
-        UserError: the folder cannot be made or written, or another job has begun to use it.
+        UserError: the folder cannot be created or written, or another job uses it.
     """
     path = config.choose_folder()
     if rank != 0 or path is None:
@@ -302,8 +303,8 @@ def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
     folder = DiskFolder(path if config.run_dir else make_new_folder(path))
     folder.mend()
     is_new = folder.claim() if not config.resume else not (folder.path / "config.json").exists()
-    if is_new or not config.resume:  # or else once it is clear that this job may resume the run
+    if is_new or not config.resume:  # else written once this job is known to resume the run
         folder.write("config.json", dataclasses.asdict(config))
     if is_new:
-        folder.require("config.json")  # a disk that is full now would lose the whole training
+        folder.require("config.json")  # with a full disk, the whole training would be lost
     return folder

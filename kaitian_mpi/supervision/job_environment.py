@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kaitian_mpi.output.folders import MEMORY, VARIABLE, remove_private
+from kaitian_mpi.output.folders import SHM, SNAPSHOTS_VARIABLE, remove_private
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.probe import NO_ANSWER, run_on
@@ -18,7 +18,7 @@ from kaitian_mpi.supervision.starts import Job
 
 def environment(job: Job) -> dict[str, str]:
     """Return the environment variables for a job's ranks."""
-    return {VARIABLE: job.snapshots, SUPERVISED: job.job_id}
+    return {SNAPSHOTS_VARIABLE: job.snapshots, SUPERVISED: job.job_id}
 
 
 def hosts_with_ranks(
@@ -38,8 +38,8 @@ def remove_snapshots(
     Returns:
         The names of the hosts that do not answer.
     """
-    for folder in MEMORY.glob(f"kaitian-{job.snapshots}-*"):
+    for folder in SHM.glob(f"kaitian-{job.snapshots}-*"):
         remove_private(folder)
-    words = ["rm", "-rf", f"{MEMORY}/kaitian-{job.snapshots}-*"]
+    words = ["rm", "-rf", f"{SHM}/kaitian-{job.snapshots}-*"]
     codes = run_on(agent, hosts, words, seconds)
     return frozenset(name for name, code in codes.items() if code == NO_ANSWER)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.output.folders import MEMORY
+from kaitian_mpi.output.folders import SHM
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks, remove_snapshots
@@ -175,7 +175,7 @@ class Machine:
         Returns:
             Whether the disk has everything that is in memory.
         """
-        if not any(MEMORY.glob(f"kaitian-{self._job.snapshots}-*")):
+        if not any(SHM.glob(f"kaitian-{self._job.snapshots}-*")):
             return True
         from kaitian_mpi.checkpoint.last_snapshot import save_snapshot  # loads torch, for seconds
 

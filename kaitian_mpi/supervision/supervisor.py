@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.output.folders import MEMORY
+from kaitian_mpi.output.folders import SHM
 from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.run_state import RunState, read_state
 from kaitian_mpi.supervision.starts import Job, Start, list_names, plan_start
@@ -130,7 +130,7 @@ class _Supervisor:
             return
         if code and not effects.save_snapshot():
             effects.report(
-                f"the newest state is still in memory ({MEMORY}): make room on the disk, and run "
+                f"the newest state is still in memory ({SHM}): make room on the disk, and run "
                 f"the same command with --run-dir {job.run_dir} --resume auto "
                 f"--snapshots {job.snapshots}"
             )
@@ -138,7 +138,7 @@ class _Supervisor:
         hosts = [host for host in job.remote if code or host.name in self._ever_lost]
         if missed := effects.remove_snapshots(hosts):
             effects.report(
-                f"{MEMORY}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(missed))}"
+                f"{SHM}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(missed))}"
             )
 
     def _start(self, number: int, before: RunState) -> int:

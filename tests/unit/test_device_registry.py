@@ -80,7 +80,7 @@ def test_a_torch_type_without_a_kind_has_no_vendor():
     device = device_of(torch.device("mtia"))
     assert device.kind == device.torch_type == "mtia"
     assert device.vendor_backend is None
-    assert not device.vendor_takes(torch.float32, "SUM")
+    assert not device.vendor_supports(torch.float32, "SUM")
     assert device.torch_device(3) == torch.device("mtia", 3)
 
 
@@ -91,9 +91,9 @@ def test_a_torch_type_without_a_kind_has_no_vendor():
         ("absent", "plug_in:Absent", "AttributeError: .*Absent"),
         ("broken", "plug_in:Broken", "OSError: libvendor.so: cannot open"),
         ("little", "plug_in:Little", "TypeError: the class lacks vendor_backend, is_host, "),
-        ("other", "plug_in:Good", "TypeError: the class is of the kind 'good'"),
-        ("Good", "plug_in:Good", "TypeError: a kind's name is of lower-case letters"),
-        ("auto", "plug_in:Good", "TypeError: a kind's name is of lower-case letters"),
+        ("other", "plug_in:Good", "TypeError: the class has kind 'good'"),
+        ("Good", "plug_in:Good", "TypeError: a kind's name must consist of lower-case letters"),
+        ("auto", "plug_in:Good", "TypeError: a kind's name must consist of lower-case letters"),
     ],
 )
 def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value, reason):
@@ -114,7 +114,7 @@ def test_a_package_cannot_replace_a_kind(install, kind):
     known = install(**{kind: "plug_in:Good"})
     assert type(known.devices[kind]) is type(own)
     assert list(known.devices)[-1] == "cpu"
-    assert "there is a kind of this name already" in known.faults[kind]
+    assert "there is already a kind of this name" in known.faults[kind]
 
 
 def modules_outside_the_room():

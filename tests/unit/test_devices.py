@@ -151,5 +151,5 @@ def test_describe_slowdown():
     ],
 )
 def test_dtypes_and_reductions_that_nccl_supports(dtype, reduction, taken):
-    assert known_kinds().devices["cuda"].vendor_takes(dtype, reduction) is taken
-    assert not known_kinds().devices["cpu"].vendor_takes(dtype, reduction)
+    assert known_kinds().devices["cuda"].vendor_supports(dtype, reduction) is taken
+    assert not known_kinds().devices["cpu"].vendor_supports(dtype, reduction)

@@ -43,8 +43,8 @@ def memory(tmp_path, monkeypatch):
     """The host's memory, which has room."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(folders, "MEMORY", folder)
-    monkeypatch.delenv(folders.VARIABLE, raising=False)
+    monkeypatch.setattr(folders, "SHM", folder)
+    monkeypatch.delenv(folders.SNAPSHOTS_VARIABLE, raising=False)
     return folder
 
 
@@ -128,7 +128,7 @@ def test_writing_is_retried_after_the_disk_was_full(tmp_path, memory, full, monk
         full("model.pt")
         folder.save_model(WEIGHTS)
         monkeypatch.undo()
-    monkeypatch.setattr(folders, "MEMORY", memory)
+    monkeypatch.setattr(folders, "SHM", memory)
     finish(folder, checkpoints)
     assert summary_in(tmp_path / "run")["finished"] is True
     assert (tmp_path / "run" / MODEL).exists()

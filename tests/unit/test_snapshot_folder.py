@@ -11,7 +11,7 @@ from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output import folders
-from kaitian_mpi.output.folders import VARIABLE, is_private, make_private, remove_private
+from kaitian_mpi.output.folders import SNAPSHOTS_VARIABLE, is_private, make_private, remove_private
 
 STATE = {"weight": torch.full((2,), 666.0)}
 
@@ -19,8 +19,8 @@ STATE = {"weight": torch.full((2,), 666.0)}
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """A place that is shared with other users, like /dev/shm."""
-    monkeypatch.setattr(folders, "MEMORY", tmp_path)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(folders, "SHM", tmp_path)
+    monkeypatch.delenv(SNAPSHOTS_VARIABLE, raising=False)
     return tmp_path
 
 
@@ -75,9 +75,9 @@ def test_a_symlink_to_a_good_folder_is_rejected(memory):
     files = files_of()
     planted(memory / "elsewhere", 0o700)
     files.folder.symlink_to(memory / "elsewhere")
-    with pytest.raises(UserError, match="found something that is no folder"):
+    with pytest.raises(UserError, match="found something that is not a folder"):
         files.newest_good()
-    with pytest.raises(UserError, match="found something that is no folder"):
+    with pytest.raises(UserError, match="found something that is not a folder"):
         files.write(STATE, {"step": 61})
     remove_private(files.folder)
     assert len(list((memory / "elsewhere").iterdir())) == 2
@@ -95,11 +95,11 @@ def test_a_folder_created_by_another_user_in_a_race_is_rejected(memory, monkeypa
 
 
 def test_the_name_can_be_set_by_the_environment(memory, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "secret")
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, "secret")
     assert "kaitian-secret-" in str(files_of("").folder)
     assert "kaitian-given-" in str(files_of("given").folder)
-    monkeypatch.setenv(VARIABLE, "../../etc")
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, "../../etc")
     with pytest.raises(UserError, match="needed a name of letters and digits"):
         files_of("")
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(SNAPSHOTS_VARIABLE)
     assert files_of("") is None

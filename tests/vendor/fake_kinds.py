@@ -24,7 +24,7 @@ class VendorDevice(Accelerator):
     torch_type = fake_device.TYPE
     vendor_backend = fake_library.NAME
 
-    def vendor_takes(self, dtype: torch.dtype, reduction: str | None) -> bool:
+    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         if reduction is None:
             return dtype in fake_library.TYPES
         if reduction == "PREMUL_SUM":
