@@ -25,13 +25,14 @@ from kaitian_mpi.benchmark.rank_timer import Workload
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, Slowdown
-from kaitian_mpi.engine.computation import Computation, make_optimizer
+from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.trainer import Trainer
@@ -43,6 +44,8 @@ SETTLING = 20  # steps in which the plan may still change
 
 class Repeated(Dataset):
     """A dataset repeated so often that no measurement reaches its end."""
+
+    gives_batches = True
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
@@ -95,11 +98,16 @@ class Bench:
         torch.manual_seed(0)
         return build_model(self.options.model, self.source.num_classes)
 
+    def setup(self, config: TrainConfig, schedules: tuple[Schedule, ...] = ()) -> Setup:
+        """Return a new model to train on the repeated data."""
+        data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
+        return Setup(classify(config, self.model(), data), NoFolder(), schedules)
+
     def plan(self, batch: int, schedules: tuple[Schedule, ...]) -> Plan:
         """Return the plan made by the package's own benchmark. Collective."""
         config = self.config(batch)
         slowdown = Slowdown(schedules[self.world.rank])
-        results = benchmark_ranks(Workload(config, self.world, self.model(), self.data, slowdown))
+        results = benchmark_ranks(Workload(config, self.world, self.setup(config), slowdown))
         return make_plan(config, self.world, [profile_of(result) for result in results])
 
     def fixed(self, shares: list[int]) -> Plan:
@@ -109,17 +117,16 @@ class Bench:
     def run(self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static") -> Run:
         """Return a run whose ranks follow these slowdown schedules."""
         config = self.config(sum(plan.batch_sizes), balance)
-        data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
-        made = Setup(data, self.model(), NoFolder(), schedules)
+        setup = self.setup(config, schedules)
         slowdown = Slowdown(schedules[self.world.rank])
         steps = count_steps(config, len(self.data), config.global_batch_size)
-        state = TrainingState(config, made.model, self.computation(), steps)
-        trainer = Trainer(config, self.world, made, state, plan, slowdown)
-        return Run(trainer, StepFollowUp(config, self.world, made.folder, trainer, plan))
+        state = TrainingState(setup.task, self.computation(), steps)
+        trainer = Trainer(config, self.world, setup, state, plan, slowdown)
+        return Run(trainer, StepFollowUp(config, self.world, setup.folder, trainer, plan))
 
     def computation(self) -> Computation:
         """Return the computation settings shared by all runs."""
-        return Computation(self.world.device, "fp32", "channels_last", 0.0)
+        return Computation(self.world.device, "fp32", "channels_last")
 
 
 def timed(world: World, steps: Iterator[None], count: int) -> float:
@@ -136,8 +143,9 @@ class Alone:
 
     def __init__(self, bench: Bench, share: int, schedule: Schedule) -> None:
         self._computation = bench.computation()
-        self._model = self._computation.place_model(bench.model()).train()
-        self._optimizer = make_optimizer(bench.config(share), self._model)
+        self._task = bench.setup(bench.config(share)).task
+        self._model = self._computation.place_model(self._task.model).train()
+        (self._optimizer,) = self._task.make_optimizers(self._model)
         self._slowdown = Slowdown(schedule)
         self._data, self._share, self._next = bench.data, share, 0
 
@@ -153,10 +161,10 @@ class Alone:
     def _step(self) -> None:
         indices = list(range(self._next, self._next + self._share))
         self._next += self._share
-        inputs, labels = self._computation.place(*self._data[indices])
+        batch = self._computation.place(self._data[indices])
         self._slowdown.start()
-        self._computation.loss(self._model, inputs, labels).backward()
-        self._computation.update(self._optimizer)
+        self._computation.loss(self._task, self._model, batch).backward()
+        self._optimizer.step()
         self._optimizer.zero_grad()
         self._slowdown.catch_up()
 

@@ -19,6 +19,7 @@ from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.training.follow_up import StepFollowUp
 from kaitian_mpi.training.trainer import Step, Trainer
@@ -43,14 +44,15 @@ def make_trainer(
     """Return a trainer with equal batch sizes and its own model. Collective."""
     data = load_data(config)
     torch.manual_seed(0)
-    made = Setup(data, build_model(config.model, data.num_classes), NoFolder(), ())
+    task = classify(config, build_model(config.model, data.num_classes), data)
+    setup = Setup(task, NoFolder(), ())
     shares = plan_equal(world.size, config.global_batch_size)
     plan = Plan(shares, [1.0] * world.size, None, "channels_last", "fp32", None)
-    computation = Computation(world.device, "fp32", "channels_last", 0.0)
-    steps = count_steps(config, len(data.train), config.global_batch_size)  # type: ignore[arg-type]
-    state = TrainingState(config, made.model, computation, steps)
-    trainer = Trainer(config, world, made, state, plan, Slowdown(()), commit)
-    return trainer, StepFollowUp(config, world, made.folder, trainer, plan)
+    computation = Computation(world.device, "fp32", "channels_last")
+    steps = count_steps(config, len(setup.train), config.global_batch_size)
+    state = TrainingState(task, computation, steps)
+    trainer = Trainer(config, world, setup, state, plan, Slowdown(()), commit)
+    return trainer, StepFollowUp(config, world, setup.folder, trainer, plan)
 
 
 def endless(trainer: Trainer, follow_up: StepFollowUp) -> Iterator[Step]:

@@ -29,6 +29,7 @@ _CANDIDATE_PART = 0.25
 _GROWTH_PART = 0.25
 _STEP_PART = 0.25
 _LOADING_PART = 0.1
+_MAX_ORDER = 1 << 16  # samples whose order is known; then they come again
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class RankTimer:
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of unlike sizes come as they do there.
         sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
-        self._order = sampler.indices(0, len(setup.train))
+        self._order = sampler.indices(0, min(len(setup.train), _MAX_ORDER))
         self._max_share = max_share(config)
         self._max_batch = max(
             min_batch, min(self._max_share, config.micro_batch_size or self._max_share)
