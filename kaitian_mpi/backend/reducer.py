@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -173,7 +174,7 @@ class GradientReducer:
         if not self._sums:
             return True
         device = self._sums[0].device
-        if bool(torch.stack([each.to(device) for each in self._sums]).isfinite().all()):
+        if math.isfinite(sum(each.to(device) for each in self._sums)):
             return True
         # Finite numbers may add up to more than a float can hold.
         return all(bool(bucket.buffer.isfinite().all()) for bucket in self._buckets)

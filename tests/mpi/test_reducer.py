@@ -36,7 +36,7 @@ def sent(monkeypatch):
 
 
 @pytest.fixture
-def reducer_of():
+def reducer_of(world):
     """Make a reducer that is closed at the end."""
     made = []
 
