@@ -1,0 +1,163 @@
+"""Compares `Training` with a bare loop over stock DDP, alternating in one run, on a small GPT.
+
+    mpirun -np 2 --map-by core --bind-to core python benchmarks/training.py --slowdown 3
+    mpirun -np 2 --map-by core --bind-to core python benchmarks/training.py
+
+With --slowdown the last rank is that many times slower (emulated), the bare loop gives every rank
+equal shares, and the ratio is that of the samples per second: what load-adaptive shares gain.
+Without it the shares are equal in both, and the ratio is that of the step times: what `Training`
+costs. --open measures the open form. World rank 0 prints medians and quartiles over blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import kaitian_mpi
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.polling import sleeping_barrier
+
+VOCABULARY, LENGTH, WIDTH = 64, 64, 128
+
+
+class GPT(nn.Module):
+    """A causal transformer of a few layers."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits [n, LENGTH, VOCABULARY] of tokens [n, LENGTH]."""
+        return self.head(self.layers(self.tokens(x), mask=self.mask, is_causal=True))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of predicting each next token."""
+    logits = model(batch[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+class Bare:
+    """A loop over stock DDP with the same number of samples on each rank."""
+
+    def __init__(self, world: World, data: torch.Tensor, batch: int, factor: float) -> None:
+        torch.manual_seed(0)
+        self.model = kaitian_mpi.data_parallel(GPT())
+        self.optimizer = make_optimizer(self.model)
+        schedule = ((0, factor),) if world.rank == world.size - 1 else ()
+        self.slowdown = Slowdown(schedule)
+        self.sampler = kaitian_mpi.LoadAdaptiveSampler(
+            range(len(data)), [batch // world.size] * world.size, world.rank
+        )
+        self.data, self.indices = data, iter(self.sampler)
+
+    def step(self) -> None:
+        """Train one step."""
+        batch = self.data[next(self.indices)]
+        self.slowdown.start()
+        loss_of(self.model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.slowdown.catch_up()
+
+
+def open_steps(training: kaitian_mpi.Training) -> Iterator[None]:
+    """Train a step per iteration, in the open form."""
+    for batch in training.batches():
+        training.backward(loss_of(training.model, batch))
+        training.step()
+        yield
+
+
+def seconds_per_step(world: World, step: object, count: int) -> float:
+    """Return the slowest rank's seconds per step over `count` steps. Collective."""
+    sleeping_barrier(world.comm)
+    began = time.perf_counter()
+    for _ in range(count):
+        step()  # type: ignore[operator]
+    return max(gather_values(world.comm, time.perf_counter() - began)) / count
+
+
+def main() -> None:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slowdown", type=float, default=1.0, help="of the last rank (emulated)")
+    parser.add_argument("--open", action="store_true", help="measure the open form")
+    parser.add_argument("--batch", type=int, default=32, help="samples per step over all ranks")
+    parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6, help="per block")
+    parser.add_argument("--settle", type=int, default=25, help="steps before the first block")
+    options = parser.parse_args()
+
+    world = kaitian_mpi.init()
+    torch.manual_seed(1)
+    data = torch.randint(VOCABULARY, (100_000, LENGTH + 1))
+    torch.manual_seed(0)
+    is_slowed = options.slowdown > 1
+    task = kaitian_mpi.Task(
+        model=GPT(),
+        optimizer=make_optimizer,
+        data=data,
+        loss=None if options.open else loss_of,
+        clip_norm=1.0,
+    )
+    bare = Bare(world, data, options.batch, options.slowdown)
+    with kaitian_mpi.Training(
+        task,
+        global_batch_size=options.batch,
+        balance="adaptive" if is_slowed else "off",
+        emulate_slowdown=f"{world.size - 1}:{options.slowdown}" if is_slowed else "",
+        check_every=0,
+        log_interval=1e9,
+    ) as training:
+        steps = open_steps(training) if options.open else iter(training)
+        for _ in range(options.settle):
+            next(steps)
+        seconds_per_step(world, bare.step, 2)
+        ours, theirs = [], []
+        for block in range(options.blocks):
+            turns = [(ours, lambda: next(steps)), (theirs, bare.step)]
+            for times, step in turns if block % 2 else reversed(turns):
+                times.append(seconds_per_step(world, step, options.steps))
+        last = training.last_step
+        assert last is not None
+        shares = last.batch_sizes
+    if world.rank == 0:
+        pairs = list(zip(ours, theirs, strict=True))
+        ratios = [theirs / ours if is_slowed else ours / theirs for ours, theirs in pairs]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        what = "samples/s, Training / equal shares" if is_slowed else "step, Training / bare loop"
+        form = "open" if options.open else "closed"
+        emulated = f", one {options.slowdown:g}x slower (emulated)" if is_slowed else ""
+        print(f"{form} form, {world.size} ranks{emulated}, shares {shares}")
+        step, bare_step = (1e3 * statistics.median(times) for times in (ours, theirs))
+        print(f"step {step:.1f} ms, bare {bare_step:.1f} ms")
+        print(f"{what} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+        extra = statistics.median(1e3 * (ours - theirs) for ours, theirs in pairs)
+        print(f"difference {extra:+.2f} ms a step")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
