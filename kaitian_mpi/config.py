@@ -161,9 +161,8 @@ class TrainingConfig:
             value = getattr(self, field.name)
             if choices and value not in choices:
                 raise _out_of_range(field.name, value, f"one of {', '.join(choices)}")
-            if type(value) is not type(field.default) and not _is_float(field.default, value):
-                needed = {int: "a whole number", float: "a number", bool: "True or False"}
-                raise _out_of_range(field.name, value, needed.get(type(field.default), "a text"))
+            if needed := wrong_type(field, value):
+                raise _out_of_range(field.name, value, needed)
         self._check_ranges()
         self._check_names()
 
@@ -191,12 +190,29 @@ def _metadata_of(config: type, name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainingConfig):
-    """The settings of one `kaitian-train` run: a model and a dataset of images, SGD, and the above.
+    """The settings of one `kaitian-train` run: what it trains, on which devices, and the above.
+
+    It trains a task of the user's own, or a model on a dataset of images.
 
     Raises:
         UserError: a value is out of range, or two values contradict each other.
     """
 
+    task: str = _flag(
+        "",
+        "train this task in place of --model and --dataset: module:function, a function that "
+        "returns a kaitian_mpi.Task",
+        metavar="MODULE:FUNCTION",
+    )
+    set: dict[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "help": "give the function of --task a keyword argument; may be repeated; the value "
+            "is read as TOML (3, 1e-4, true, [1, 2]), or else as text",
+            "choices": (),
+            "metavar": "KEY=VALUE",
+        },
+    )
     model: str = _flag(
         "mobilenetv2",
         "mobilenetv2, resnet18, cnn, or module:factory: a callable that takes num_classes and "
@@ -246,7 +262,7 @@ class TrainConfig(TrainingConfig):
         default="auto", metadata=_metadata_of(TrainingConfig, "memory_format")
     )
     run_dir: str = _flag(
-        "", "folder for results; default runs/<model>-<date>-<time>", metavar="DIR"
+        "", "folder for results; default runs/<model or task>-<date>-<time>", metavar="DIR"
     )
 
     def _check_ranges(self) -> None:
@@ -264,8 +280,8 @@ class TrainConfig(TrainingConfig):
 
     @property
     def run_name(self) -> str:
-        """The model's name in a form usable as a folder name."""
-        return Path(self.model.replace(":", "-")).name
+        """The name of the task or the model in a form usable as a folder name."""
+        return Path((self.task or self.model).replace(":", "-")).name
 
     def choose_folder(self) -> Path:
         """Return the folder for results: by default one named after the time, to the second."""
@@ -278,9 +294,14 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _is_float(default: object, value: object) -> bool:
-    """Return whether a whole number stands where a float may."""
-    return type(default) is float and type(value) is int
+def wrong_type(field: dataclasses.Field[Any], value: object) -> str:
+    """Return what a field's value would have to be; empty if it is that."""
+    kind = dict if field.default is dataclasses.MISSING else type(field.default)
+    # A whole number may stand where a float may.
+    if type(value) is kind or (kind is float and type(value) is int):
+        return ""
+    names = {int: "a whole number", float: "a number", bool: "True or False", dict: "a table"}
+    return names.get(kind, "a text")
 
 
 def _out_of_range(name: str, found: object, needed: str) -> UserError:

@@ -50,6 +50,10 @@ _NEW_COSTS = _applies(Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN
 _NEW_PLAN = _applies(Invalidated.EXCLUSION, Invalidated.PLAN)
 
 RULES: Mapping[str, Rule] = {
+    "task": _REJECTED,
+    # It may be a learning rate to continue with, or what a step costs; where it is another model
+    # or dataset, that shows when the checkpoint is loaded.
+    "set": _NEW_COSTS,
     "model": _REJECTED,
     "dataset": _REJECTED,
     "data_dir": _APPLIES_SILENTLY,  # the files may have moved; the data themselves are compared

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import tomllib
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from kaitian_mpi.config import TrainConfig, flag_name
@@ -13,16 +15,19 @@ from kaitian_mpi.errors import UserError
 
 # The sections of --help, and their flags by the fields' names.
 SECTIONS = {
-    "model and data": "model dataset data_dir val_split augment workers",
+    "what to train": "task set workers",
+    "image classification (not with --task)": "model dataset data_dir val_split augment lr "
+    "momentum nesterov weight_decay label_smoothing schedule warmup",
     "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "
     "benchmark_cache micro_batch_size keep_all",
     "devices and communication": "allreduce devices emulate_kinds emulate_slowdown",
-    "optimization": "epochs max_steps lr momentum nesterov weight_decay label_smoothing schedule "
-    "warmup precision memory_format max_bad_steps check_every",
+    "optimization": "epochs max_steps precision memory_format max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
     "spares step_timeout snapshots snapshot_every",
     "seed and output": "seed run_dir log_interval log_level",
 }
+RECIPE = frozenset(SECTIONS["image classification (not with --task)"].split())
+_TASK_DEFAULTS = {"memory_format": "contiguous"}  # code such as x.view() may rely on it
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -80,13 +85,88 @@ def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
     Raises:
         UserError: an argument is unknown or invalid.
     """
-    return TrainConfig(**vars(make_parser(program).parse_args(arguments)))
+    parser = make_parser(program)
+    defaults = vars(parser.parse_args([]))
+    # argparse sets a default only where the namespace has no value yet.
+    unset = argparse.Namespace(**dict.fromkeys(defaults))
+    chosen = vars(parser.parse_args(arguments, unset))
+    given = {name: value for name, value in chosen.items() if value is not None}
+    _check_one_task(given)
+    own_defaults = _TASK_DEFAULTS if given.get("task") else {}
+    return TrainConfig(**{**own_defaults, **given})
+
+
+def _check_one_task(given: Mapping[str, Any]) -> None:
+    """Check that the flags given are those of one form: a task or a model."""
+    if given.get("task"):
+        if clash := [flag_name(name) for name in given if name in RECIPE]:
+            raise UserError(
+                f"found --task and {', '.join(clash)}, needed only one of them: what --model has "
+                "flags for, a task has in its own code, with --set for its parameters"
+            )
+    elif "set" in given:
+        raise UserError(
+            "found --set without --task, needed --task module:function, whose parameter it sets"
+        )
+
+
+class _AddSetting(argparse.Action):
+    """Adds a `key=value` to a table."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add what a flag was given."""
+        key, equals, text = str(values).partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(
+                f"{option_string}: found {values!r}, needed key=value, such as "
+                f"{option_string} lr=3e-4"
+            )
+        table = getattr(namespace, self.dest) or {}
+        setattr(namespace, self.dest, {**table, key: read_value(f"{option_string} {key}", text)})
+
+
+def read_value(name: str, text: str) -> Any:
+    """Return a TOML value, or the text itself where it is none.
+
+    Args:
+        name: of the value, for the error.
+        text: such as `3`, `1e-4`, `true`, `[1, 2]`, `"3"` or `adam`.
+
+    Raises:
+        UserError: it is a constant of Python's that would be taken for a text.
+    """
+    if text in ("True", "False", "None"):  # as a text, each of them would be true
+        raise UserError(
+            f"{name}={text}: found a constant of Python's, needed TOML: true or false; or "
+            f"'\"{text}\"' for the text"
+        )
+    try:
+        read = tomllib.loads(f"value = {text}")
+        json.dumps(read)  # config.json cannot hold dates
+    except (tomllib.TOMLDecodeError, RecursionError, TypeError):
+        return text
+    return read["value"] if len(read) == 1 else text
 
 
 def _add_flag(
     group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: type, default: object
 ) -> None:
     shown = f" (default {'on' if default is True else default})" if default not in ("", 0) else ""
+    if default is dataclasses.MISSING:
+        group.add_argument(
+            flag_name(field.name),
+            action=_AddSetting,
+            default={},
+            help=field.metadata["help"],
+            metavar=field.metadata["metavar"],
+        )
+        return
     options: dict[str, Any] = {
         "default": default,
         "help": (field.metadata["help"] + shown).replace("%", "%%"),

@@ -1,19 +1,25 @@
-"""`kaitian-train`: train a model on every device that mpirun started a process for."""
+"""`kaitian-train`: train a model or a task on every device that mpirun started a process for."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss, initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
+
+if TYPE_CHECKING:
+    from kaitian_mpi.engine.task import Task
 
 PROGRAM = "kaitian-train"
 
@@ -36,11 +42,10 @@ def main() -> None:
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
-        from kaitian_mpi.recipes.image_classification import make_task
         from kaitian_mpi.training.training import Training
 
         init(config.devices, config.emulate_kinds)
-        with Training(partial(make_task, config), config) as training:
+        with Training(task_maker(config), config) as training:
             for _ in training:
                 pass
         if dist.is_initialized():  # a standby rank has no group
@@ -48,6 +53,15 @@ def main() -> None:
         if watchdog is not None:
             watchdog.close()
         exit_after_loss()
+
+
+def task_maker(config: TrainConfig) -> Callable[[], Task]:
+    """Return what makes the task: the user's function, or the recipe for --model."""
+    from kaitian_mpi.recipes import image_classification, user_task
+
+    if config.task:
+        return partial(user_task.build_task, config.task, config.set, config.seed)
+    return partial(image_classification.make_task, config)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,39 @@ def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path)
     assert "benchmark" not in ended.out
 
 
+def test_a_task_of_ones_own_is_trained_without_a_script(mpirun, tmp_path):
+    (tmp_path / "mytasks.py").write_text(
+        "import torch\n"
+        "from kaitian_mpi import Task\n"
+        "def build(width, lr=1e-3):\n"
+        "    x = torch.randn(100, 4)\n"
+        "    data = [{'x': row, 'y': row.sum()} for row in x]\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))\n"
+        "    def loss(model, batch):\n"
+        "        return (model(batch['x'])[:, 0] - batch['y']).square().mean()\n"
+        "    def optimizer(model):\n"
+        "        return torch.optim.AdamW(model.parameters(), lr=lr)\n"
+        "    return Task(model=model, data=data, validation=data, loss=loss, optimizer=optimizer)\n"
+    )
+    ended = mpirun(
+        2,
+        *"kaitian-train --task mytasks:build --set width=8 --set lr=3e-2 --epochs 5".split(),
+        *"--global-batch-size 20 --benchmark-seconds 1 --emulate-slowdown 1:3".split(),
+    )
+    assert ended.code == 0, ended.text
+    (folder,) = (tmp_path / "runs").glob("mytasks-build-*")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["task"], config["set"]) == ("mytasks:build", {"width": 8, "lr": 0.03})
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"]
+    assert summary["steps"] == 25
+    assert summary["val_loss"] < 2  # at first it is the data's variance, 4
+    assert torch.load(folder / "checkpoints/model.pt", weights_only=True)["0.weight"].shape == (
+        8,
+        4,
+    )
+
+
 def test_one_rank_without_mpirun(tmp_path):
     started_at = time.time()
     ended = finish(

@@ -13,7 +13,7 @@ THEN = TrainConfig(model="cnn", run_dir="run", resume="auto")
 COSTS = {Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN}
 PLAN = {Invalidated.EXCLUSION, Invalidated.PLAN}
 
-REJECTED = {"model": "resnet18", "dataset": "mnist", "val_split": 0.5, "seed": 1}
+REJECTED = {"task": "a:b", "model": "resnet18", "dataset": "mnist", "val_split": 0.5, "seed": 1}
 SILENT = {
     "data_dir": "moved",
     "devices": "cpu",
@@ -25,6 +25,7 @@ SILENT = {
 }
 # name: another value, what is determined again, and the end of the log line
 APPLIES = {
+    "set": ({"lr": 0.1}, COSTS, "; the ranks are benchmarked again"),
     "augment": ("none", set(), ""),
     "workers": (2, set(), ""),
     "global_batch_size": (128, PLAN, ""),

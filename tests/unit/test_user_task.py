@@ -1,0 +1,143 @@
+"""`--task module:function`: what it makes, and every way in which it cannot be made."""
+
+import sys
+
+import pytest
+import torch
+
+from kaitian_mpi.cli.flags import parse_config
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.user_task import build_task
+
+FUNCTIONS = """
+import torch
+from kaitian_mpi import Task
+
+def task(width=4, loss=lambda model, batch: model(batch).mean(), **more):
+    model = torch.nn.Linear(2, width)
+    return Task(model=model, data=torch.ones(8, 2), loss=loss,
+                optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), **more)
+
+def build(width, *, name="mine"): return task(width, name=name)
+def anything(**settings): return task(**settings)
+def nothing(): return None
+def without_parameters(): return task()
+def open_form(): return task(loss=None)
+def raises(): raise OSError("no\\nfile")
+def wrong(): return Task(model=3, data=[1], optimizer=None)
+def positional(width, /): return task(width)
+number = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tasks.py").write_text(FUNCTIONS)
+    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    return tmp_path
+
+
+def build(function, seed=0, **settings):
+    return build_task(f"my_tasks:{function}", settings, seed)
+
+
+def test_the_function_gets_the_settings():
+    task = build("build", width=3, name="narrow")
+    assert isinstance(task, Task)
+    assert task.model.out_features == 3
+    assert task.name == "narrow"
+    assert build("anything", width=5).model.out_features == 5
+
+
+def test_the_weights_depend_on_the_seed_alone():
+    first, again, other = (build("task", seed).model.weight for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("build", {}, r"--task my_tasks:build: found no value for width; give --set width=\.\.\."),
+        ("build", {"width": 1, "nam": 2}, r"--set nam: .*one of width, name; did you mean name\?"),
+        ("without_parameters", {"x": 1}, r"--set x: .*needed no --set at all"),
+        ("positional", {}, r"found positional-only parameters \(width\)"),
+        ("nothing", {}, r"found a function that returned a NoneType, needed one that returns a"),
+        ("open_form", {}, r"found a Task without loss, needed Task\(loss=\.\.\.\)"),
+        ("raises", {}, r"--task my_tasks:raises: raised OSError: no file; correct it"),
+        ("wrong", {}, r"Task: found model of type int, needed a torch.nn.Module"),
+        ("number", {}, r"found an object of type int, needed a function"),
+        ("absent", {}, r"module my_tasks has no attribute 'absent'"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_a_one_line_error(name, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build(name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def parse(*arguments):
+    return parse_config("kaitian-train", arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("3e-4", 3e-4),
+        ("true", True),
+        ('"3"', "3"),
+        ("[1, 2]", [1, 2]),
+        ("adam", "adam"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("2024-01-01", "2024-01-01"),  # config.json cannot hold a date
+        ("[2024-01-01]", "[2024-01-01]"),
+        ("1\nlr = 2", "1\nlr = 2"),
+    ],
+)
+def test_settings_are_read_as_toml_or_else_as_text(text, value):
+    config = parse("--task", "a:b", "--set", f"key={text}", "--set", "other=1")
+    assert config.set == {"key": value, "other": 1}
+    assert type(config.set["key"]) is type(value)
+
+
+def test_the_last_value_of_a_setting_counts():
+    assert parse("--task", "a:b", "--set", "x=1", "--set", "x=2").set == {"x": 2}
+    assert parse("--task", "a:b").set == {} == TrainConfig().set
+
+
+def test_the_run_folder_is_named_after_the_task():
+    folder = parse("--task", "package.module:build").choose_folder()
+    assert folder.name.startswith("package.module-build-2")
+
+
+def test_a_task_keeps_the_layout_of_its_tensors_unless_asked():
+    assert parse("--task", "a:b").memory_format == "contiguous"
+    assert parse("--task", "a:b", "--memory-format", "auto").memory_format == "auto"
+    assert parse().memory_format == "auto"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--task a:b --model cnn", "found --task and --model, needed only one of them"),
+        (
+            "--task a:b --dataset digits --lr 0.1 --no-nesterov",
+            "found --task and --dataset, --lr, --nesterov, needed only one of them",
+        ),
+        ("--set x=1", "found --set without --task, needed --task module:function"),
+        ("--task a:b --set x", "--set: found 'x', needed key=value, such as --set lr=3e-4"),
+        ("--task a:b --set =1", "--set: found '=1', needed key=value"),
+        ("--task a:b --set x-y=1", "--set: found 'x-y=1', needed key=value"),
+        ("--task a:b --set bias=False", "--set bias=False: found a constant of Python's"),
+    ],
+)
+def test_flags_that_contradict_are_a_one_line_error(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse(*arguments.split())
+    assert "\n" not in str(caught.value)
