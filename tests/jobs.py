@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +33,11 @@ ENVIRONMENT = {
     "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
 }
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-PLANTED = Path(__file__).parent / "e2e"
+PYTHON = sys.executable
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+_HERE = Path(__file__).parent
+PLANTED = _HERE / "e2e"
+_PROGRAMS = (PYTHON, "kaitian-train", "kaitian-bench", "kaitian-run")
 LONGEST_SEC = 120
 EVEN = "--balance off --run-dir run --log-interval 0".split()
 
@@ -74,16 +83,76 @@ def finish(process: subprocess.Popen[str], started_at: float) -> Ended:
     return Ended(process.returncode, out, err, now - started_at, now)
 
 
-def run_ranks(ranks: int, *command: str, cwd: Path, **env: str) -> Ended:
-    """Run a command under mpirun; the models planted in tests/e2e can be imported."""
+def run_ranks(ranks: int, *command: str, cwd: Path, fresh: bool = False, **env: str) -> Ended:
+    """Run a command under mpirun; the models planted in tests/e2e can be imported.
+
+    Args:
+        ranks: their number.
+        command: the program and its arguments; mpirun's options may come first.
+        cwd: where it runs.
+        fresh: whether each rank is a fresh process; else it is forked, see `fork_server.py`.
+        env: additional environment variables.
+    """
+    words = ["mpirun", "-np", str(ranks), *map(str, command)]
+    return run_alone(*words, cwd=cwd, fresh=fresh, **env)
+
+
+def run_alone(*command: str, cwd: Path, fresh: bool = False, **env: str) -> Ended:
+    """Run a command as one rank, without mpirun; see `run_ranks`."""
+    words = command if fresh else forked(command)
     started_at = time.time()
-    full = ("mpirun", "-np", str(ranks), *command)
-    return finish(start(*full, cwd=cwd, env=env), started_at)
+    return finish(start(*words, cwd=cwd, env=env), started_at)
+
+
+def forked(command: Sequence[str]) -> list[str]:
+    """Return the command with its ranks forked; unchanged where another program starts them."""
+    at = next((index for index, word in enumerate(command) if word in _PROGRAMS), len(command))
+    rank = [PYTHON, "-I", "-S", str(_HERE / "forked_rank.py"), _fork_server()]
+    return [*command[:at], *(rank if at < len(command) else []), *command[at:]]
+
+
+@cache
+def _fork_server() -> str:
+    """Return the socket of a `fork_server.py` that runs until this process ends."""
+    folder = tempfile.mkdtemp(prefix="kaitian-fork-server-")  # only this user may enter it
+    atexit.register(shutil.rmtree, folder)
+    path = f"{folder}/socket"
+    server = subprocess.Popen(
+        [PYTHON, str(_HERE / "fork_server.py"), path],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(server.communicate)  # which closes its stdin
+    assert server.stdout.readline() == b"ready\n"
+    return path
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return `summary.json` of the run in a folder of jobs."""
     return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights_in(folder: Path) -> dict[str, Any]:
+    """Return the weights that the run in a folder of jobs has saved at its end."""
+    import torch
+
+    return torch.load(folder / "run" / "checkpoints" / "model.pt", weights_only=True)
+
+
+def steps_saved(folder: Path) -> set[str]:
+    """Return the names of the run's checkpoints."""
+    return {path.stem for path in (folder / "run" / "checkpoints").glob("step-*.json")}
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the run's newest checkpoint."""
+    return folder / "run" / "checkpoints" / f"{max(steps_saved(folder))}.pt"
 
 
 def steps_shown(ended: Ended) -> list[int]:
@@ -182,7 +251,3 @@ class HostsJob(Job):
 
     def rank_pids(self) -> dict[int, int]:
         return self._hosts.rank_pids()
-
-
-PYTHON = sys.executable
-SCRIPTS = Path(sysconfig.get_path("scripts"))

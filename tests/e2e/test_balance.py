@@ -4,11 +4,7 @@ import json
 import re
 
 import pytest
-from jobs import PYTHON, finish, run_ranks, start
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from jobs import PYTHON, finish, read_lines, run_ranks, start
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +134,7 @@ def test_bench_forecasts_every_subset_of_kinds_and_plan_reads_the_file(mpirun, t
     ],
 )
 def test_bench_reports_a_wrong_flag_in_one_line(mpirun, flags, message):
-    ended = mpirun(2, "kaitian-bench", *flags.split())
+    ended = mpirun(2, "kaitian-bench", *flags.split(), fresh=True)
     assert ended.code == 2
     assert message in ended.err
     assert "Traceback" not in ended.text

@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import time
+from functools import cache
 
 import pytest
+from command_lines import Result, run_each
 from jobs import PYTHON, finish, start
 
 LIMIT_SEC = 5
@@ -14,60 +16,90 @@ SURVIVE = ("--with-ft", "ulfm")
 TRAIN = ("kaitian-train", "--model", "cnn")
 
 
+BEFORE_MPI = {
+    "--epochs 0": "--epochs: found 0, needed a whole number from 1 to",
+    "--log-interval inf": "--log-interval: found inf, needed seconds, from 0 to",
+    "--no-such-flag": "unrecognized arguments: --no-such-flag; see kaitian-train --help",
+}
+BEFORE_TORCH = {
+    "--emulate-kinds gpu": "--emulate-kinds gpu: found 1 kind, needed 4, one per rank",
+    "--emulate-slowdown 9:2": "--emulate-slowdown: found '9:2', needed rank:factor",
+    "--global-batch-size 2": "--global-batch-size: found 2 for 4 ranks, needed at least one",
+    "--dataset cifar10 --data-dir nowhere": "--data-dir: found no folder nowhere, needed",
+}
+LATER = {
+    "--dataset cifar10 --data-dir .": "data_batch_1",
+    "--model nosuch": "--model: found 'nosuch', needed one of mobilenetv2",
+    "--model planted:nosuch": "module planted has no attribute 'nosuch'",
+    "--model planted:not_a_model": "needed a torch.nn.Module",
+    "--devices cuda:7,cuda:7": "asks for cuda:7, but",
+    "--model planted:differing": "the model differs between ranks:",
+    "--model planted:raise_error": "its parameters are (); add num_classes",
+    "--run-dir used": "--run-dir used: found the results of another run",
+    "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
+}
+WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+
+
+@pytest.fixture(scope="module")
+def run_all(tmp_path_factory):
+    """Run kaitian-train with each of several flags in one job, once per module."""
+
+    @cache
+    def run(ranks, flags, options=(), fresh=True):
+        folder = tmp_path_factory.mktemp("errors")
+        (folder / "used").mkdir()
+        (folder / "used" / "config.json").write_text("{}")
+        results, ended = run_each(ranks, TRAIN, flags, *options, cwd=folder, fresh=fresh)
+        assert (folder / "used" / "config.json").read_text() == "{}"
+        return results, ended
+
+    return run
+
+
+@pytest.mark.parametrize("flags", BEFORE_MPI)
+def test_an_error_found_before_mpi_is_loaded(run_all, flags):
+    """One rank is enough: it has not heard of the others yet."""
+    results, _ = run_all(1, tuple(BEFORE_MPI))
+    assert_user_error(results[flags], BEFORE_MPI[flags])
+    assert results[flags].loaded == set()
+
+
+@WITH_AND_WITHOUT_ULFM
+@pytest.mark.parametrize("flags", BEFORE_TORCH)
+def test_an_error_found_before_torch_is_loaded(run_all, options, flags):
+    results, _ = run_all(4, tuple(BEFORE_TORCH), options)
+    assert_user_error(results[flags], BEFORE_TORCH[flags])
+    assert results[flags].loaded == {"mpi4py.MPI"}
+
+
+@WITH_AND_WITHOUT_ULFM
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--no-such-flag", "unrecognized arguments: --no-such-flag; see kaitian-train --help"),
-        ("--epochs 0", "--epochs: found 0, needed a whole number from 1 to"),
-        ("--emulate-kinds gpu", "--emulate-kinds gpu: found 1 kind, needed 4, one per rank"),
-        ("--emulate-slowdown 9:2", "--emulate-slowdown: found '9:2', needed rank:factor"),
-        ("--global-batch-size 2", "--global-batch-size: found 2 for 4 ranks, needed at least one"),
-        ("--dataset cifar10 --data-dir nowhere", "--data-dir: found no folder nowhere, needed"),
-        (
-            "--log-interval inf",
-            "--log-interval: found inf, needed seconds, from 0 to",
-        ),
-    ],
+    ("flags", "message"), [list(BEFORE_MPI.items())[-1], list(BEFORE_TORCH.items())[-1]]
 )
-@pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
-def test_an_error_found_before_torch_is_loaded(mpirun, options, flags, message):
-    ended = mpirun(4, *options, *TRAIN, *flags.split())
-    assert_user_error(ended, message)
+def test_an_early_error_ends_every_rank_at_once(mpirun, options, flags, message):
+    ended = mpirun(4, *options, *TRAIN, *flags.split(), fresh=True)
+    assert_user_error(Result([ended.code], ended.text, frozenset()), message)
     assert ended.seconds < LIMIT_SEC
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--dataset cifar10 --data-dir .", "data_batch_1"),
-        ("--model nosuch", "--model: found 'nosuch', needed one of mobilenetv2"),
-        ("--model planted:nosuch", "module planted has no attribute 'nosuch'"),
-        ("--model planted:not_a_model", "needed a torch.nn.Module"),
-        ("--devices cuda:7,cuda:7", "asks for cuda:7, but"),
-        ("--model planted:differing", "the model differs between ranks:"),
-        ("--model planted:raise_error", "its parameters are (); add num_classes"),
-        ("--run-dir /dev/null/run", "--run-dir /dev/null/run: Not a directory; name a folder"),
-    ],
-)
-def test_an_error_found_later(mpirun, flags, message):
-    ended = mpirun(2, *TRAIN, *flags.split())
-    assert_user_error(ended, message)
+@pytest.mark.parametrize("flags", LATER)
+def test_an_error_found_later(run_all, flags):
+    results, _ = run_all(2, tuple(LATER), fresh=False)
+    assert_user_error(results[flags], LATER[flags])
 
 
-def test_a_run_folder_in_use_is_not_changed(mpirun, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")
-    ended = mpirun(2, *TRAIN, "--run-dir", "run")
-    assert_user_error(ended, "--run-dir run: found the results of another run")
-    assert (tmp_path / "run" / "config.json").read_text() == "{}"
+def test_an_error_found_later_ends_the_job(run_all):
+    _, ended = run_all(2, tuple(LATER), fresh=False)
+    assert_user_error(Result([ended.code], ended.text, frozenset()), list(LATER.values())[-1])
 
 
-def assert_user_error(ended, message):
-    assert ended.code == 2, ended.text
-    errors = [line for line in ended.err.splitlines() if line.startswith("kaitian-train: error")]
-    assert len(errors) == 1, ended.text
+def assert_user_error(result, message):
+    assert set(result.codes) == {2}, result.text
+    errors = [line for line in result.text.splitlines() if line.startswith("kaitian-train: error")]
+    assert len(errors) == 1, result.text
     assert message in errors[0]
-    assert "Traceback" not in ended.text
+    assert "Traceback" not in result.text
 
 
 @pytest.mark.parametrize(
@@ -78,10 +110,10 @@ def assert_user_error(ended, message):
         ("leaving", 1, r"^\[2@[^\]]+\] sys\.exit\(0\) before the run was complete"),
     ],
 )
-@pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+@WITH_AND_WITHOUT_ULFM
 def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
-    flags = ("--balance", "off", "--epochs", "50")
-    ended = mpirun(4, *options, "kaitian-train", "--model", f"planted:{model}", *flags)
+    command = f"kaitian-train --model planted:{model} --balance off --epochs 50".split()
+    ended = mpirun(4, *options, *command, fresh=model == "raising")
     assert ended.code == code, ended.text
     assert re.search(message, ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
@@ -139,7 +171,7 @@ def assert_gone(pids):
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-@pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+@WITH_AND_WITHOUT_ULFM
 def test_a_failing_rank_of_a_users_script_ends_the_job(mpirun, options, tmp_path):
     """A plain script that fails on one rank must not leave the others waiting."""
     (tmp_path / "script.py").write_text(
@@ -151,7 +183,7 @@ def test_a_failing_rank_of_a_users_script_ends_the_job(mpirun, options, tmp_path
         "    raise RuntimeError('planted')\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    ended = mpirun(3, *options, PYTHON, "script.py")
+    ended = mpirun(3, *options, PYTHON, "script.py", fresh=True)
     assert ended.code != 0
     assert re.search(r"^\[1@[^\]]+\] RuntimeError: planted$", ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])

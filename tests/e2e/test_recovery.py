@@ -1,19 +1,23 @@
-"""Ranks that die, hang or diverge in real jobs, and jobs that resume from checkpoints."""
+"""Ranks that die or diverge in real jobs, and jobs that resume from checkpoints."""
 
 import itertools
-import json
 import os
 import re
-import shutil
-import signal
-import subprocess
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from jobs import EVEN, Job, finish, run_ranks, start, steps_shown, summary_of
+from jobs import (
+    EVEN,
+    Job,
+    newest_checkpoint,
+    read_lines,
+    run_alone,
+    run_ranks,
+    steps_shown,
+    summary_of,
+    weights_in,
+)
 
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 
@@ -24,14 +28,6 @@ RECOVERY_LIMIT_SEC = 10
 LIMIT_SEC = 5
 
 EXACT = "kaitian-train --model planted:exact --dataset planted:recorded_digits --epochs 5".split()
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def weights_in(folder):
-    return torch.load(folder / "run" / "checkpoints" / "model.pt", weights_only=True)
 
 
 def largest_difference(one, other):
@@ -45,14 +41,6 @@ def order_of_samples(epoch):
     return sampler.indices(0, SAMPLES)
 
 
-def newest_checkpoint(folder):
-    return max((folder / "run" / "checkpoints").glob("step-*.json")).with_suffix(".pt")
-
-
-def steps_saved(folder):
-    return {path.stem for path in (folder / "run" / "checkpoints").glob("step-*.json")}
-
-
 # Loss of rank 0 of three
 
 
@@ -60,7 +48,7 @@ def steps_saved(folder):
 def undisturbed(tmp_path_factory):
     """The same training on one rank."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = finish(start(*EXACT, *EVEN, cwd=folder), time.time())
+    ended = run_alone(*EXACT, *EVEN, cwd=folder)
     assert ended.code == 0, ended.text
     return folder
 
@@ -255,119 +243,13 @@ def test_resume_with_rank_0_excluded(tmp_path):
     assert steps_shown(ended) == [8, 9]
     alone = (*command, "--max-steps", "11")
     (tmp_path / "run" / "checkpoints" / "step-00000009.json").unlink()
-    ended = finish(start(*alone, cwd=tmp_path), time.time())
+    ended = run_alone(*alone, cwd=tmp_path)
     assert ended.code == 0, ended.text
     assert "resuming from step 7 (" in ended.out
     assert summary_of(tmp_path)["ranks"] == [0]
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(
         range(1, 12)
     )
-
-
-def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
-    command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
-    with Job(2, *command, *EVEN, cwd=tmp_path, survives=False) as job:
-        job.wait_for(r"step 2/")
-        job.signal(signal.SIGUSR1, 1)
-        asked_at = time.time()
-        while not (saved := list((tmp_path / "run" / "checkpoints").glob("step-*.json"))):
-            assert time.time() - asked_at < 6 * LIMIT_SEC
-            time.sleep(0.05)
-        assert 2 <= int(saved[0].stem[5:])
-        job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training continues
-        # mpirun sends these to every process of a rank: its watchdog and data workers, too.
-        processes = psutil.Process(job.process.pid).children(recursive=True)
-        assert len(processes) >= 2 * 4
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            steps = steps_saved(tmp_path)
-            job.process.send_signal(number)
-            asked_at = time.time()
-            while not steps_saved(tmp_path) - steps:
-                assert time.time() - asked_at < 6 * LIMIT_SEC
-                time.sleep(0.05)
-        assert all(process.is_running() for process in processes)
-
-
-@pytest.mark.parametrize(
-    ("number", "survives", "model"),
-    [
-        (signal.SIGTERM, False, "large"),  # takes longer to write than mpirun gives a rank
-        (signal.SIGTERM, True, "slow"),
-        (signal.SIGINT, False, "slow"),
-        (signal.SIGINT, True, "large"),
-    ],
-)
-def test_sigterm_and_sigint_save_a_checkpoint_before_the_job_ends(
-    tmp_path, number, survives, model
-):
-    command = f"kaitian-train --model planted:{model} --global-batch-size 24".split()
-    with Job(2, *command, *EVEN, cwd=tmp_path, survives=survives) as job:
-        job.wait_for(r"step 3/")
-        job.process.send_signal(number)
-        signalled_at = time.time()
-        ended = job.finish()
-    assert ended.code != 0
-    assert ended.ended_at - signalled_at < LIMIT_SEC
-    assert steps_saved(tmp_path), ended.text
-    saved = int(newest_checkpoint(tmp_path).stem[5:])
-    # mpirun may have dropped the very last line; the file has it.
-    assert saved >= steps_shown(ended)[-1]
-    assert abs(saved - read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]) <= 1
-    assert f"step {saved} is saved: --resume auto resumes from it" in ended.text
-    assert "Traceback" not in ended.text
-
-
-# Ranks that hang
-
-
-def test_watchdogs_kill_a_hanging_and_a_stopped_rank(tmp_path):
-    command = "kaitian-train --model planted:hanging --epochs 20 --step-timeout 3".split()
-    with Job(3, *command, *EVEN, cwd=tmp_path) as job:
-        hung = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
-        shown = job.wait_for(r"step (\d+)/")
-        job.signal(signal.SIGSTOP, 2)
-        stopped = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
-        ended = job.finish()
-    assert ended.code == 0, ended.text
-    assert hung[1] == "1"
-    assert re.search(r"in forward of step 5, the limit is 3.0 s \(--step-timeout\)", hung[2])
-    assert int(shown[1]) == 5
-    assert stopped[1] == "2"
-    assert re.search(r"no heartbeat for .* s \(.*stopped.*\), last in .* step \d+", stopped[2])
-    summary = summary_of(tmp_path)
-    assert summary["finished"] is True
-    assert summary["ranks"] == [0]
-    assert summary["steps"] == 20 * STEPS_PER_EPOCH
-    lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
-    assert lost == [[1], [2]]
-    assert summary["failures"][0]["step"] == 5
-
-
-def test_watchdog_kills_a_rank_that_hangs_while_loading_data(tmp_path):
-    command = "kaitian-train --model cnn --dataset planted:hanging_data --step-timeout 0.4".split()
-    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
-    assert ended.code != 0
-    assert re.search(
-        r"^\[1@\S+\] killed by its watchdog: .* s in loading the dataset \(--dataset\), "
-        r"the limit is 8.0 s",
-        ended.err,
-        re.MULTILINE,
-    ), ended.text
-
-
-def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
-    """One rank after the other, in a job that survives; mpirun's exit code is arbitrary then."""
-    command = "--model planted:hanging_in_setup --dataset planted:hanging_data".split()
-    command += "--step-timeout 0.2 --run-dir run --log-interval 0".split()
-    ended = run_ranks(3, *"--with-ft ulfm kaitian-train".split(), *command, cwd=tmp_path)
-    for rank, phase in (
-        (1, r"loading the dataset \(--dataset\)"),
-        (2, r"building the model \(--model\)"),
-        (0, "the benchmark"),
-    ):
-        line = rf"^\[{rank}@\S+\] killed by its watchdog: .* s in {phase}, the limit is 4.0 s"
-        assert re.search(line, ended.err, re.MULTILINE), ended.text
-    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 # NaN and diverged weights
@@ -401,74 +283,3 @@ def test_too_many_nan_steps_end_the_run_with_one_line(tmp_path):
     assert "Traceback" not in ended.text
     bad = read_lines(tmp_path / "run" / "bad_steps.jsonl")
     assert [line["step"] for line in bad] == [4, 5, 6]
-
-
-# A full disk
-
-
-@pytest.fixture
-def small_disk(tmp_path, request):
-    """A file system with room for the model twice and some text; or of the size given."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    size = ("-t", "tmpfs", "-o", f"size={getattr(request, 'param', '5500k')}", "tmpfs", str(folder))
-    if mount is None or subprocess.run([mount, *size], check=False, capture_output=True).returncode:
-        pytest.skip("only root may mount a small file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tmp_path):
-    # Room for the model beside that of the previous epoch, but not for a checkpoint.
-    (small_disk / "checkpoints").mkdir()
-    (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
-    command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
-    ended = finish(start(*command, *EVEN, cwd=tmp_path), time.time())
-    assert ended.code == 0, ended.text
-    assert (
-        "could not be written: No space left on device; training continues, there is none yet"
-        in ended.err
-    )
-    # One that is queued behind another may be replaced by the next.
-    reported = re.findall(
-        r"checkpoint of step (\d+) (?:could not be written|is skipped)", ended.err
-    )
-    assert set(map(int, reported)) == {4, 6, 8, 12, 16, 18}
-    summary = summary_of(tmp_path)
-    assert summary["finished"] is True
-    # A checkpoint that is attempted fills the disk for a moment: a line may be lost meanwhile.
-    lines = read_lines(small_disk / "metrics.jsonl")
-    assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step
-    metrics = [line["step"] for line in lines]
-    assert len(metrics) > 2 * STEPS_PER_EPOCH
-    assert metrics == sorted(set(metrics))
-    assert not list((small_disk / "checkpoints").glob("step-*"))
-    assert weights_in(tmp_path)  # those of the last epoch have replaced the zeros
-
-
-@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
-def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
-    train = "kaitian-train --model cnn --dataset synthetic --max-steps 3".split()
-    ended = finish(start("kaitian-supervise", *train, *EVEN, cwd=tmp_path), time.time())
-    assert ended.code == 74, ended.text
-    (error,) = re.findall("^kaitian-train: error: (.*)", ended.err, re.MULTILINE)
-    assert "training is done, but run/checkpoints/model.pt could not be written: No space" in error
-    assert ended.err.count("start 1 of 4") == 1
-    assert "start 2 of 4" not in ended.err
-    assert summary_of(tmp_path)["finished"] is False
-    name = re.search(r"--snapshots (\w+)$", error)[1]
-    (snapshots,) = Path("/dev/shm").glob(f"kaitian-{name}-*")
-    assert snapshots.stat().st_mode & 0o777 == 0o700
-
-    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    again = ("--resume", "auto", "--snapshots", name)
-    ended = finish(start(*train, *EVEN, *again, cwd=tmp_path), time.time())
-    assert ended.code == 0, ended.text
-    assert not re.search(r"step [0-9]+/", ended.text)  # nothing is trained again
-    summary = summary_of(tmp_path)
-    assert summary["finished"] is True
-    assert (small_disk / "checkpoints" / "model.pt").exists()
-    assert not snapshots.exists()

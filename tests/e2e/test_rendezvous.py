@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from jobs import PLANTED, PYTHON, finish, start
+from jobs import PLANTED, PYTHON, finish, forked, run_alone, start
 
 SCRIPT = str(PLANTED / "planted_rendezvous.py")
 # A job that is rejected ends in a few seconds; one that hangs, at the tests' limit or never.
@@ -39,7 +39,7 @@ def test_every_init_method_in_one_process(planted, tmp_path):
 
 
 def test_one_rank_with_a_hash_store(tmp_path):
-    ended = finish(start(PYTHON, SCRIPT, "alone", cwd=tmp_path), time.time())
+    ended = run_alone(PYTHON, SCRIPT, "alone", cwd=tmp_path)
     assert (ended.code, ended.out) == (0, "HashStore\n"), ended.text
 
 
@@ -87,11 +87,11 @@ def test_ranks_that_never_arrive_are_not_waited_for(planted, tmp_path, name, fou
 @pytest.mark.parametrize("method", ["mpi://", "env://"])
 def test_a_launcher_other_than_mpirun_is_rejected(tmp_path, method):
     """Each process would be a job of its own, and train alone."""
-    port, started_at = free_ports(1)[0], time.time()
+    port, command = free_ports(1)[0], forked([PYTHON, SCRIPT, "plain", method])
+    started_at = time.time()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
-        start(PYTHON, SCRIPT, "plain", method, cwd=tmp_path, env={"RANK": str(rank), **place})
-        for rank in range(2)
+        start(*command, cwd=tmp_path, env={"RANK": str(rank), **place}) for rank in range(2)
     ]
     for ended in [finish(process, started_at) for process in processes]:
         assert ended.code == 1, ended.text

@@ -92,7 +92,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("command", [["kaitian-run"], [sys.executable]])
 def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, command):
     (tmp_path / "theirs.py").write_text(SIGNALS)
-    ended = mpirun(2, *command, "theirs.py")
+    ended = mpirun(2, *command, "theirs.py", fresh=True)
     assert ended.code == 0, ended.text
     assert ended.out.splitlines() == 2 * ["2 ['USR1', 'TERM', 'INT'] -15 [0, 1, 4] [7, 1]"]
     assert ended.err.count("ValueError: planted") == 2  # of the children alone
@@ -100,13 +100,14 @@ def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, comm
 
 def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
-    ended = mpirun(2, *"kaitian-run --backend-override nccl,gloo theirs.py --exit 7".split())
+    command = "kaitian-run --backend-override nccl,gloo theirs.py --exit 7".split()
+    ended = mpirun(2, *command, fresh=True)
     assert ended.code == 7, ended.text
     assert re.search(r"^\[1@[^\]]+\] sys\.exit\(7\)", ended.err, re.MULTILINE)
 
 
 def test_a_missing_script_is_reported_once(mpirun):
-    ended = mpirun(2, "kaitian-run", "nowhere.py")
+    ended = mpirun(2, "kaitian-run", "nowhere.py", fresh=True)
     assert ended.code == 2
     assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
 

@@ -77,6 +77,7 @@ def test_example_model_trains(mpirun):
     ended = mpirun(
         2,
         *"kaitian-train --model examples.own_model:build --max-steps 2".split(),
+        *"--benchmark-seconds 1".split(),
         PYTHONPATH=str(ROOT),
     )
     assert ended.code == 0, ended.text
@@ -92,7 +93,7 @@ def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path
         "work.wait()\n"
         "print(dist.get_rank(), 'done')\n"
     )
-    ended = mpirun(3, PYTHON, "script.py")
+    ended = mpirun(3, PYTHON, "script.py", fresh=True)
     assert ended.code == 0, ended.text
     assert sorted(ended.out.split()) == ["0", "1", "2", "done", "done", "done"]
     assert ended.err == ""

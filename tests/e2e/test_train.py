@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from jobs import finish, run_ranks, start
+from jobs import finish, read_lines, run_ranks, start
 
 from kaitian_mpi.models import build_model
 
@@ -31,10 +31,6 @@ SUMMARY_KEYS = {
     "emulated",
     "finished",
 }
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +198,10 @@ def test_a_task_of_ones_own_is_trained_without_a_script(mpirun, tmp_path):
 def test_one_rank_without_mpirun(tmp_path):
     started_at = time.time()
     ended = finish(
-        start(*"kaitian-train --model cnn --max-steps 3 --run-dir run".split(), cwd=tmp_path),
+        start(
+            *"kaitian-train --model cnn --max-steps 3 --run-dir run --benchmark-seconds 1".split(),
+            cwd=tmp_path,
+        ),
         started_at,
     )
     assert ended.code == 0, ended.text
@@ -211,6 +210,6 @@ def test_one_rank_without_mpirun(tmp_path):
 
 
 def test_help_is_printed_once(mpirun):
-    ended = mpirun(2, "kaitian-train", "--help")
+    ended = mpirun(2, "kaitian-train", "--help", fresh=True)
     assert ended.code == 0
     assert ended.out.count("usage: kaitian-train") == 1

@@ -28,7 +28,7 @@ print(world.info.kind, "right")
 
 def test_all_reduce_between_a_gpu_and_the_cpu(tmp_path):
     (tmp_path / "script.py").write_text(ALL_REDUCE)
-    ended = run_ranks(2, PYTHON, "script.py", cwd=tmp_path)
+    ended = run_ranks(2, PYTHON, "script.py", cwd=tmp_path, fresh=True)
     assert ended.code == 0, ended.text
     assert sorted(ended.out.split()) == ["cpu", "cuda", "right", "right"]
 
@@ -40,6 +40,7 @@ def test_training_on_a_gpu_and_the_cpu(tmp_path, precision):
         *"kaitian-train --model cnn --devices cuda:0,cpu --max-steps 5 --run-dir run".split(),
         *("--precision", precision),
         cwd=tmp_path,
+        fresh=True,
     )
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -1,0 +1,151 @@
+"""Checkpoints in real jobs that are sent signals, or whose disk is full."""
+
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs import (
+    EVEN,
+    Job,
+    finish,
+    newest_checkpoint,
+    read_lines,
+    run_alone,
+    start,
+    steps_saved,
+    steps_shown,
+    summary_of,
+    weights_in,
+)
+
+STEPS_PER_EPOCH = 6
+LIMIT_SEC = 5
+
+
+def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
+    command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
+    with Job(2, *command, *EVEN, cwd=tmp_path, survives=False) as job:
+        job.wait_for(r"step 2/")
+        job.signal(signal.SIGUSR1, 1)
+        asked_at = time.time()
+        while not (saved := list((tmp_path / "run" / "checkpoints").glob("step-*.json"))):
+            assert time.time() - asked_at < 6 * LIMIT_SEC
+            time.sleep(0.05)
+        assert 2 <= int(saved[0].stem[5:])
+        job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training continues
+        # mpirun sends these to every process of a rank: its watchdog and data workers, too.
+        processes = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(processes) >= 2 * 4
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            steps = steps_saved(tmp_path)
+            job.process.send_signal(number)
+            asked_at = time.time()
+            while not steps_saved(tmp_path) - steps:
+                assert time.time() - asked_at < 6 * LIMIT_SEC
+                time.sleep(0.05)
+        assert all(process.is_running() for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("number", "survives", "model"),
+    [
+        (signal.SIGTERM, False, "large"),  # takes longer to write than mpirun gives a rank
+        (signal.SIGTERM, True, "slow"),
+        (signal.SIGINT, False, "slow"),
+        (signal.SIGINT, True, "large"),
+    ],
+)
+def test_sigterm_and_sigint_save_a_checkpoint_before_the_job_ends(
+    tmp_path, number, survives, model
+):
+    command = f"kaitian-train --model planted:{model} --global-batch-size 24".split()
+    with Job(2, *command, *EVEN, cwd=tmp_path, survives=survives) as job:
+        job.wait_for(r"step 3/")
+        job.process.send_signal(number)
+        signalled_at = time.time()
+        ended = job.finish()
+    assert ended.code != 0
+    assert ended.ended_at - signalled_at < LIMIT_SEC
+    assert steps_saved(tmp_path), ended.text
+    saved = int(newest_checkpoint(tmp_path).stem[5:])
+    # mpirun may have dropped the very last line; the file has it.
+    assert saved >= steps_shown(ended)[-1]
+    assert abs(saved - read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]) <= 1
+    assert f"step {saved} is saved: --resume auto resumes from it" in ended.text
+    assert "Traceback" not in ended.text
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path, request):
+    """A file system with room for the model twice and some text; or of the size given."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    size = ("-t", "tmpfs", "-o", f"size={getattr(request, 'param', '5500k')}", "tmpfs", str(folder))
+    if mount is None or subprocess.run([mount, *size], check=False, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tmp_path):
+    # Room for the model beside that of the previous epoch, but not for a checkpoint.
+    (small_disk / "checkpoints").mkdir()
+    (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
+    command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
+    ended = run_alone(*command, *EVEN, cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert (
+        "could not be written: No space left on device; training continues, there is none yet"
+        in ended.err
+    )
+    # One that is queued behind another may be replaced by the next.
+    reported = re.findall(
+        r"checkpoint of step (\d+) (?:could not be written|is skipped)", ended.err
+    )
+    assert set(map(int, reported)) == {4, 6, 8, 12, 16, 18}
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    # A checkpoint that is attempted fills the disk for a moment: a line may be lost meanwhile.
+    lines = read_lines(small_disk / "metrics.jsonl")
+    assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step
+    metrics = [line["step"] for line in lines]
+    assert len(metrics) > 2 * STEPS_PER_EPOCH
+    assert metrics == sorted(set(metrics))
+    assert not list((small_disk / "checkpoints").glob("step-*"))
+    assert weights_in(tmp_path)  # those of the last epoch have replaced the zeros
+
+
+@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
+def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
+    train = "kaitian-train --model cnn --dataset synthetic --max-steps 3".split()
+    ended = finish(start("kaitian-supervise", *train, *EVEN, cwd=tmp_path), time.time())
+    assert ended.code == 74, ended.text
+    (error,) = re.findall("^kaitian-train: error: (.*)", ended.err, re.MULTILINE)
+    assert "training is done, but run/checkpoints/model.pt could not be written: No space" in error
+    assert ended.err.count("start 1 of 4") == 1
+    assert "start 2 of 4" not in ended.err
+    assert summary_of(tmp_path)["finished"] is False
+    name = re.search(r"--snapshots (\w+)$", error)[1]
+    (snapshots,) = Path("/dev/shm").glob(f"kaitian-{name}-*")
+    assert snapshots.stat().st_mode & 0o777 == 0o700
+
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    again = ("--resume", "auto", "--snapshots", name)
+    ended = run_alone(*train, *EVEN, *again, cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert not re.search(r"step [0-9]+/", ended.text)  # nothing is trained again
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert (small_disk / "checkpoints" / "model.pt").exists()
+    assert not snapshots.exists()

@@ -1,0 +1,59 @@
+"""Ranks that hang in real jobs."""
+
+import re
+import signal
+
+from jobs import EVEN, Job, run_ranks, summary_of
+
+STEPS_PER_EPOCH = 6
+
+
+def test_watchdogs_kill_a_hanging_and_a_stopped_rank(tmp_path):
+    command = "kaitian-train --model planted:hanging --epochs 20 --step-timeout 3".split()
+    with Job(3, *command, *EVEN, cwd=tmp_path) as job:
+        hung = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
+        shown = job.wait_for(r"step (\d+)/")
+        job.signal(signal.SIGSTOP, 2)
+        stopped = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    assert hung[1] == "1"
+    assert re.search(r"in forward of step 5, the limit is 3.0 s \(--step-timeout\)", hung[2])
+    assert int(shown[1]) == 5
+    assert stopped[1] == "2"
+    assert re.search(r"no heartbeat for .* s \(.*stopped.*\), last in .* step \d+", stopped[2])
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [0]
+    assert summary["steps"] == 20 * STEPS_PER_EPOCH
+    lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
+    assert lost == [[1], [2]]
+    assert summary["failures"][0]["step"] == 5
+
+
+def test_watchdog_kills_a_rank_that_hangs_while_loading_data(tmp_path):
+    command = "kaitian-train --model cnn --dataset planted:hanging_data --step-timeout 0.4".split()
+    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path, fresh=True)
+    assert ended.code != 0
+    assert re.search(
+        r"^\[1@\S+\] killed by its watchdog: .* s in loading the dataset \(--dataset\), "
+        r"the limit is 8.0 s",
+        ended.err,
+        re.MULTILINE,
+    ), ended.text
+
+
+def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
+    """One rank after the other, in a job that survives; mpirun's exit code is arbitrary then."""
+    command = "--model planted:hanging_in_setup --dataset planted:hanging_data".split()
+    command += "--step-timeout 0.2 --run-dir run --log-interval 0".split()
+    command = [*"--with-ft ulfm kaitian-train".split(), *command]
+    ended = run_ranks(3, *command, cwd=tmp_path, fresh=True)
+    for rank, phase in (
+        (1, r"loading the dataset \(--dataset\)"),
+        (2, r"building the model \(--model\)"),
+        (0, "the benchmark"),
+    ):
+        line = rf"^\[{rank}@\S+\] killed by its watchdog: .* s in {phase}, the limit is 4.0 s"
+        assert re.search(line, ended.err, re.MULTILINE), ended.text
+    assert not (tmp_path / "run" / "summary.json").exists()

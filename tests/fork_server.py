@@ -1,0 +1,126 @@
+"""Starts Python commands as forks of a process that has torch loaded.
+
+Loading torch, and what it loads for an optimizer and for DistributedDataParallel, takes each rank
+longer than most tests take. This process loads it once and forks each rank, before MPI, threads or
+any state of this project. `forked_rank.py` is what mpirun starts; it stands for the rank.
+
+Unlike a fresh process, a forked rank is not the launcher's child, and Python's hash seed is the
+same on all ranks. Tests of signals, of how processes end or of what is imported start fresh ones.
+
+    python fork_server.py SOCKET
+
+It ends at the end of its standard input.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import types
+from contextlib import suppress
+from pathlib import Path
+
+PRELOADED = (
+    *("numpy", "sklearn.datasets", "rich.console", "rich.table", "psutil", "mpi4py"),
+    *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.nn.parallel"),
+    *("torch.distributed._functional_collectives", "torch.utils.data"),
+)
+MAX_REQUEST_BYTES = 1 << 20
+LIBRARY_FOLDERS = sys.path[1:]
+
+
+def main():
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # the forks share the memory of these objects
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(sys.argv[1])
+        server.listen(64)
+        print("ready", flush=True)
+        command = serve(server)
+    run(command)
+
+
+def serve(server):
+    """Fork a process for each request; return its command in that process only."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        ready, _, _ = select.select([server, 0], [], [])
+        if 0 in ready:
+            os._exit(0)
+        connection, _ = server.accept()
+        if os.fork() == 0:
+            break
+        connection.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+    request = json.loads(request)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        take_over(request, descriptors)
+        return request["command"]
+    for descriptor in (server.fileno(), *descriptors, 0, 1, 2):
+        os.close(descriptor)
+    watch(pid, connection, request["launcher"])
+    os._exit(0)
+
+
+def watch(pid, connection, launcher):
+    """Report a rank's pid and how it ends; kill it when the process that stands for it is gone."""
+    with suppress(OSError):  # the rank has ended
+        os.setpgid(pid, pid)
+    # To the rank, this process is the launcher: it may send SIGTERM, or write to its stderr.
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(launcher, signal.SIGTERM))
+    with suppress(OSError):
+        os.dup2(os.open(f"/proc/{launcher}/fd/2", os.O_WRONLY | os.O_APPEND), 2)
+    connection.send(b"%d" % pid)
+    ready, _, _ = select.select([os.pidfd_open(pid), connection], [], [])
+    if connection in ready:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        connection.send(b"%d" % code)
+
+
+def take_over(request, descriptors):
+    """Make this process what the one that it stands for would have become."""
+    os.setpgid(0, 0)
+    os.sched_setaffinity(0, request["cores"])
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.stdout.reconfigure(
+        line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in os.environ
+    )
+    sys.modules["numpy"].random.seed()  # Python's own generator is seeded at each fork
+
+
+def run(command):
+    """Run `python script.py ...`, `python -m module ...` or a program written in Python."""
+    program, *arguments = command
+    imported = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
+    if program == sys.executable and arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[:] = [os.getcwd(), *imported, *LIBRARY_FOLDERS]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments if program == sys.executable else [shutil.which(program), *arguments]
+    script = Path(sys.argv[0])
+    sys.path[:] = [str(script.resolve().parent), *imported, *LIBRARY_FOLDERS]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    exec(compile(script.read_bytes(), main.__file__, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    main()
