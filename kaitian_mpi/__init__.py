@@ -13,6 +13,7 @@ Installing the package registers the backend `kaitian` and the rendezvous `mpi:/
 
 from __future__ import annotations
 
+import multiprocessing.process
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,11 @@ _MODULES = {
     "data_parallel": "kaitian_mpi.backend.data_parallel",
     "init": "kaitian_mpi.backend.startup",
 }
+
+
+# multiprocessing imports the script once more, in a process that loads data.
+if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+    import_module("kaitian_mpi.data.worker_process")
 
 
 def __getattr__(name: str) -> Any:

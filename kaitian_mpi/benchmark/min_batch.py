@@ -80,18 +80,22 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
             trial = copy.deepcopy(task.model).to(computation.device).train()
         except Exception:  # user code may raise anything
             return 1
-        if _works(task, trial, sample, computation):
+        if _works(task, trial, sample, 1, computation):
             return 1
         try:
             two = data[[0, len(data) - 1]]
         except Exception:  # as above
             return 1
-        return _WITH_STATISTICS if _works(task, trial, two, computation) else 1
+        return _WITH_STATISTICS if _works(task, trial, two, 2, computation) else 1
 
 
-def _works(task: Task, model: nn.Module, batch: Any, computation: Computation) -> bool:
+def _works(
+    task: Task, model: nn.Module, batch: Any, samples: int, computation: Computation
+) -> bool:
     try:
+        weight = task.weigh(batch, samples)
         loss = computation.loss(task, model, computation.place(batch))
     except Exception:  # as above
         return False
-    return bool(loss.isfinite())
+    # The mean of nothing is NaN, whatever the model.
+    return bool(loss.isfinite()) or not weight

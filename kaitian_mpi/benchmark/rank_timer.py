@@ -237,8 +237,9 @@ class RankTimer:
         self._world.synchronize()
         start = time.perf_counter()
         self._slowdown.start()
-        loss = computation.loss(self._task, self._copy, placed)
-        computation.scaler.scale(loss).backward()
+        loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
+        if loss.requires_grad:  # not of a batch in which nothing counts
+            computation.scaler.scale(loss).backward()
         for optimizer in self._optimizers:
             computation.scaler.step(optimizer)
             optimizer.zero_grad()

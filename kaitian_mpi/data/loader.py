@@ -56,7 +56,7 @@ def _fork_server() -> BaseContext:
     # A process forked after MPI has started can crash: pytorch/pytorch#13787.
     context = multiprocessing.get_context("forkserver")
     # Otherwise each worker would import torch again, which takes seconds.
-    context.set_forkserver_preload(["__main__", "torch"])
+    context.set_forkserver_preload(["__main__", "kaitian_mpi.data.worker_process", "torch"])
     return context
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,7 +28,10 @@ def place(
         return placed
     if type(batch) in (str, bytes, int, float, bool, type(None)):
         return batch
-    if isinstance(batch, dict):
+    if callable(getattr(batch, "to", None)):  # first: some are tuples or mappings as well
+        moved = batch.to(device)
+        return batch if moved is None else moved
+    if isinstance(batch, Mapping):
         return _like(
             batch, {key: place(value, device, memory_format) for key, value in batch.items()}
         )
@@ -36,11 +39,6 @@ def place(
         return type(batch)(*(place(value, device, memory_format) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(place(value, device, memory_format) for value in batch)
-    if callable(getattr(batch, "to", None)):
-        moved = batch.to(device)
-        return batch if moved is None else moved
-    if isinstance(batch, Mapping):
-        return {key: place(value, device, memory_format) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in fields(batch):
@@ -50,9 +48,9 @@ def place(
     return batch
 
 
-def _like(original: dict[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return the values in a dict of the original's class, where that can be copied."""
-    if type(original) is dict:
+def _like(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return the values in a mapping of the original's class, where that can be changed."""
+    if type(original) is dict or not isinstance(original, MutableMapping):
         return values
     moved = copy.copy(original)
     moved.update(values)

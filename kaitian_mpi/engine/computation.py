@@ -47,19 +47,31 @@ class Computation:
         dtype = _AUTOCAST_DTYPES.get(self.precision)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
-    def loss(self, task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(
+        self, task: Task, model: nn.Module, batch: Any, needs_gradient: bool = True
+    ) -> torch.Tensor:
         """Return the task's mean loss over a batch that is on the device.
+
+        Args:
+            task: its loss.
+            model: the task's, or a copy.
+            batch: as `place` returned it.
+            needs_gradient: whether the loss must depend on the parameters.
 
         Raises:
             UserError: it is no tensor of one element, or does not depend on a parameter.
         """
         assert task.loss is not None
         with self.autocast():
-            return check_loss(task.loss(model, batch))
+            return check_loss(task.loss(model, batch), needs_gradient)
 
 
-def check_loss(loss: Any) -> torch.Tensor:
+def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
     """Return a loss as a tensor without dimensions, float32 or float64.
+
+    Args:
+        loss: what a task or a script has computed.
+        needs_gradient: False for a batch of weight 0, whose gradient does not count.
 
     Raises:
         UserError: it is no tensor of one element, or none that a gradient can be taken of.
@@ -73,7 +85,7 @@ def check_loss(loss: Any) -> torch.Tensor:
         raise UserError(
             f"loss: found {found}, needed a tensor of one element: the mean loss over the batch"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    if needs_gradient and torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(
             "loss: found a loss without a gradient, needed one that was computed from the model's "
             "parameters, without no_grad or detach"

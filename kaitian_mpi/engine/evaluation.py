@@ -65,7 +65,7 @@ def evaluate(
     """
     if limit is not None:
         set_phase_limit(limit.limit_sec)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     totals: dict[str, list[float]] = {}
     batch_size = min(_MAX_BATCH, micro_batch_size or _MAX_BATCH)
@@ -80,10 +80,18 @@ def evaluate(
             total[1] += count
         if limit is not None and limit.observe(time.perf_counter() - began) is not None:
             set_phase_limit(limit.limit_sec)
-    model.train(was_training)
+    _restore(modes)
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
     return Evaluation(_means(gather_values(world.comm, totals)))
+
+
+def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Let each module train or not, as before the evaluation."""
+    root, was_training = modes[0]
+    root.train(was_training)
+    for module, was_training in modes:  # some may be kept from training, such as batch norm
+        module.training = was_training
 
 
 def _measure(

@@ -157,8 +157,11 @@ def broadcast_model(model: nn.Module) -> None:
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return a model's number of parameters, and a hash of their names, shapes and dtypes."""
-    state = model.state_dict()
-    text = ";".join(f"{name}:{tuple(value.shape)}:{value.dtype}" for name, value in state.items())
+    """Return a model's number of parameters, and a hash of their names, shapes and kinds."""
+    rows: list[tuple[Any, ...]] = [
+        (name, tuple(one.shape), one.stride(), str(one.dtype), one.requires_grad)
+        for name, one in model.named_parameters()
+    ]
+    rows += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     count = sum(parameter.numel() for parameter in model.parameters())
-    return f"{count} parameters, layout {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{count} parameters, layout {hashlib.sha256(repr(rows).encode()).hexdigest()[:8]}"

@@ -177,6 +177,7 @@ class TrainingState:
         return {
             name: value.detach().cpu().contiguous()
             for name, value in self.model.state_dict().items()
+            if isinstance(value, torch.Tensor)  # not a module's extra state
         }
 
     def shared(self) -> dict[str, Any]:
@@ -226,6 +227,27 @@ class TrainingState:
             self.progress.total_steps = total_steps
             self.statistics.fractions = None
             self.is_begun = True
+
+    def check_restorable(self) -> None:
+        """Save and load the state once, as checkpoints and recoveries will.
+
+        Raises:
+            UserError: a part holds objects that are not loaded from files, for safety's sake.
+        """
+        state = self.shared()
+        for name in ("model", "optimizers", "schedulers", "extra"):
+            try:
+                from_bytes(to_bytes(state[name]))
+            except Exception as error:  # of the user's objects, which may raise anything
+                what = "extra_state" if name == "extra" else name
+                reason = str(error).strip().partition("\n")[0][:120]
+                raise UserError(
+                    f"Task: found a state_dict of the {what} that cannot be saved and loaded again "
+                    f"({type(error).__name__}: {reason}), needed tensors, numbers and texts, in "
+                    "dicts, lists and tuples"
+                ) from error
+        self.load_shared(from_bytes(to_bytes(state)))
+        self.is_begun = False
 
     def _scheduler_states(self) -> list[dict[str, Any]]:
         return [

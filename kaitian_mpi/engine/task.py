@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, default_collate
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.abort import install_abort_hook
 
 MetricValue = Any
 """A sum over a batch's samples, or a pair (sum, count), of numbers or tensors of one element."""
@@ -65,10 +68,16 @@ class Task:
     several by name. Saved and restored with the model."""
 
     def __post_init__(self) -> None:
+        install_abort_hook()  # a script may make its task before it calls `init`
         if not isinstance(self.model, nn.Module):
             raise _wrong("model", self.model, "a torch.nn.Module")
         if not self.name:
             object.__setattr__(self, "name", type(self.model).__name__)
+        if any(is_lazy(parameter) for parameter in self.model.parameters()):
+            raise UserError(
+                "Task: found a model with parameters that have no shape yet, needed an initialized "
+                "one; run a batch through it first"
+            )
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise UserError(
                 "Task: found a model with no parameter that requires a gradient, needed one or "
@@ -152,6 +161,13 @@ class Task:
         for scheduler in schedulers:
             if not (hasattr(scheduler, "step") or hasattr(scheduler, "before_step")):
                 raise _wrong("scheduler", scheduler, "a function that returns schedulers")
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise _wrong(
+                    "scheduler",
+                    scheduler,
+                    "one that steps without a metric; give it to extra_state, and step it after "
+                    "each evaluation",
+                )
         return schedulers
 
     def extra_objects(self) -> dict[str, Any]:
@@ -173,7 +189,7 @@ class Task:
         weight = self.weight(batch)
         try:
             value = float(weight)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # of a tensor of several elements
             value = -1.0
         if not 0 <= value < float("inf"):
             raise UserError(

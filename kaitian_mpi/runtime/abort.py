@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from kaitian_mpi.errors import AgreedError, UserError
@@ -79,10 +80,11 @@ def report_once() -> Iterator[None]:
 def install_abort_hook() -> None:
     """Install an exception hook that aborts the job, for user scripts without `abort_on_error`.
 
-    Unlike `abort_on_error`, it cannot tell a `sys.exit` of one rank from a normal exit.
+    A `UserError` prints one line and exits with its exit code. Unlike `abort_on_error`, it cannot
+    tell a `sys.exit` of one rank from a normal exit.
     """
     global _hooked_pid
-    if sys.excepthook is sys.__excepthook__ and read_launch(os.environ).world_size > 1:
+    if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _abort_on_uncaught
         _hooked_pid = os.getpid()
         die_with_launcher()
@@ -92,6 +94,13 @@ def _abort_on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     if os.getpid() != _hooked_pid:  # a forked process is not a rank and exits alone
+        sys.__excepthook__(kind, error, trace)
+        return
+    if isinstance(error, UserError):
+        if _mpi_is_running() and not isinstance(error, AgreedError):
+            _let_rank_0_print()
+        _exit_on_user_error(Path(sys.argv[0]).name or "python", error)
+    if read_launch(os.environ).world_size == 1:
         sys.__excepthook__(kind, error, trace)
         return
     write_labelled("".join(traceback.format_exception(kind, error, trace)))
@@ -135,20 +144,25 @@ def abort_job(code: int) -> None:
 
 
 def _exit_on_user_error(program: str, error: UserError) -> None:
-    rank = read_launch(os.environ).world_rank
+    launch = read_launch(os.environ)
     started = _mpi_is_running()
-    if not started and rank != 0:
-        # Rank 0 usually finds the same error: let it print before our exit ends the job.
-        time.sleep(_WAIT_FOR_RANK_0_SEC)
-    if rank == 0 or not isinstance(error, AgreedError):
+    if not started:
+        _let_rank_0_print()
+    if launch.world_rank == 0 or not isinstance(error, AgreedError):
         print_to_stderr(f"{program}: error: {error}")
-    if started and not isinstance(error, AgreedError):
+    if started and launch.world_size > 1 and not isinstance(error, AgreedError):
         abort_job(error.exit_code)
     # Imported here because it imports numpy; the watchdog imports this module and must start first.
     from kaitian_mpi.runtime.lifecycle import exit_after_loss
 
     exit_after_loss(error.exit_code)
     sys.exit(error.exit_code)
+
+
+def _let_rank_0_print() -> None:
+    """Wait a moment: rank 0 usually finds the same error, and its exit ends the job."""
+    if read_launch(os.environ).world_rank != 0:
+        time.sleep(_WAIT_FOR_RANK_0_SEC)
 
 
 def _mpi_is_running() -> bool:

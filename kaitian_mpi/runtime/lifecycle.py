@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.process
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +31,11 @@ def initialize_mpi() -> MPI.Intracomm:
         UserError: mpi4py cannot load an MPI library, MPI was initialized elsewhere without
             `MPI_THREAD_MULTIPLE`, or the launcher's ranks do not see each other.
     """
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise UserError(
+            "found training in a process that loads data, which imports the script, needed it in "
+            'the ranks alone; put it under if __name__ == "__main__":, or set workers=0'
+        )
     launch = read_launch(os.environ)
     reduce_timer_slack()
     prepare_environment(os.environ, launch, usable_cores())
@@ -74,7 +80,8 @@ def _finalize(pid: int) -> None:
         return
     from mpi4py import MPI
 
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    # After a loss, MPI_Finalize may wait for the dead ranks.
+    if MPI.Is_initialized() and not MPI.Is_finalized() and not ulfm.has_survived_loss():
         MPI.Finalize()
 
 

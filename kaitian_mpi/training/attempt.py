@@ -98,6 +98,7 @@ class Attempt:
     def save(self) -> None:
         """Save a checkpoint between two steps."""
         enter_phase("saving a checkpoint", limited=False)
+        self.trainer.abandon()
         self._checkpoints.save(self._world, self._state, self.metadata())
         self._checkpoints.wait()
 
@@ -108,6 +109,7 @@ class Attempt:
             error: why; then no rank is waited for.
         """
         self.trainer.close()
+        self._follow_up.metrics.flush(self._state.progress)
         if error is None:
             self._contexts.close()
         else:

@@ -103,6 +103,13 @@ class Metrics:
         """Add figures to the next line. Not collective."""
         self._recorded.update(values)
 
+    def flush(self, progress: Progress) -> None:
+        """Write figures for which no line came any more. Not collective."""
+        if self._recorded:
+            line = {"step": progress.step, "epoch": progress.epoch, "logged": self._recorded}
+            self._folder.append("metrics.jsonl", line)
+            self._recorded = {}
+
     def _add_times(self, times: StepTimes) -> None:
         self._compute += times.computed
         self._wait += times.waited

@@ -24,8 +24,9 @@ from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.setup import MakeTask, Setup, prepare
-from kaitian_mpi.engine.state import TrainingState, count_steps, from_bytes, to_bytes
+from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.engine.task import Task
+from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import show_topology
@@ -162,10 +163,10 @@ def make_state(
     profile = profiles.by_place[world.info.place]
     batch = sum(profiles.plan(config, world).batch_sizes)
     total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch)
-    computation = Computation(world.device, profile.precision, profile.memory_format)
-    state = TrainingState(setup.task, computation, total_steps)
-    state.load_shared(from_bytes(to_bytes(state.shared())))
-    state.is_begun = False
+    with agree_on_errors(world.comm):
+        computation = Computation(world.device, profile.precision, profile.memory_format)
+        state = TrainingState(setup.task, computation, total_steps)
+        state.check_restorable()
     return state
 
 

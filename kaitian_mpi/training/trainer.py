@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from kaitian_mpi.backend.reducer import GradientReducer
 from kaitian_mpi.benchmark.plan import Plan
@@ -168,7 +169,7 @@ class Trainer:
         counted = [i for i, weight in enumerate(self._step.weights) if weight] or [0]
         for index in counted:
             batch = self.place(parts[index])
-            loss = self._computation.loss(self._task, self.state.model, batch)
+            loss = self._computation.loss(self._task, self.state.model, batch, self.counts)
             enter_phase("backward", step=self.progress.step + 1)
             self.backward(loss, index, is_last=index == counted[-1])
         return self.finish()
@@ -182,7 +183,7 @@ class Trainer:
             self._task.weigh(part.batch, part.samples) if part.samples else 0.0 for part in parts
         ]
         self._schedule(samples)
-        if self._commit is not None or step.own_samples == 0:
+        if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
             self.state.begin_unit()
         step_in_epoch = self.progress.step_in_epoch
         self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
@@ -192,6 +193,17 @@ class Trainer:
         self.clock.start()
         self._slowdown.start()
         enter_phase("forward", step=self.progress.step + 1)
+
+    def abandon(self) -> None:
+        """Undo what was begun of a step; its samples come again. Not collective."""
+        self._loading = None
+        self._gradients.reset()
+        self.state.roll_back()
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything of this rank's share of the step counts."""
+        return self._step.own_weight > 0
 
     def place(self, part: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
@@ -214,7 +226,9 @@ class Trainer:
         step.losses.append(loss.detach())
         if is_last:
             self._gradients.arm(self._weight_of_share)
-        self._computation.scaler.scale(loss).backward()
+        scaled = self._computation.scaler.scale(loss)
+        if scaled.requires_grad:  # it may not where nothing of the share counts
+            scaled.backward()
 
     def finish(self) -> Step:
         """End the step: all ranks do with their state what the sum of the gradients says."""
@@ -303,17 +317,21 @@ class Trainer:
         enter_phase("the optimizer", step=self.progress.step + 1)
         scaler, state = self._computation.scaler, self.state
         with state.lock:
-            for optimizer in state.optimizers if scaler.is_enabled() else ():
-                scaler.unscale_(optimizer)
+            optimizers = state.optimizers
+            if scaler.is_enabled():  # it accepts none without a gradient
+                optimizers = [each for each in optimizers if _has_gradient(each)]
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
             if is_finite:
                 if self._task.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._task.clip_norm)
-                for optimizer in state.optimizers:
+                for optimizer in optimizers:
                     scaler.step(optimizer)
                 for scheduler in state.schedulers:
                     if hasattr(scheduler, "step"):
                         scheduler.step()
-            scaler.update()
+            if optimizers:
+                scaler.update()
             state.zero_gradients()
             self.progress.step_done(samples)
 
@@ -341,6 +359,11 @@ class Trainer:
                 of_epoch = len(self._made.train)
                 scheduler.before_step(self.progress.fraction_done(self._config, samples, of_epoch))
         self.progress.learning_rate = state.optimizers[0].param_groups[0]["lr"]
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
 
 @dataclass

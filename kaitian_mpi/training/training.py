@@ -90,10 +90,15 @@ class Training:
         self._attempt: Attempt | None = None
         self._open_step: _OpenStep | None = None
         self._last_step: Step | None = None
+        self._unrecorded: dict[str, float] = {}
         self._owns_watchdog = _watch_process(config)
         self._membership = Membership(world)
-        make_task = partial(_as_task, task)
-        self._task, self._run, self._summary = open_run(make_task, config, self._membership)
+        try:
+            run = open_run(partial(_as_task, task), config, self._membership)
+        except BaseException:
+            self._stop_watching()
+            raise
+        self._task, self._run, self._summary = run
         self._is_done, self._is_closed = self._run is None, False
         _open.append(self)
         register_close(self.close)
@@ -148,20 +153,22 @@ class Training:
                 "found a Task with a loss, needed one without for training.batches(); iterate over "
                 "the Training itself, or leave Task(loss=...) out"
             )
+        self._check_no_open_step()
         while (share := self._next_share()) is not None:
             batch = self._guarded(self._begin_open_step, share)
             if (step := self._open_step) is None:
                 continue
             enter_phase("the script's own code", limited=False)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left
+                self._abandon(step)
+                raise
             self._open_step = None
             if step.failure is not None:
                 self._recover(step.failure)
             elif not step.is_made:
-                raise UserError(
-                    "found a batch of which no step was made, needed training.backward(loss) and "
-                    "training.step() before the next"
-                )
+                raise _no_step_made()
 
     @property
     def model(self) -> nn.Module:
@@ -197,7 +204,8 @@ class Training:
             raise UserError(
                 "found a second training.backward() for one batch, needed one; add the losses up"
             )
-        checked = check_loss(loss)
+        assert self._attempt is not None
+        checked = check_loss(loss, self._attempt.trainer.counts)
         step.has_gradient = True
         self._trying(step, lambda attempt: attempt.trainer.backward(checked))
 
@@ -238,6 +246,7 @@ class Training:
         if task.validation is None or (task.metrics is None and task.loss is None):
             missing = "validation data" if task.validation is None else "metrics"
             raise UserError(f"found a Task without {missing}, needed it to evaluate")
+        self._check_no_open_step()
         while True:
             if self._is_done:
                 return self._last_evaluation()
@@ -251,9 +260,18 @@ class Training:
         Args:
             values: numbers, or tensors of one element, by name. Rank 0's are written.
         """
-        attempt = self._attempt
-        if attempt is not None:
-            attempt.record({name: float(value) for name, value in values.items()})
+        self._check_open()
+        try:
+            figures = {name: float(value) for name, value in values.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"found training.log({', '.join(values)}) with {error}, needed numbers or tensors "
+                "of one element"
+            ) from error
+        if self._attempt is None:
+            self._unrecorded.update(figures)
+        else:
+            self._attempt.record(figures)
 
     def close(self) -> None:
         """End the training, wherever it is; if it has a run folder, `resume="auto"` continues it.
@@ -286,6 +304,8 @@ class Training:
             world = self._membership.wait_until_active()
             if world is not None:
                 self._attempt = Attempt(self._run, world)
+                self._attempt.record(self._unrecorded)
+                self._unrecorded = {}
         return self._attempt
 
     def _finish(self, attempt: Attempt | None) -> None:
@@ -379,13 +399,29 @@ class Training:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.close(error or UserError("the training is closed"))
+        self._stop_watching()
+        self._is_closed = True
+
+    def _stop_watching(self) -> None:
         if self._owns_watchdog:
             stop_watchdog()
-        self._is_closed, self._owns_watchdog = True, False
+        self._owns_watchdog = False
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise UserError("found a Training that is closed, needed an open one; make a new one")
+
+    def _check_no_open_step(self) -> None:
+        step = self._open_step
+        if step is not None and not step.is_made:
+            raise _no_step_made()
+
+    def _abandon(self, step: _OpenStep) -> None:
+        """Forget a batch that the script has left the loop with."""
+        if self._open_step is step:
+            self._open_step = None
+            if self._attempt is not None and not step.is_made:
+                self._attempt.trainer.abandon()
 
     def _needed_step(self, method: str) -> _OpenStep:
         self._check_open()
@@ -405,6 +441,13 @@ class _OpenStep:
     is_made: bool = False
     failure: Exception | None = None
     """The loss of a rank, as this rank has noticed it."""
+
+
+def _no_step_made() -> UserError:
+    return UserError(
+        "found a batch of which no step was made, needed training.backward(loss) and "
+        "training.step() before what comes next"
+    )
 
 
 def _as_task(task: Task | Callable[[], Task]) -> Task:

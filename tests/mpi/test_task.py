@@ -1,0 +1,554 @@
+"""Task and Training: any model, batch, loss and optimizer, trained exactly as by one process."""
+
+import collections
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.checkpoint import checkpoint
+
+from kaitian_mpi import Task, Training
+from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.mpi.exchange import gather_values
+
+pytestmark = pytest.mark.sizes(1, 3)
+
+WORDS, LENGTH, BATCH, EPOCHS = 20, 150, 24, 3  # 7 steps an epoch, the last of them with 6 samples
+QUIET = {
+    "global_batch_size": BATCH,
+    "epochs": EPOCHS,
+    "balance": "off",
+    "log_interval": 60.0,
+    "check_every": 0,
+}
+
+
+def texts():
+    """Tokens from 1 on; of those with one token nothing is predicted, so that their mean is NaN."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 9, (LENGTH,), generator=random).tolist()
+    lengths[::4] = [1] * len(lengths[::4])
+    return [torch.randint(1, WORDS, (length,), generator=random) for length in lengths]
+
+
+def pad(samples):
+    padded = nn.utils.rnn.pad_sequence([*samples, torch.zeros(2, dtype=torch.int64)], True)[:-1]
+    return {"input": padded[:, :-1], "target": padded[:, 1:]}
+
+
+class Language(nn.Module):
+    """Has tied weights, a frozen layer and one that no forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.hidden = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(8, WORDS)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def logits(self, tokens):
+        return self.head(self.hidden(self.frozen(self.embedding(tokens))).tanh())
+
+    def forward(self, tokens):
+        return self.logits(tokens)
+
+
+def token_loss(model, batch):
+    logits = model(batch["input"]).flatten(0, 1)
+    return functional.cross_entropy(logits, batch["target"].flatten(), ignore_index=0)
+
+
+def tokens(batch):
+    return (batch["target"] != 0).sum()
+
+
+def language(**parts):
+    """Return a task of texts, weighted by their tokens."""
+    usual = {
+        "model": Language(),
+        "optimizer": lambda model: AdamW(model.parameters(), lr=0.02),
+        "data": texts(),
+        "collate": pad,
+        "loss": token_loss,
+        "weight": tokens,
+        "clip_norm": 0.5,
+    }
+    return Task(**{**usual, **parts})
+
+
+def weights_of(model):
+    return torch.cat([value.detach().double().flatten() for value in model.state_dict().values()])
+
+
+def by_one_process(task, loss=None, batch_size=BATCH, epochs=EPOCHS):
+    """Return the weights after training on whole global batches, in plain torch."""
+    loss = loss or task.loss
+    model = copy.deepcopy(task.model)
+    optimizers = task.optimizer(model)
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    sampler = LoadAdaptiveSampler(task.data, [batch_size], 0)
+    schedulers = task.make_schedulers(optimizers, epochs * len(sampler))
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for indices in sampler:
+            batch = task.collate_samples([task.data[index] for index in indices])
+            loss(model, batch).backward()
+            if task.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+            for each in (*optimizers, *schedulers):
+                each.step()
+            model.zero_grad()
+    return weights_of(model)
+
+
+def shares_of_step(world, step):
+    """Return uneven shares that change with the step; in some of them a rank has none."""
+    if world.size == 1:
+        return [BATCH]
+    sizes = [0, 7, BATCH - 7] + [0] * (world.size - 3) if world.size > 2 else [7, BATCH - 7]
+    return sizes[step % world.size :] + sizes[: step % world.size]
+
+
+def change_shares(training, world, step):
+    training._attempt.trainer.sampler.set_plan(shares_of_step(world, step))
+
+
+def train(world, task, loss=None, uneven=True, **settings):
+    """Train in the closed form, or with a loss in the open one; return what the steps were."""
+    steps = []
+    with Training(task, **{**QUIET, **settings}) as training:
+
+        def done(step):
+            steps.append(step)
+            if uneven and step.number % 2:
+                change_shares(training, world, step.number)
+
+        if loss is None:
+            for step in training:
+                done(step)
+        else:
+            for batch in training.batches():
+                with training.autocast():
+                    own = loss(training.model, batch)
+                training.backward(own)
+                assert training.step()
+                done(training.last_step)
+    return steps
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def check_exact(world, task, loss=None, **settings):
+    expected = by_one_process(task, loss)
+    steps = train(world, task, loss, **settings)
+    found = weights_of(task.model)
+    assert relative(found, expected) < 1e-12
+    assert gather_values(world.comm, found.tolist()) == [found.tolist()] * world.size
+    assert [step.number for step in steps] == list(range(1, 22))
+    assert [step.samples for step in steps] == [*[BATCH] * 6, 6] * EPOCHS
+    return steps
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
+def test_token_weighted_adamw_with_clipping_is_exact(world, micro_batch_size):
+    steps = check_exact(world, language(), micro_batch_size=micro_batch_size)
+    assert all(step.is_finite for step in steps)
+    assert steps[-1].loss < steps[0].loss
+
+
+def test_the_open_form_is_exact(world):
+    check_exact(world, language(loss=None), token_loss)
+
+
+def test_equal_shares_are_exact(world):
+    check_exact(world, language(), uneven=False)
+
+
+def test_loading_processes_are_exact(world):
+    check_exact(world, language(), workers=1)
+
+
+def test_step_loss_is_the_mean_over_the_global_batch(world):
+    task = language()
+    data, sampler = task.data, LoadAdaptiveSampler(task.data, [BATCH], 0)
+    first = pad([data[index] for index in next(iter(sampler))])
+    expected = token_loss(task.model, first).item()
+    steps = train(world, task, max_steps=1)
+    assert steps[0].loss == pytest.approx(expected, rel=1e-12)
+
+
+def points():
+    """Inputs, targets and classes."""
+    random = torch.Generator().manual_seed(2)
+    inputs = torch.randn(LENGTH, 5, generator=random, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def squares(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def regression(**parts):
+    usual = {
+        "model": network(),
+        "optimizer": lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "data": points(),
+        "loss": squares,
+    }
+    return Task(**{**usual, **parts})
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: StepLR(optimizer, 4, 0.5),
+        CosineAnnealingLR,  # its second argument is the number of steps
+        lambda optimizer, steps: [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps // 2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        ],
+        lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps),
+    ],
+    ids=["step", "cosine", "two", "one-cycle"],
+)
+def test_schedulers_step_once_per_step(world, scheduler):
+    check_exact(world, regression(scheduler=scheduler))
+
+
+def test_several_optimizers_with_parameter_groups(world):
+    def optimizers(model):
+        weight, bias = model[0].weight, model[0].bias
+        groups = [{"params": [weight], "weight_decay": 0.1}, {"params": [bias], "lr": 0.01}]
+        return [AdamW(groups, lr=0.02), SGD(model[2].parameters(), lr=0.05)]
+
+    def halved(both):
+        return [StepLR(each, 5, 0.5) for each in both]
+
+    check_exact(world, regression(optimizer=optimizers, scheduler=halved, clip_norm=0.1))
+
+
+def test_only_trainable_parameters_are_sent_and_unused_ones_stay(world):
+    task = language()
+    made = []
+
+    def optimizer(model):
+        made.append(AdamW(model.parameters(), lr=0.02))
+        return made[-1]
+
+    object.__setattr__(task, "optimizer", optimizer)
+    unused, frozen = task.model.unused.weight.clone(), task.model.frozen.weight.clone()
+    sent = []
+    with Training(task, **{**QUIET, "max_steps": 2}) as training:
+        for _ in training:
+            sent += [p.shape for p in training._attempt.trainer._gradients._parameters]
+    assert torch.equal(task.model.unused.weight, unused)
+    assert torch.equal(task.model.frozen.weight, frozen)
+    state = made[-1].state
+    assert task.model.hidden.weight in state
+    assert not {task.model.unused.weight, task.model.frozen.weight} & set(state)
+    # Embedding, tied to the head, hidden, unused and the head's bias; not the frozen layer.
+    assert len(sent) == 2 * 6
+
+
+class Checkpointed(Language):
+    def logits(self, tokens):
+        hidden = checkpoint(self.hidden, self.frozen(self.embedding(tokens)), use_reentrant=False)
+        return self.head(hidden.tanh())
+
+
+def test_gradient_checkpointing(world):
+    check_exact(world, language(model=Checkpointed()))
+
+
+def test_compiled_models(world):
+    task = language(model=torch.compile(Language(), backend="eager"))
+    plain = language()
+    train(world, task, max_steps=5)
+    train(world, plain, max_steps=5)
+    assert relative(weights_of(task.model), weights_of(plain.model)) < 1e-12
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class WithLoss(Language):
+    """Like many models of text, it returns its loss with its logits."""
+
+    def forward(self, batch):
+        logits = self.logits(batch["input"])
+        flat = batch["target"].flatten()
+        return Output(logits, functional.cross_entropy(logits.flatten(0, 1), flat, ignore_index=0))
+
+
+def test_models_that_return_anything(world):
+    check_exact(world, language(model=WithLoss(), loss=lambda model, batch: model(batch).loss))
+
+
+@dataclass
+class Record:
+    inputs: torch.Tensor
+    name: str
+    targets: list
+
+
+class Movable:
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets, self.moved_to = inputs, targets, None
+
+    def to(self, device):
+        self.moved_to = device
+        return self
+
+
+Pair = collections.namedtuple("Pair", "inputs targets")
+
+
+class Named(collections.UserDict):
+    """Not a dict, and has no method to move it."""
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda x, y: {"x": x, "y": [y, "text", None]}, lambda b: (b["x"], b["y"][0])),
+        (lambda x, y: (x, {"y": y}), lambda b: (b[0], b[1]["y"])),
+        (Pair, lambda b: (b.inputs, b.targets)),
+        (lambda x, y: Record(x, "name", [y]), lambda b: (b.inputs, b.targets[0])),
+        (Movable, lambda b: (b.inputs, b.targets if b.moved_to is not None else None)),
+        (lambda x, y: Named(x=x, y=y), lambda b: (b.data["x"], b.data["y"])),
+    ],
+    ids=["dict", "tuple", "namedtuple", "dataclass", "object", "UserDict"],
+)
+def test_batches_of_any_structure(world, make, parts):
+    def collate(samples):
+        inputs, targets = zip(*samples, strict=True)
+        return make(torch.stack(inputs), torch.stack(targets))
+
+    def loss(model, batch):
+        return squares(model, parts(batch))
+
+    def weight(batch):
+        return len(parts(batch)[0]) if not isinstance(batch, Movable) else len(batch.inputs)
+
+    expected, found = regression(), regression(collate=collate, loss=loss, weight=weight)
+    train(world, expected, max_steps=4)
+    train(world, found, max_steps=4)
+    assert relative(weights_of(found.model), weights_of(expected.model)) < 1e-12
+
+
+def test_a_batch_is_computed_on_the_ranks_device(world):
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch[0].device)
+        return squares(model, batch)
+
+    train(world, regression(loss=loss), max_steps=1)
+    assert set(seen) == {world.device}
+
+
+def with_norm():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_rank_without_samples_leaves_no_trace(world, is_open):
+    def run(shares):
+        task = regression(model=with_norm(), loss=None if is_open else squares)
+        with Training(task, **{**QUIET, "max_steps": 6}) as training:
+            steps = training.batches() if is_open else training
+            for item in steps:
+                if is_open:
+                    training.backward(squares(training.model, item))
+                    assert training.step()
+                    item = training.last_step
+                training._attempt.trainer.sampler.set_plan(shares)
+        return weights_of(task.model)
+
+    # The last rank's own samples never count: whatever it computes instead leaves nothing.
+    by_two = run([8, 16, 0])
+    again = run([8, 16, 0])
+    assert by_two.tolist() == again.tolist()
+    assert by_two.isfinite().all()
+    assert gather_values(world.comm, by_two.tolist()) == [by_two.tolist()] * world.size
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_other_precisions_learn(world, precision, is_open):
+    model = network().float()
+    data = [(x.float(), y.float()) for x, y in points()]
+
+    def loss(model, batch):
+        return functional.mse_loss(model(batch[0]).float(), batch[1])
+
+    task = regression(
+        model=model, data=data, loss=None if is_open else loss, clip_norm=1.0,
+        optimizer=lambda m: [SGD(m[0].parameters(), lr=0.05), AdamW(m[2].parameters(), lr=0.01)],
+    )  # fmt: skip
+    steps = train(world, task, loss if is_open else None, precision=precision)
+    assert sum(step.is_finite for step in steps) > 15  # fp16 begins with a scale that is too large
+    first, last = (sum(step.loss for step in part) for part in (steps[:6], steps[-7:-1]))
+    assert last < 0.8 * first
+
+
+def held_out():
+    data = points()
+    return [data[index] for index in range(37)]
+
+
+def sums(model, batch):
+    error = (model(batch[0]) - batch[1]).square()
+    return {
+        "error": error.sum(),
+        "largest": (error.sum(), 2 * len(error)),
+        "samples": (torch.tensor(float(len(error))), 1e-9 + 0 * len(error)),
+        "seen": (float(batch[0].sum()), 1.0 / 37 * len(error)),
+    }
+
+
+@pytest.mark.parametrize("shares", [[24, 0, 0], [1, 3, 20], [8, 8, 8]])
+def test_evaluation_counts_every_sample_once(world, shares):
+    data = held_out()
+    task = regression(validation=data, metrics=sums)
+    with Training(task, **{**QUIET, "max_steps": 3}) as training:
+        for step in training:
+            if world.size == 3:
+                training._attempt.trainer.sampler.set_plan(shares)
+            if step.number == 2:
+                break
+        found = training.evaluate()
+    whole = torch.utils.data.default_collate(data)
+    error = (task.model(whole[0]) - whole[1]).square().sum().item()
+    assert found["error"] == pytest.approx(error / 37, rel=1e-12)
+    assert found["largest"] == pytest.approx(error / 74, rel=1e-12)
+    assert found["seen"] == pytest.approx(whole[0].sum().item(), rel=1e-9)
+    assert gather_values(world.comm, found) == [found] * world.size
+
+
+def test_evaluation_without_metrics_is_the_weighted_loss(world):
+    task = language(validation=texts()[:37])
+    with Training(task, **{**QUIET, "max_steps": 2}) as training:
+        for _ in training:
+            pass
+        found = training.evaluate()
+    whole = pad(texts()[:37])
+    assert found == {"loss": pytest.approx(token_loss(task.model, whole).item(), rel=1e-12)}
+
+
+def test_fewer_validation_samples_than_ranks(world):
+    task = regression(validation=held_out()[:1], metrics=sums)
+    with Training(task, **{**QUIET, "max_steps": 1}) as training:
+        before = training.evaluate()
+        for _ in training:
+            assert training.model.training
+    assert before["seen"] == pytest.approx(37 * held_out()[0][0].sum().item())
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    return Path(gather_values(world.comm, str(tmp_path))[0]) / "run"
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_logged_figures_are_in_the_metrics(world, folder):
+    settings = {**QUIET, "log_interval": 0.0, "max_steps": 5, "run_dir": str(folder)}
+    with Training(regression(), **settings) as training:
+        training.log(before=7)
+        for step in training:
+            training.log(number=torch.tensor(float(step.number)))
+    if world.rank == 0:
+        logged = [line.get("logged") for line in lines_of(folder / "metrics.jsonl")]
+        assert logged == [{"before": 7}, *[{"number": float(n)} for n in range(1, 6)]]
+
+
+class Counter:
+    """Something of the user's own that belongs to the training."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_run_is_continued_after_a_break(world, folder, is_open):
+    def make(counter):
+        return language(
+            loss=None if is_open else token_loss,
+            validation=texts()[:9],
+            metrics=lambda model, batch: {"loss": (token_loss(model, batch) * tokens(batch),
+                                                   tokens(batch))},
+            scheduler=CosineAnnealingLR,
+            extra_state={"counter": counter},
+        )  # fmt: skip
+
+    def run(counter, until, **settings):
+        task, numbers = make(counter), []
+        with Training(task, **{**QUIET, **settings}) as training:
+            steps = training.batches() if is_open else training
+            for item in steps:
+                if is_open:
+                    training.backward(token_loss(training.model, item))
+                    assert training.step()
+                numbers.append(training.last_step.number)
+                counter.seen += 1
+                if numbers[-1] == until:
+                    break
+            found = training.evaluate()
+        return weights_of(task.model), numbers, found, training.summary
+
+    expected, *_, result, _ = run(Counter(), 99)
+    _, numbers, _, summary = run(Counter(), 9, run_dir=str(folder))
+    assert numbers == list(range(1, 10))
+    assert not summary.finished
+    counter = Counter()
+    found, numbers, evaluated, summary = run(
+        counter, 99, run_dir=str(folder), resume="auto", micro_batch_size=0 if is_open else 5
+    )
+    assert numbers == list(range(10, 22))
+    assert counter.seen == 21
+    assert summary.finished
+    assert relative(found, expected) < 1e-12
+    assert evaluated["loss"] == pytest.approx(result["loss"], rel=1e-9)
+    # And once more: it is finished, and its weights and results are there.
+    again, numbers, evaluated_again, _ = run(Counter(), 99, run_dir=str(folder), resume="auto")
+    assert numbers == []
+    assert again.tolist() == found.tolist()
+    assert evaluated_again == evaluated
+
+
+def test_without_a_run_folder_nothing_is_written(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(world, regression(validation=held_out()), max_steps=2)
+    assert list(tmp_path.iterdir()) == []
