@@ -97,3 +97,31 @@ def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path
     assert ended.code == 0, ended.text
     assert sorted(ended.out.split()) == ["0", "1", "2", "done", "done", "done"]
     assert ended.err == ""
+
+
+MISTAKE = """
+import sys
+
+import torch
+from kaitian_mpi import Task, Training
+
+data = [(torch.ones(3), torch.ones(1))] * 20
+task = Task(
+    model=torch.nn.Linear(3, 1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    data=data,
+    loss=lambda model, batch: (model(batch[0]) - batch[1]).square(),
+)
+for step in Training(task, global_batch_size=8, epochs=2, balance="off"):
+    print(step)
+"""
+
+
+def test_a_mistake_in_a_script_is_one_line(mpirun, tmp_path):
+    (tmp_path / "script.py").write_text(MISTAKE)
+    ended = mpirun(2, PYTHON, "script.py")
+    assert ended.code == 2, ended.text
+    errors = [line for line in ended.err.splitlines() if "error: " in line]
+    assert len(errors) == 1, ended.text
+    assert errors[0].startswith("script.py: error: loss: found a tensor of shape [4, 1], needed")
+    assert "Traceback" not in ended.text

@@ -46,7 +46,11 @@ class Uncopied(nn.Module):
 
 
 def task_of(model):
-    return SimpleNamespace(model=model, loss=lambda model, batch: model(batch[0]).sum())
+    return SimpleNamespace(
+        model=model,
+        loss=lambda model, batch: model(batch[0]).sum(),
+        weigh=lambda batch, samples: samples,
+    )
 
 
 def flat(*layers):
@@ -76,6 +80,17 @@ def test_min_batch_is_found_by_trial(model, expected):
     )
     computation = Computation(torch.device("cpu"), "fp32", "contiguous")
     assert min_batch_of(task_of(model), data, computation) == expected
+
+
+def test_the_mean_of_nothing_does_not_raise_the_batch():
+    task = task_of(flat(nn.Linear(48, 3)))
+    task.loss = lambda model, batch: model(batch[0]).sum() / 0 * 0
+    task.weigh = lambda batch, samples: 0
+    data = CollatedDataset(
+        TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
+    )
+    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
+    assert min_batch_of(task, data, computation) == 1
 
 
 def test_the_model_and_the_generators_are_restored():
