@@ -240,11 +240,10 @@ class TrainingState:
                 from_bytes(to_bytes(state[name]))
             except Exception as error:  # of the user's objects, which may raise anything
                 what = "extra_state" if name == "extra" else name
-                reason = str(error).strip().partition("\n")[0][:120]
                 raise UserError(
                     f"Task: found a state_dict of the {what} that cannot be saved and loaded again "
-                    f"({type(error).__name__}: {reason}), needed tensors, numbers and texts, in "
-                    "dicts, lists and tuples"
+                    f"({type(error).__name__}), needed tensors, numbers and texts, in dicts, lists "
+                    "and tuples"
                 ) from error
         self.load_shared(from_bytes(to_bytes(state)))
         self.is_begun = False
