@@ -1,7 +1,7 @@
 """Data-parallel training on handwritten digits, with stock DDP and on mixed devices.
 
-train_before.py is stock DDP with equal batches; train_after.py gives each rank a batch size of its
-own, and the gradient is still that of the global batch.
+train_before.py is stock DDP with equal batches. own_loop.py measures the ranks, gives each the
+batch size that fits its speed, and survives lost ranks; the gradient is that of the global batch.
 
     torchrun --nproc-per-node 2 examples/train_before.py
 """
@@ -12,6 +12,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a model."""
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
 def main() -> None:
@@ -28,7 +33,7 @@ def main() -> None:
 
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = DistributedDataParallel(network.to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = make_optimizer(model)
     for epoch in range(10):
         sampler.set_epoch(epoch)
         for x, y in loader:

@@ -25,30 +25,35 @@ def number_after(words, out):
     return float(out.partition(words)[2].split()[0])
 
 
-def test_both_training_examples_learn_the_digits(mpirun):
-    """The stock script runs unmodified under kaitian-run."""
-    before = "kaitian-run", "--backend-override", "gloo", str(EXAMPLES / "train_before.py")
-    ended = mpirun(2, *before)
-    assert ended.code == 0, ended.text
-    for out in (ended.out, run_example(mpirun, 2, "train_after.py")):
-        assert out.count("accuracy") == 1
-        assert number_after("held-out accuracy", out) > 0.88
+@pytest.mark.parametrize("ranks", [1, 3])  # with 2: test_own_training.py
+def test_own_loop_learns_the_digits(mpirun, ranks):
+    out = run_example(mpirun, ranks, "own_loop.py")
+    assert out.count("accuracy") == 1
+    assert number_after("held-out accuracy", out) > 0.88
 
 
-def test_nano_gpt_learns_and_generates_text(mpirun):
-    kinds = "--emulate-kinds", "gpu,mlu"
-    out = run_example(mpirun, 2, "nano_gpt.py", "--steps", "20", *kinds)
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, "gpu,mlu"), (3, "gpu,gpu,mlu")])
+def test_gpt_learns_and_writes_text(mpirun, ranks, kinds):
+    out = run_example(mpirun, ranks, "gpt.py", "--steps", "20", "--emulate-kinds", kinds)
     first, *_, last = losses(out)
     assert last < first - 1
+    assert 5 < number_after("held-out perplexity", out) < 30
     assert len(out.partition("sample: ")[2].rstrip("\n")) > 150
 
 
-def test_nano_gpt_learns_a_given_text(mpirun, tmp_path):
+def test_gpt_learns_a_given_text(mpirun, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh" * 50)
     small = "--text text.txt --steps 40 --width 32 --layers 1 --lr 1e-2 --log-every 40".split()
-    out = run_example(mpirun, 1, "nano_gpt.py", *small)
+    out = run_example(mpirun, 1, "gpt.py", *small)
     assert losses(out)[-1] < 0.1
+    assert number_after("held-out perplexity", out) < 1.1
     assert "abcdefghabcdefgh" in out
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_boxes_are_found_whatever_number_an_image_has(mpirun, ranks):
+    out = run_example(mpirun, ranks, "ragged_targets.py")
+    assert float(re.search(r"size error (\S+) pixels", out)[1]) < 0.4
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,16 @@ MESSAGES = {
         " failed to pass monitoredBarrier in ",
     ),
     "balance.md": (" samples/s, without ", "worth it"),
+    "your-own-training.md": (
+        "found a Task without loss",
+        "found a Task with a loss",
+        "found training.step() without a gradient",
+        "found a batch of which no step was made",
+        "found a Training that is still open",
+        "a tensor of shape",
+        "Task: weight returned",
+        "Task: found an optimizer of parameters that are not the model's",
+    ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
 }
 PARSERS = {

@@ -1,19 +1,21 @@
-"""A small GPT that learns a text character by character, trained by stock DDP on mixed devices.
+"""A small GPT that learns a text character by character, on ranks of any speed.
 
-    mpirun -np 2 python examples/nano_gpt.py --text book.txt --steps 500
-    mpirun -np 3 python examples/nano_gpt.py --emulate-kinds gpu,gpu,mlu
+    mpirun -np 2 python examples/gpt.py --text book.txt --steps 500
+    mpirun -np 3 python examples/gpt.py --emulate-kinds gpu,gpu,mlu
 
-Without --text it learns the source of Python's argparse module. At the end it generates a sample.
+Without --text it learns the source of Python's argparse module. A tenth of the text is held out for
+the perplexity. At the end it writes a sample.
 """
 
 import argparse
 import inspect
+import math
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 import kaitian_mpi
 
@@ -65,18 +67,44 @@ class GPT(nn.Module):
         return ids
 
 
+class Windows(Dataset):
+    """Overlapping pieces of a text: `context` characters, and the one that follows each."""
+
+    def __init__(self, ids: torch.Tensor, context: int, stride: int) -> None:
+        self.windows = ids.unfold(0, context + 1, stride)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.windows[index, :-1], self.windows[index, 1:]
+
+
+def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross-entropy of the batch's characters."""
+    given, following = batch
+    return functional.cross_entropy(model(given).flatten(0, 1), following.flatten())
+
+
+def measure(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, tuple]:
+    """Return the sum of the cross-entropy, and over how many characters it is."""
+    count = batch[1].numel()
+    return {"cross-entropy": (loss_of(model, batch) * count, count)}
+
+
 def main() -> None:
-    """Train, then generate a sample on rank 0."""
+    """Train, then write a sample on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, help="a text file to learn from")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=16, help="windows of text per rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows of text in a step")
     parser.add_argument("--context", type=int, default=64, help="characters that the model sees")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines")
+    parser.add_argument("--run-dir", default="", help="folder for checkpoints and results")
     parser.add_argument("--emulate-kinds", default="", help="such as gpu,gpu,mlu")
     options = parser.parse_args()
 
@@ -84,28 +112,31 @@ def main() -> None:
     text = options.text.read_text() if options.text else inspect.getsource(argparse)
     vocabulary = sorted(set(text))
     ids = torch.tensor([vocabulary.index(character) for character in text])
+    context, held_out = options.context, max(len(ids) // 10, options.context + 1)
 
     torch.manual_seed(0)
-    gpt = GPT(len(vocabulary), options.context, options.width, options.heads, options.layers)
-    model = kaitian_mpi.data_parallel(gpt.to(world.device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-
-    draws = torch.Generator().manual_seed(world.rank)  # different windows on every rank
-    for step in range(1, options.steps + 1):
-        starts = torch.randint(len(ids) - options.context, (options.batch_size, 1), generator=draws)
-        windows = ids[starts + torch.arange(options.context + 1)].to(world.device)
-        scores = model(windows[:, :-1])
-        loss = functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if world.rank == 0 and (step == 1 or step % options.log_every == 0):
-            print(f"step {step} loss {loss.item():.4f}", flush=True)
+    task = kaitian_mpi.Task(
+        model=GPT(len(vocabulary), context, options.width, options.heads, options.layers),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=options.lr),
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,  # takes the optimizer and the steps
+        clip_norm=1.0,
+        data=Windows(ids[:-held_out], context, stride=1),
+        loss=loss_of,
+        validation=Windows(ids[-held_out:], context, stride=context),
+        metrics=measure,
+    )
+    settings = {"global_batch_size": options.batch_size, "run_dir": options.run_dir}
+    with kaitian_mpi.Training(task, max_steps=options.steps, epochs=1000, **settings) as training:
+        for step in training:
+            if world.rank == 0 and (step.number == 1 or step.number % options.log_every == 0):
+                print(f"step {step.number} loss {step.loss:.4f} samples {step.batch_sizes}")
+        perplexity = math.exp(training.evaluate()["cross-entropy"])
 
     if world.rank == 0:
-        written = gpt.eval().write(windows[:1, :1], length=200)[0].tolist()
+        start = ids[:1].view(1, 1).to(world.device)
+        written = training.model.eval().write(start, length=200)[0].tolist()
+        print(f"held-out perplexity {perplexity:.2f}")
         print("sample:", "".join(vocabulary[index] for index in written))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

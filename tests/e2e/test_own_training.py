@@ -1,0 +1,84 @@
+"""The pages on one's own training: their scripts and commands run as they stand there."""
+
+import json
+import re
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+from jobs import PYTHON, finish, start
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/your-own-training.md").read_text()
+PARTS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model, dataset = nn.Linear(8, 1), list(torch.randn(512, 8))
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def compute_loss(model, batch):
+    return model(batch).square().mean()
+
+
+"""
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+
+
+COMMANDS = [line for block in blocks(PAGE, "") for line in block.splitlines()]
+OF_EXAMPLES = [command for command in COMMANDS if "examples/" in command]
+OF_THE_PAGE = [command for command in COMMANDS if "train.py" in command.split()]
+
+
+def run(command, folder):
+    ended = finish(start(*shlex.split(command), cwd=folder), time.time())
+    assert ended.code == 0, ended.text
+    return ended.out
+
+
+def test_all_commands_of_the_page_are_run_here():
+    assert sorted(OF_EXAMPLES + OF_THE_PAGE) == sorted(COMMANDS)
+    assert COMMANDS
+
+
+@pytest.mark.parametrize("command", OF_EXAMPLES)
+def test_both_training_examples_learn_the_digits(tmp_path, command):
+    """The stock script runs unmodified under kaitian-run."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    out = run(command, tmp_path)
+    assert out.count("accuracy") == 1
+    assert float(out.partition("held-out accuracy")[2].split()[0]) > 0.88
+
+
+def test_the_script_of_the_page_trains_and_resumes(tmp_path):
+    (tmp_path / "train.py").write_text("\n".join(blocks(PAGE, "python")))
+    (command,) = OF_THE_PAGE
+    out = run(command, tmp_path)
+    figures = [float(out.partition(name)[2].split()[0]) for name in ("\nheld-out", "average loss")]
+    for name in ("closed", "open"):
+        assert json.loads((tmp_path / "runs" / name / "summary.json").read_text())["finished"]
+    assert '"perplexity"' in (tmp_path / "runs/closed/metrics.jsonl").read_text()
+
+    again = run(command, tmp_path)
+    assert "| step" not in again  # nothing is trained
+    assert [
+        float(again.partition(name)[2].split()[0]) for name in ("\nheld-out", "average loss")
+    ] == figures
+
+
+def test_the_scripts_of_the_other_pages_train(mpirun, tmp_path):
+    (readme,) = blocks((ROOT / "README.md").read_text(), "python")
+    *_, shares = blocks((ROOT / "docs/scripts.md").read_text(), "python")
+    (tmp_path / "script.py").write_text(PARTS + readme + shares)
+    ended = mpirun(2, PYTHON, "script.py")
+    assert ended.code == 0, ended.text
+    assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M)
