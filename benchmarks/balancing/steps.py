@@ -261,11 +261,13 @@ def steady(bench: Bench, plan: Plan, rounds: int, steps: int) -> dict[str, objec
     return {"adaptive_over_static": quartiles(ratios), "plans": plans}
 
 
-def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> dict[str, object]:
+def events(
+    bench: Bench, batch: int, slow_at: int, recovers_at: int, steps: int
+) -> dict[str, object]:
     """Slow rank 1 down three times, then let it recover."""
     world = bench.world
     plan = bench.plan(batch, ((), ()))
-    schedules: tuple[Schedule, ...] = ((), ((slow_at, FACTOR), (well_at, 1.0)))
+    schedules: tuple[Schedule, ...] = ((), ((slow_at, FACTOR), (recovers_at, 1.0)))
     run = bench.run(plan, schedules, "adaptive")
     run_steps = run.steps()
     seconds, shares = [], []
@@ -276,14 +278,17 @@ def events(bench: Bench, batch: int, slow_at: int, well_at: int, steps: int) -> 
     slow = run.balancing.slow_ranks()
     run.close()
     optimum = best_fixed(bench, batch, SLOW)
-    well = best_fixed(bench, batch, ((), ()))
+    equal_speeds = best_fixed(bench, batch, ((), ()))
 
     def efficiency(best: float, first: int, last: int) -> list[float]:
         return [round(best / s, 4) for s in seconds[first - 1 : last]]
 
-    during, after = efficiency(optimum, slow_at, well_at - 1), efficiency(well, well_at, steps)
+    during, after = (
+        efficiency(optimum, slow_at, recovers_at - 1),
+        efficiency(equal_speeds, recovers_at, steps),
+    )
     return {
-        "steps": [slow_at, well_at, steps],
+        "steps": [slow_at, recovers_at, steps],
         "plans": plans,
         "efficiency_from_step_15_on": [
             statistics.median(during[15:]),

@@ -34,16 +34,16 @@ def write(files: CheckpointFiles, number: int) -> float:
 
 def killed_while_writing(files: CheckpointFiles, number: int, after_sec: float) -> bool:
     """Write in a child and kill it after `after_sec`; return whether it was still writing."""
-    ready, told = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         state = {str(i): torch.full((_ELEMENTS,), float(number)) for i in range(_TENSORS)}
-        os.write(told, b"x")
+        os.write(write_end, b"x")
         files.write(state, {"step": number // 2, "number": number})
         os._exit(0)
-    os.read(ready, 1)
-    os.close(ready)
-    os.close(told)
+    os.read(read_end, 1)
+    os.close(read_end)
+    os.close(write_end)
     time.sleep(after_sec)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

@@ -82,7 +82,7 @@ class ExitSave:
             self._fork(self._complete_change)
 
     def _pause_if_late(self) -> None:
-        """Pause the launcher, even if a shell shows it, because the fork comes too late otherwise.
+        """Pause the launcher, even if a shell shows it, because the fork is too late otherwise.
 
         The state is still being copied from a device, or the main thread is updating a large
         tensor, so that Python's signal handlers do not run.

@@ -17,7 +17,9 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _NAME = ".lock"
-_POLL_SEC = 0.1  # a lock request on a network file system is a message to its server
+# Not polling.wait_until, which asks often at first: on a network file system, each lock request is
+# a message to its server.
+_POLL_SEC = 0.1
 
 
 @contextmanager

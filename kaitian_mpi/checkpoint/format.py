@@ -82,7 +82,7 @@ class HashingFile(io.RawIOBase):
 
 
 def check_loadable(value: Any, where: str) -> None:
-    """Raise TypeError for a value that torch.save accepts but a safe torch.load refuses."""
+    """Raise TypeError for a value that torch.save accepts but a safe torch.load rejects."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             check_loadable(key, f"a key of {where}")

@@ -145,7 +145,7 @@ def without_copy(state: dict[str, Any]) -> dict[str, Any]:
 def copy_to_host(state: dict[str, Any], into: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a copy of a nested state with its tensors in host memory, detached.
 
-    Dicts come out as plain dicts.
+    Every mapping becomes a plain dict.
 
     Args:
         state: as in `CheckpointFiles.write`, with tensors on any device.

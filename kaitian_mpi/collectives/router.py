@@ -83,7 +83,7 @@ class Router:
         self, collective: LibraryCollective, result: Tensors, group: VendorGroup
     ) -> Work:
         name = collective.name
-        # Queued collectives use host memory and maybe the same tensors, so they come first.
+        # Queued collectives use host memory and maybe the same tensors, so they finish first.
         if self._check is None:
             self._worker.drain(name)
         else:

@@ -151,14 +151,16 @@ class Worker:
             self._run_task(task)
 
     def close(self) -> None:
-        """Finish what is queued and end the thread; report an error that nobody has waited for."""
+        """Finish what is queued, end the thread, and report an error that no caller waited for."""
         if self._thread is not None:
             self._put(_Task(self._begin_closing, nullcontext()))
             self._thread.join()
             self._thread, self._is_closing = None, False
         failed, self._failed = self._failed, None
         if failed is not None and not failed.is_error_seen:
-            write_labelled(f"a collective failed that nobody waited for: {failed.exception()}")
+            write_labelled(
+                f"a collective failed, and no caller waited for it: {failed.exception()}"
+            )
 
     def _is_own_thread(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()

@@ -24,7 +24,7 @@ from kaitian_mpi.mpi.datatypes import (
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
 _LONG_BYTES = 8 << 20
 _PIECE_BYTES = 2 << 20
-# Above this size our own reduce-scatter is faster than MPI's.
+# Above this size mpi/pairwise.py's reduce-scatter is faster than MPI's.
 _DIRECT_BYTES = 512 << 10
 
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.mpi.store_server import (
     LOST,
-    REFUSED,
+    REJECTED,
     TIMED_OUT,
     Fields,
     StoreServer,
@@ -247,7 +247,7 @@ class MPIStore(dist.Store):
         status, *result = self.link.ask(operation, fields, limit_sec)
         if status == TIMED_OUT:
             raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")
-        if status == REFUSED:
+        if status == REJECTED:
             key = fields[0].decode()[len(self._prefix) :] if fields else ""
             raise dist.DistStoreError(f"store {operation} of key {key}: {result[0].decode()}")
         if status == LOST:

@@ -16,7 +16,7 @@ from kaitian_mpi.runtime.polling import keep_alive, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
 from kaitian_mpi.runtime.ulfm import have_failed, is_enabled, is_revoked, may_be_loss
 
-OK, TIMED_OUT, REFUSED, LOST = b"ok", b"timed out", b"refused", b"lost"
+OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
 
 Fields = tuple[bytes, ...]
 
@@ -150,7 +150,7 @@ class StoreServer:
             try:
                 result = self._execute(operation, arguments)
             except Exception as error:  # caused by one rank's request, and reported to that rank
-                reply((REFUSED, str(error).encode()))
+                reply((REJECTED, str(error).encode()))
                 return
             reply((OK, *result))
             self._reply_to_pending()

@@ -31,15 +31,15 @@ class World:
     """All ranks of the job, and this rank's device."""
 
     comm: MPI.Intracomm
-    """A communicator of our own over all ranks."""
+    """The package's own communicator over all ranks."""
     infos: tuple[RankInfo, ...]
     """What every rank reports about itself, by world rank."""
     device_kind: Device
-    """What there is to know and do about this rank's kind of device."""
+    """The operations of this rank's kind of device."""
     device_index: int
     """This rank's device among those of its kind on the host."""
     threads: int
-    """Threads this rank computes with on the host."""
+    """CPU threads that this rank computes with."""
     started: int
     """How many ranks mpirun started."""
 
@@ -102,7 +102,7 @@ def set_current_world(world: World) -> World:
 
 
 def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = "") -> World:
-    """Choose this rank's device, tell the others, and learn theirs. Collective.
+    """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
     Args:
         comm: the ranks of the job; duplicated here.

@@ -38,17 +38,17 @@ _on_request: Callable[[], None] | None = None
 
 @contextmanager
 def on_exit_signal(
-    speak: Callable[[], str | None], in_main_thread: Callable[[], None] | None = None
+    callback: Callable[[], str | None], in_main_thread: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Call `speak` before a signal ends this process inside the block; print what it returns.
+    """Call `callback` before a signal ends this process inside the block; print what it returns.
 
     Args:
-        speak: runs in a separate thread and has 0.25 s before mpirun sends SIGKILL. It returns a
+        callback: runs in a separate thread and has 0.25 s before mpirun sends SIGKILL. It returns a
             line to print, None if there is none, or "" if another rank may be saving.
         in_main_thread: runs in the main thread at the same time, once that executes Python code.
     """
     global _on_exit_signal, _in_main_thread
-    _on_exit_signal, _in_main_thread = speak, in_main_thread
+    _on_exit_signal, _in_main_thread = callback, in_main_thread
     try:
         yield
     finally:
@@ -56,10 +56,10 @@ def on_exit_signal(
 
 
 @contextmanager
-def on_checkpoint_request(answer: Callable[[], None]) -> Iterator[None]:
-    """Call `answer`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block."""
+def on_checkpoint_request(callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block."""
     global _on_request
-    _on_request = answer
+    _on_request = callback
     try:
         yield
     finally:

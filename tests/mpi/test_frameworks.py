@@ -185,17 +185,17 @@ def test_queries_of_a_group_by_the_compiler_and_its_cache(world, monkeypatch):
     from torch.distributed import distributed_c10d
 
     group, cuda = dist.group.WORLD, torch.device("cuda")
-    answer, asked = type(group)._get_backend, []
+    original, calls = type(group)._get_backend, []
 
     def get_backend(group, device):
-        asked.append((group, device, answer(group, device)))
-        return asked[-1][-1]
+        calls.append((group, device, original(group, device)))
+        return calls[-1][-1]
 
     monkeypatch.setattr(type(group), "_get_backend", get_backend)
     monkeypatch.setattr(type(group), "_device_types", [cuda])  # as where torch has found one
     # Called by torch's inductor when it finds a result in its cache on the disk.
     distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
-    assert (group, cuda, group) in asked
+    assert (group, cuda, group) in calls
 
 
 def in_background(x, group):

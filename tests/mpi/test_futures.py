@@ -29,13 +29,13 @@ def test_collectives_from_a_callback_run_after_earlier_ones(world, in_background
         if world.rank == 0:
             between.wait()
 
-        def ask(_, third=third):
-            asked = dist.all_reduce(third, async_op=in_background)
-            return asked.get_future().wait()[0] if in_background else third
+        def reduce_third(_, third=third):
+            nested = dist.all_reduce(third, async_op=in_background)
+            return nested.get_future().wait()[0] if in_background else third
 
-        asked = work.get_future().then(ask)
+        result = work.get_future().then(reduce_third)
         dist.all_reduce(last)
-        assert asked.wait() is third
+        assert result.wait() is third
         between.wait()
         sums = [tensor.unique().tolist() for tensor in (first, second, third, last)]
         assert sums == [[value * world.size] for value in (1, 10, 100, 5)]

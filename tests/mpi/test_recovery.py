@@ -47,8 +47,8 @@ class Commit:
     def __init__(self, refused=()):
         self.refused, self.calls = refused, 0
 
-    def __call__(self, well):
-        assert well
+    def __call__(self, succeeded):
+        assert succeeded
         call, self.calls = self.calls, self.calls + 1
         if call in self.refused:
             raise RefusedError("planted")

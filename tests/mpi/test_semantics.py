@@ -242,9 +242,9 @@ def test_monitored_barrier_of_another_backend_is_unchanged(world):
     dist.monitored_barrier(group, timeout=timedelta(seconds=30))
     if world.rank == 0 and world.size > 1:
         # gloo's own message, with the peer's address.
-        with pytest.raises(RuntimeError, match="failed to pass monitoredBarrier") as told:
+        with pytest.raises(RuntimeError, match="failed to pass monitoredBarrier") as caught:
             dist.monitored_barrier(group, timeout=timedelta(seconds=0.2))
-        assert not isinstance(told.value, MissingRanksError)
+        assert not isinstance(caught.value, MissingRanksError)
     dist.barrier()
 
 

@@ -86,8 +86,8 @@ def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):
     ):
         check_same_samples(world, "training", make_data(inputs[order], labels[order]))
     check_same_samples(world, "training", make_data(inputs + world.rank, labels))
-    said = "the inputs of 16 of 16 training samples differ" in caplog.text
-    assert said == (world.rank == 0)
+    was_logged = "the inputs of 16 of 16 training samples differ" in caplog.text
+    assert was_logged == (world.rank == 0)
 
 
 @pytest.mark.ranks(2)

@@ -64,9 +64,9 @@ def test_append_check_delete_and_multi_key_operations(store, world):
     assert not store.delete_key(f"a{world.rank}")
 
 
-@pytest.mark.parametrize("asks", ["first", "last"])
-def test_a_failed_request_raises_in_its_caller(store, world, asks):
-    if world.rank == (0 if asks == "first" else world.size - 1):
+@pytest.mark.parametrize("caller", ["first", "last"])
+def test_a_failed_request_raises_in_its_caller(store, world, caller):
+    if world.rank == (0 if caller == "first" else world.size - 1):
         store.set("text", "abc")
         with pytest.raises(dist.DistStoreError, match="key text: its value b'abc' is not a number"):
             store.add("text", 1)

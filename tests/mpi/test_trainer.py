@@ -199,8 +199,8 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
 
 def test_reports_arrive_on_all_ranks_a_step_later(world):
     def report(rank, step):
-        asks = rank == world.size - 1 and step == 2
-        return StepReport(rank + 7, step, 0.25 * rank, 1 / 3, step / 7, wants_checkpoint=asks)
+        wants_one = rank == world.size - 1 and step == 2
+        return StepReport(rank + 7, step, 0.25 * rank, 1 / 3, step / 7, wants_checkpoint=wants_one)
 
     exchange = StepExchange(world.comm)
     assert exchange.swap(report(world.rank, 1)) is None

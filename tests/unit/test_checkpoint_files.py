@@ -564,13 +564,13 @@ def write(attempt):  # every other attempt repeats the step before
 write(0)
 seconds, last, old = write(1), 1, 0
 for attempt in range(2, 17):
-    ready, told = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(told, b"x")
+        os.write(write_end, b"x")
         write(attempt)
         os._exit(0)
-    os.read(ready, 1)
+    os.read(read_end, 1)
     time.sleep(random.uniform(0, 1.3 * seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

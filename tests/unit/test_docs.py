@@ -107,12 +107,19 @@ def test_links_resolve(path):
 def test_documented_commands_parse(path):
     for command in commands(path):
         program, *arguments = shlex.split(command)
-        options = vars(PARSERS[program].parse_args(arguments))
-        if program == supervise.PROGRAM:
-            inner = arguments[arguments.index(train.PROGRAM) + 1 :]
-            options = vars(PARSERS[train.PROGRAM].parse_args(inner))
-        if program in (train.PROGRAM, supervise.PROGRAM):
-            TrainConfig(**options)
+        assert program in PARSERS, command
+        try:
+            options = vars(PARSERS[program].parse_args(arguments))
+            if program == supervise.PROGRAM:
+                inner = arguments[arguments.index(train.PROGRAM) + 1 :]
+                options = vars(PARSERS[train.PROGRAM].parse_args(inner))
+            if program in (train.PROGRAM, supervise.PROGRAM):
+                TrainConfig(**options)
+        except (SystemExit, ValueError) as error:  # a parser exits when it rejects its arguments
+            rejection = error
+        else:
+            rejection = None
+        assert rejection is None, command
 
 
 def test_the_readme_is_short():

@@ -165,7 +165,7 @@ def test_an_unwritable_file_is_reported_before_the_work(tmp_path, path, why):
     from kaitian_mpi.cli.preflight import check_file_can_be_written
 
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match=f"--json .*{why}.*; (make it, or )?name a") as caught:
+    with pytest.raises(UserError, match=f"--json .*{why}.*; (create it, or )?name a") as caught:
         check_file_can_be_written("--json", str(tmp_path / path))
     assert "\n" not in str(caught.value)
     for name in ("file", "new"):

@@ -113,7 +113,7 @@ def test_an_error_is_raised_where_it_is_waited_for(queue, capfd):
     assert not failed.is_success()
     with pytest.raises(CollectiveError, match=r"next: .* failed before: failed: OSError: planted"):
         refused.wait()
-    assert "nobody waited" not in capfd.readouterr().err
+    assert "no caller waited" not in capfd.readouterr().err
 
 
 def test_a_rejected_call_leaves_the_group_usable(queue):
@@ -134,7 +134,7 @@ def test_an_unretrieved_error_is_logged_at_the_end(queue, capfd):
 
     queue.give("failed", fail)
     queue.let_go()
-    assert "a collective failed that nobody waited for: planted" in capfd.readouterr().err
+    assert "a collective failed, and no caller waited for it: planted" in capfd.readouterr().err
 
 
 def test_recorded_losses_do_not_fail_a_future(queue):
