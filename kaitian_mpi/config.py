@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "seed": (0, 2**48 - 1, "a whole number from 0 to 2^48 - 1"),
     "lr": (_ABOVE_ZERO, 1e6, "a number above 0 and at most 1e6"),
     "weight_decay": (0, 1e6, "a number from 0 to 1e6"),
+    "clip_norm": (0, 1e6, "a number from 0 to 1e6"),
     "benchmark_seconds": (_ABOVE_ZERO, 1e9, "seconds, above 0 and at most 1e9"),
     "log_interval": (0, 1e9, "seconds, from 0 to 1e9"),
     "checkpoint_minutes": (0, 1e9, "minutes, from 0 to 1e9"),
@@ -43,7 +44,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_PATHS = ("data_dir", "benchmark_cache", "resume", "run_dir")
+_PATHS = ("config", "data_dir", "benchmark_cache", "resume", "run_dir")
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -198,6 +199,12 @@ class TrainConfig(TrainingConfig):
         UserError: a value is out of range, or two values contradict each other.
     """
 
+    config: str = _flag(
+        "",
+        "read flags from this TOML file, such as lr = 0.1 or global-batch-size = 64; flags on the "
+        "command line win",
+        metavar="FILE",
+    )
     task: str = _flag(
         "",
         "train this task in place of --model and --dataset: module:function, a function that "
@@ -243,11 +250,20 @@ class TrainConfig(TrainingConfig):
         metavar="LIST",
     )
 
+    optimizer: str = _flag(
+        "sgd",
+        "sgd, with --momentum and --nesterov, or adamw, for which --lr is 0.001 and --weight-decay "
+        "0.01 unless given",
+        ("sgd", "adamw"),
+    )
     lr: float = _flag(0.05, "peak learning rate")
     momentum: float = _flag(0.9, "momentum of SGD")
     nesterov: bool = _flag(True, "use Nesterov momentum")
     weight_decay: float = _flag(
         5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
+    )
+    clip_norm: float = _flag(
+        0.0, "largest norm of the whole gradient, which is scaled down to it; 0: no limit"
     )
     label_smoothing: float = _flag(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
     schedule: str = _flag("cosine", "learning rate after the warmup", ("cosine", "constant"))

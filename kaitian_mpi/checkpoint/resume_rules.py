@@ -50,6 +50,7 @@ _NEW_COSTS = _applies(Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN
 _NEW_PLAN = _applies(Invalidated.EXCLUSION, Invalidated.PLAN)
 
 RULES: Mapping[str, Rule] = {
+    "config": _APPLIES_SILENTLY,  # what it sets is compared by itself
     "task": _REJECTED,
     # It may be a learning rate to continue with, or what a step costs; where it is another model
     # or dataset, that shows when the checkpoint is loaded.
@@ -74,10 +75,12 @@ RULES: Mapping[str, Rule] = {
     "emulate_slowdown": _APPLIES_SILENTLY,
     "epochs": _APPLIES,
     "max_steps": _APPLIES,
+    "optimizer": _REJECTED,  # the other one's state in the checkpoint would be of no use
     "lr": _APPLIES,
     "momentum": _APPLIES,
     "nesterov": _APPLIES,
     "weight_decay": _APPLIES,
+    "clip_norm": _APPLIES,
     "label_smoothing": _APPLIES,
     "schedule": _APPLIES,
     "warmup": _APPLIES,

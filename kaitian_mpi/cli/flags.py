@@ -10,14 +10,15 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from kaitian_mpi.cli.config_file import read_config_file
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
 
 # The sections of --help, and their flags by the fields' names.
 SECTIONS = {
-    "what to train": "task set workers",
-    "image classification (not with --task)": "model dataset data_dir val_split augment lr "
-    "momentum nesterov weight_decay label_smoothing schedule warmup",
+    "what to train": "config task set workers",
+    "image classification (not with --task)": "model dataset data_dir val_split augment "
+    "optimizer lr momentum nesterov weight_decay clip_norm label_smoothing schedule warmup",
     "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "
     "benchmark_cache micro_batch_size keep_all",
     "devices and communication": "allreduce devices emulate_kinds emulate_slowdown",
@@ -27,7 +28,10 @@ SECTIONS = {
     "seed and output": "seed run_dir log_interval log_level",
 }
 RECIPE = frozenset(SECTIONS["image classification (not with --task)"].split())
-_TASK_DEFAULTS = {"memory_format": "contiguous"}  # code such as x.view() may rely on it
+_ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+_TASK_DEFAULTS: dict[str, Any] = {
+    "memory_format": "contiguous"
+}  # code such as x.view() may rely on it
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -91,9 +95,15 @@ def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
     unset = argparse.Namespace(**dict.fromkeys(defaults))
     chosen = vars(parser.parse_args(arguments, unset))
     given = {name: value for name, value in chosen.items() if value is not None}
-    _check_one_task(given)
-    own_defaults = _TASK_DEFAULTS if given.get("task") else {}
-    return TrainConfig(**{**own_defaults, **given})
+    in_file = read_config_file(given["config"]) if given.get("config") else {}
+    settings = {**in_file, **given}
+    if "set" in settings:
+        settings["set"] = {**in_file.get("set", {}), **given.get("set", {})}
+    _check_one_task(settings)
+    _check_optimizer(settings)
+    own_defaults = _TASK_DEFAULTS if settings.get("task") else {}
+    own_defaults |= _ADAMW_DEFAULTS if settings.get("optimizer") == "adamw" else {}
+    return TrainConfig(**{**own_defaults, **settings})
 
 
 def _check_one_task(given: Mapping[str, Any]) -> None:
@@ -107,6 +117,15 @@ def _check_one_task(given: Mapping[str, Any]) -> None:
     elif "set" in given:
         raise UserError(
             "found --set without --task, needed --task module:function, whose parameter it sets"
+        )
+
+
+def _check_optimizer(given: Mapping[str, Any]) -> None:
+    of_sgd = [flag_name(name) for name in ("momentum", "nesterov") if name in given]
+    if given.get("optimizer") == "adamw" and of_sgd:
+        raise UserError(
+            f"found --optimizer adamw and {', '.join(of_sgd)}, needed only one of them: AdamW has "
+            "none"
         )
 
 

@@ -1,10 +1,11 @@
-"""Image classification by cross-entropy and SGD: the training of `kaitian-train --model`."""
+"""Image classification by cross-entropy: the training of `kaitian-train --model`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,8 @@ def classify(config: TrainConfig, model: nn.Module, source: DataSource) -> Task:
         validation=source.validation,
         loss=partial(cross_entropy, label_smoothing=config.label_smoothing),
         metrics=count_right,
-        optimizer=partial(make_sgd, config),
+        optimizer=partial(make_optimizer, config),
+        clip_norm=config.clip_norm or None,
         scheduler=partial(Schedule, make_rate(config)),
     )
 
@@ -76,14 +78,25 @@ def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
-def make_sgd(config: TrainConfig, model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum; weight decay on matrices and filters only."""
+def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of `--optimizer`; weight decay on matrices and filters only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    return OPTIMIZERS[config.optimizer](config, groups)
+
+
+def _sgd(config: TrainConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+def _adamw(config: TrainConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr)
+
+
+OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw}
 
 
 def make_rate(config: TrainConfig) -> Callable[[float], float]:

@@ -10,6 +10,7 @@ from kaitian_mpi.errors import UserError
 
 # Frozen on purpose: a flag that goes or changes its default breaks somebody's script.
 DEFAULTS = {
+    "--config": "",
     "--task": "",
     "--set": {},
     "--model": "mobilenetv2",
@@ -32,10 +33,12 @@ DEFAULTS = {
     "--emulate-slowdown": "",
     "--epochs": 10,
     "--max-steps": 0,
+    "--optimizer": "sgd",
     "--lr": 0.05,
     "--momentum": 0.9,
     "--nesterov": True,
     "--weight-decay": 5e-4,
+    "--clip-norm": 0.0,
     "--label-smoothing": 0.0,
     "--schedule": "cosine",
     "--warmup": 0.25,
@@ -98,6 +101,12 @@ def test_arguments_set_their_fields():
         (["--max-steps", "-1"], r"--max-steps: found -1"),
         (["--log-interval", "-1"], r"--log-interval: found -1"),
         (["--allreduce", "ring"], r"--allreduce: invalid choice: 'ring'"),
+        (["--clip-norm", "-1"], r"--clip-norm: found -1.0, needed a number from 0"),
+        (["--optimizer", "adam"], r"--optimizer: invalid choice: 'adam'"),
+        (
+            ["--optimizer", "adamw", "--momentum", "0.5", "--no-nesterov"],
+            r"found --optimizer adamw and --momentum, --nesterov, needed only one of them",
+        ),
         (["--momentum", "0"], r"--nesterov needs --momentum above 0"),
         (["--mod", "cnn"], r"unrecognized arguments: --mod"),
     ],
@@ -116,3 +125,63 @@ def test_a_config_built_in_code_is_validated():
 def test_help_shows_every_flag():
     text = re.sub(r"\s+", " ", make_parser("kaitian-train").format_help())
     assert all(f"{flag} " in text or f"{flag}," in text for flag in DEFAULTS)
+
+
+def test_adamw_has_its_own_defaults():
+    config = parse_config("kaitian-train", ["--optimizer", "adamw"])
+    assert (config.lr, config.weight_decay) == (1e-3, 0.01)
+    config = parse_config("kaitian-train", ["--optimizer", "adamw", "--lr", "0.05"])
+    assert (config.lr, config.weight_decay) == (0.05, 0.01)
+
+
+def parse_file(tmp_path, content, *arguments):
+    (tmp_path / "run.toml").write_text(content)
+    return parse_config("kaitian-train", ["--config", str(tmp_path / "run.toml"), *arguments])
+
+
+def test_a_file_sets_flags_and_the_command_line_wins(tmp_path):
+    content = "lr = 1\nglobal-batch-size = 64\nmax_steps = 5\nnesterov = false\n"
+    config = parse_file(tmp_path, content, "--max-steps", "7")
+    expected = TrainConfig(lr=1, global_batch_size=64, max_steps=7, nesterov=False)
+    assert dataclasses.replace(config, config="") == expected
+    # A value on the command line counts although it is the default.
+    assert parse_file(tmp_path, content, "--lr", "0.05").lr == 0.05
+
+
+def test_settings_of_a_task_are_merged_by_name(tmp_path):
+    content = 'task = "a:b"\nset = {lr = 0.1, layers = 2}\n'
+    assert parse_file(tmp_path, content, "--set", "lr=0.2").set == {"lr": 0.2, "layers": 2}
+    assert parse_file(tmp_path, content).set == {"lr": 0.1, "layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("learning-rate = 1", r"run.toml: found 'learning-rate', needed a flag of kaitian-train"),
+        ("epoch = 1", r"found 'epoch', .*; did you mean epochs\?"),
+        ("globl-batch-size = 1", r"did you mean global-batch-size\?"),
+        ("config = 'other.toml'", r"found 'config', needed a flag"),
+        ("epochs = 1.5", r"run.toml: epochs: found 1.5, needed a whole number"),
+        ("epochs = '1'", r"run.toml: epochs: found '1', needed a whole number"),
+        ("model = 3", r"run.toml: model: found 3, needed a text"),
+        ("nesterov = 1", r"run.toml: nesterov: found 1, needed True or False"),
+        ("epochs = 0", r"--epochs: found 0, needed a whole number from 1"),
+        ("max-steps = 1\nmax_steps = 2", r"found --max-steps twice"),
+        ("lr = ", r"found no valid TOML \(Invalid value"),
+        ("task = 'a:b'\nlr = 1.0", r"found --task and --lr, needed only one of them"),
+        ("set = 3", r"set: found 3, needed a table"),
+        ("task = 'a:b'\nset = {day = 2024-01-01}", r"set: day: found a date or time"),
+        ("task = 'a:b'\nset = {x-y = 1}", r"set: found 'x-y', needed the name of a parameter"),
+    ],
+)
+def test_errors_in_a_file_are_one_line(tmp_path, content, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_file(tmp_path, content)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "no valid TOML")):
+        with pytest.raises(UserError, match=f"--config .*{message}"):
+            parse_config("kaitian-train", [f"--config={tmp_path / name}"])

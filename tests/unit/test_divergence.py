@@ -11,7 +11,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
-from kaitian_mpi.recipes.image_classification import make_sgd
+from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.training.divergence import fingerprint, split_by_majority
 
 
@@ -38,7 +38,7 @@ def make_state(dtype=torch.float32):
     torch.manual_seed(1)
     layers = nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(11, 3)
     model = nn.Sequential(*layers).to(dtype)
-    task = Task(model=model, data=[0], optimizer=partial(make_sgd, TrainConfig()))
+    task = Task(model=model, data=[0], optimizer=partial(make_optimizer, TrainConfig()))
     state = TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 10)
     model(torch.randn(5, 11, dtype=dtype)).square().sum().backward()
     state.optimizers[0].step()

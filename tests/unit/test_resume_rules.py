@@ -13,8 +13,16 @@ THEN = TrainConfig(model="cnn", run_dir="run", resume="auto")
 COSTS = {Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN}
 PLAN = {Invalidated.EXCLUSION, Invalidated.PLAN}
 
-REJECTED = {"task": "a:b", "model": "resnet18", "dataset": "mnist", "val_split": 0.5, "seed": 1}
+REJECTED = {
+    "task": "a:b",
+    "optimizer": "adamw",
+    "model": "resnet18",
+    "dataset": "mnist",
+    "val_split": 0.5,
+    "seed": 1,
+}
 SILENT = {
+    "config": "run.toml",
     "data_dir": "moved",
     "devices": "cpu",
     "emulate_kinds": "a,b",
@@ -40,6 +48,7 @@ APPLIES = {
     "momentum": (0.5, set(), ""),
     "nesterov": (False, set(), ""),
     "weight_decay": (0.1, set(), ""),
+    "clip_norm": (1.0, set(), ""),
     "label_smoothing": (0.1, set(), ""),
     "schedule": ("constant", set(), ""),
     "warmup": (0.5, set(), ""),

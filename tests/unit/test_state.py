@@ -18,7 +18,7 @@ from kaitian_mpi.engine.state import (
 )
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.image_classification import make_sgd
+from kaitian_mpi.recipes.image_classification import make_optimizer
 
 
 class Buffered(nn.Module):
@@ -44,7 +44,7 @@ def make_state(model=None, seed=0, precision="fp32"):
     torch.manual_seed(seed)
     model = Buffered() if model is None else model
     computation = Computation(torch.device("cpu"), precision, "contiguous")
-    task = Task(model=model, data=[0], optimizer=partial(make_sgd, TrainConfig(lr=0.1)))
+    task = Task(model=model, data=[0], optimizer=partial(make_optimizer, TrainConfig(lr=0.1)))
     return TrainingState(task, computation, total_steps=20)
 
 

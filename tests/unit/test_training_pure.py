@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.engine.clock import StepClock
@@ -15,7 +16,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.models import build_model
 from kaitian_mpi.output.console import progress_line
 from kaitian_mpi.output.run_folder import DiskFolder, NoFolder, open_run_folder
-from kaitian_mpi.recipes.image_classification import cross_entropy, make_rate, make_sgd
+from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,21 @@ def test_without_warmup_the_learning_rate_starts_at_its_peak():
 
 
 def test_weight_decay_excludes_biases_and_norms():
-    optimizer = make_sgd(TrainConfig(weight_decay=0.1), build_model("cnn", 10))
+    optimizer = make_optimizer(TrainConfig(weight_decay=0.1), build_model("cnn", 10))
     decayed, spared = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1
     assert spared["weight_decay"] == 0.0
     assert all(parameter.ndim > 1 for parameter in decayed["params"])
     assert all(parameter.ndim == 1 for parameter in spared["params"])
+
+
+def test_the_optimizer_is_the_one_asked_for():
+    config = parse_config("kaitian-train", ["--optimizer", "adamw", "--lr", "0.01"])
+    optimizer = make_optimizer(config, build_model("cnn", 10))
+    assert type(optimizer) is torch.optim.AdamW
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+    assert type(make_optimizer(TrainConfig(), build_model("cnn", 10))) is torch.optim.SGD
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -53,7 +63,7 @@ def test_a_step_in_every_precision_and_layout_lowers_the_loss(precision, memory_
     torch.manual_seed(0)
     computation = Computation(torch.device("cpu"), precision, memory_format)
     model = computation.place_model(build_model("cnn", 10))
-    optimizer = make_sgd(TrainConfig(lr=0.1), model)
+    optimizer = make_optimizer(TrainConfig(lr=0.1), model)
     batch = computation.place((torch.randn(16, 3, 16, 16), torch.arange(16) % 10))
     task = SimpleNamespace(loss=partial(cross_entropy, label_smoothing=0.1))
     before = computation.loss(task, model, batch)

@@ -1,0 +1,65 @@
+"""Reads flags of `kaitian-train` from a TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+from typing import Any
+
+from kaitian_mpi.config import TrainConfig, flag_name, wrong_type
+from kaitian_mpi.errors import UserError
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return the settings in a file of `--config`, by the fields' names.
+
+    A key is a flag's name without `--`, with `-` or `_` between its words; `set` is a table.
+
+    Raises:
+        UserError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
+    """
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise UserError(
+            f"--config {path}: {error.strerror}; name a TOML file that can be read"
+        ) from error
+    except (ValueError, RecursionError) as error:  # TOML and UTF-8
+        fault = " ".join(str(error).split())
+        raise UserError(f"--config {path}: found no valid TOML ({fault}); correct it") from error
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    del fields["config"]
+    settings: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+            raise UserError(
+                f"--config {path}: found {key!r}, needed a flag of kaitian-train without its "
+                f"--{hint}"
+            )
+        if name in settings:
+            raise UserError(f"--config {path}: found {flag_name(name)} twice, needed it once")
+        if needed := wrong_type(fields[name], value):
+            raise UserError(f"--config {path}: {key}: found {value!r}, needed {needed}")
+        settings[name] = value
+    _check_table(path, settings.get("set", {}))
+    return settings
+
+
+def _check_table(path: str, table: dict[str, Any]) -> None:
+    for key, value in table.items():
+        if not key.isidentifier():
+            raise UserError(f"--config {path}: set: found {key!r}, needed the name of a parameter")
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise UserError(
+                f"--config {path}: set: {key}: found a date or time, needed a number, true, false, "
+                "a list or a text; put it in quotes"
+            ) from error
