@@ -31,7 +31,8 @@ def compute_loss(model, batch):
 
 
 def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S)
+    return [content for name, content in found if name == language]
 
 
 COMMANDS = [line for block in blocks(PAGE, "") for line in block.splitlines()]
@@ -75,10 +76,16 @@ def test_the_script_of_the_page_trains_and_resumes(tmp_path):
     ] == figures
 
 
-def test_the_scripts_of_the_other_pages_train(mpirun, tmp_path):
-    (readme,) = blocks((ROOT / "README.md").read_text(), "python")
-    *_, shares = blocks((ROOT / "docs/scripts.md").read_text(), "python")
-    (tmp_path / "script.py").write_text(PARTS + readme + shares)
+def test_the_script_of_the_readme_trains(mpirun, tmp_path):
+    (script,) = blocks((ROOT / "README.md").read_text(), "python")
+    (tmp_path / "script.py").write_text(PARTS + script)
     ended = mpirun(2, PYTHON, "script.py")
     assert ended.code == 0, ended.text
     assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M)
+
+
+def test_the_script_with_batch_sizes_by_hand_trains(mpirun, tmp_path):
+    *_, script = blocks((ROOT / "docs/scripts.md").read_text(), "python")
+    (tmp_path / "script.py").write_text(script)
+    ended = mpirun(2, PYTHON, "script.py")
+    assert ended.code == 0, ended.text
