@@ -5,6 +5,7 @@ import gc
 import warnings
 import weakref
 import zlib
+from datetime import timedelta
 
 import pytest
 import torch
@@ -553,7 +554,9 @@ def test_a_rank_that_does_not_come_is_an_error(world, one_second_group, reducer_
     model = network()
     reducer = reducer_of(model, group=one_second_group)
     images = torch.ones(2, 3, 8, 8)
+    one_second_group.set_timeout(timedelta(seconds=60))
     summed(reducer, model(images).sum())
+    one_second_group.set_timeout(timedelta(seconds=1))
     if world.rank == 0:
         with pytest.raises(CollectiveError, match=r"missing|waiting for"):
             summed(reducer, model(images).sum())
