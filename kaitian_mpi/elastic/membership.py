@@ -79,6 +79,11 @@ class Membership:
         """Whether the active ranks differ from all ranks that were started."""
         return bool(self.losses) or self._standby != Standby()
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether any rank that lives is, or was until the end, on standby; the same on each."""
+        return self._standby != Standby()
+
     def attempt(self, work: Callable[[World], Result]) -> Result | None:
         """Do work on the active ranks; repeat it after a loss. Collective.
 

@@ -104,7 +104,7 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
         task = make_task()
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
     setup = Setup(task, NoFolder(), slowdowns, dataset_size=_describe_length(task))
-    check_same(world.comm, "the data set", setup.dataset_size, "give every host the same files")
+    check_same(world.comm, "the dataset", setup.dataset_size, "give every host the same files")
     for name, part in (("training", setup.train), ("validation", setup.validation)):
         if part is not None:
             check_same_samples(world, name, part)

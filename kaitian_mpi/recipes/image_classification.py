@@ -27,7 +27,7 @@ def make_task(config: TrainConfig) -> Task:
     Raises:
         UserError: this rank cannot.
     """
-    enter_phase("loading the data set (--dataset)")
+    enter_phase("loading the dataset (--dataset)")
     torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
     source = load_data(config)
     torch.manual_seed(config.seed)

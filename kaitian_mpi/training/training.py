@@ -19,6 +19,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.computation import check_loss
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import AgreedError, StorageError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -317,8 +318,19 @@ class Training:
             self._membership.commit()
         self._membership.release()
         self._is_done = True
+        if self._membership.has_standby:
+            self._share_final_state(run.state)
         if run.fault:  # only now, for the ranks on standby would wait for ever
             raise AgreedError(run.fault, StorageError.exit_code)
+
+    def _share_final_state(self, state: TrainingState) -> None:
+        """Give the ranks that stood by what was trained, for the script may use any of them."""
+        try:
+            state.sync_to_latest(self._membership.all_ranks)
+        except Exception as error:
+            if not self._membership.may_be_loss(error):
+                raise
+            # A rank died after the results were written: nothing of them is lost.
 
     def _stop(self) -> None:
         """Leave the run as it is, and let the ranks on standby leave."""
@@ -451,13 +463,13 @@ def _no_step_made() -> UserError:
 
 
 def _as_task(task: Task | Callable[[], Task]) -> Task:
-    setup = task if isinstance(task, Task) else task()
-    if not isinstance(setup, Task):
+    made = task if isinstance(task, Task) else task()
+    if not isinstance(made, Task):
         raise UserError(
-            f"Training: found a function that returned a {type(setup).__name__}, needed "
+            f"Training: found a function that returned a {type(made).__name__}, needed "
             "one that returns a Task"
         )
-    return setup
+    return made
 
 
 def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:
