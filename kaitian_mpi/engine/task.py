@@ -121,10 +121,10 @@ class Task:
             UserError: the task's function returns something else, or optimizers of parameters that
                 are not this model's, or that share some.
         """
-        setup = self.optimizer(model)
-        optimizers = [setup] if isinstance(setup, Optimizer) else setup
+        made = self.optimizer(model)
+        optimizers = [made] if isinstance(made, Optimizer) else made
         if not isinstance(optimizers, list | tuple) or not optimizers:
-            raise _wrong("optimizer", setup, "a function that returns one or more optimizers")
+            raise _wrong("optimizer", made, "a function that returns one or more optimizers")
         own = {id(parameter) for parameter in model.parameters()}
         seen: set[int] = set()
         for optimizer in optimizers:
@@ -156,8 +156,8 @@ class Task:
         given: list[Any] = [optimizers[0] if len(optimizers) == 1 else list(optimizers)]
         if _takes_two(self.scheduler):
             given.append(total_steps)
-        setup = self.scheduler(*given)
-        schedulers = list(setup) if isinstance(setup, list | tuple) else [setup]
+        made = self.scheduler(*given)
+        schedulers = list(made) if isinstance(made, list | tuple) else [made]
         for scheduler in schedulers:
             if not (hasattr(scheduler, "step") or hasattr(scheduler, "before_step")):
                 raise _wrong("scheduler", scheduler, "a function that returns schedulers")
