@@ -81,7 +81,7 @@ class Membership:
 
     @property
     def has_standby(self) -> bool:
-        """Whether any rank that lives is, or was until the end, on standby; the same on each."""
+        """Whether any surviving rank is, or was until the end, on standby; the same on each."""
         return self._standby != Standby()
 
     def attempt(self, work: Callable[[World], Result]) -> Result | None:
@@ -122,7 +122,7 @@ class Membership:
         return None if self._is_released else self.active
 
     def recover(self, error: Exception) -> None:
-        """Continue with the ranks that live after an error that a loss explains. Collective.
+        """Continue with the surviving ranks after an error that a loss explains. Collective.
 
         Raises:
             Exception: the error, if no rank is lost.

@@ -170,7 +170,7 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
 
 
 def survivors_of(world: World) -> World:
-    """Return the world of the ranks that live, after a loss. Collective over those.
+    """Return the world of the surviving ranks, after a loss. Collective over those.
 
     They are renumbered, in the same order.
     """

@@ -1,7 +1,7 @@
 """All that comes before the first step of a run; reads top to bottom like a recipe.
 
 Each stage is a function from frozen results to a frozen result, collective over the ranks that it
-is given, and is repeated on the ranks that live where a rank is lost meanwhile.
+is given, and is repeated on the surviving ranks where a rank is lost meanwhile.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Trainer:
                 it; raises if some rank has not.
         """
         self.world, self.state = world, state
-        self._config, self._made, self._task = config, setup, setup.task
+        self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._slowdown = state.computation, slowdown
         self._commit = commit
         state.roll_back()
@@ -265,11 +265,11 @@ class Trainer:
         self.state.begin_unit()
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = Evaluation({})
-        if self._made.validation is not None:
+        if self._setup.validation is not None:
             result = evaluate(
                 self._task,
                 self.state.model,
-                self._made.validation,
+                self._setup.validation,
                 self._computation,
                 self.world,
                 shares,
@@ -356,7 +356,7 @@ class Trainer:
         state = self.state
         for scheduler in state.schedulers:
             if hasattr(scheduler, "before_step"):
-                of_epoch = len(self._made.train)
+                of_epoch = len(self._setup.train)
                 scheduler.before_step(self.progress.fraction_done(self._config, samples, of_epoch))
         self.progress.learning_rate = state.optimizers[0].param_groups[0]["lr"]
 

@@ -142,7 +142,7 @@ class Training:
         """Yield this rank's share of each global batch, on its device.
 
         `backward` and `step` are to be called for each. After a `step` that returned False, the
-        same samples come again, divided among the ranks that live.
+        same samples come again, divided among the surviving ranks.
 
         Raises:
             UserError: the task has a loss, or the training is over, or no step was made of the
@@ -178,7 +178,7 @@ class Training:
 
     @property
     def world(self) -> World:
-        """All ranks that live."""
+        """All surviving ranks."""
         return self._membership.all_ranks
 
     @property
