@@ -34,8 +34,8 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.training.follow_up import StepFollowUp
-from kaitian_mpi.training.trainer import Trainer
+from kaitian_mpi.steps.follow_up import StepFollowUp
+from kaitian_mpi.steps.trainer import Trainer
 
 FACTOR = 3.0
 WARM_UP = 3

@@ -27,7 +27,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.training.trainer import Trainer
+from kaitian_mpi.steps.trainer import Trainer
 
 WARM_UP = 4
 

@@ -1,1 +1,1 @@
-"""A training run: the session, the step loop, metrics, health checks and the summary."""
+"""A training run: the public `Training`, the session, its attempts, results and the summary."""

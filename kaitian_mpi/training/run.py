@@ -22,10 +22,10 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.output.run_folder import DiskFolder, NoFolder
-from kaitian_mpi.training.divergence import repair_divergence
+from kaitian_mpi.steps.divergence import repair_divergence
+from kaitian_mpi.steps.trainer import Trainer
 from kaitian_mpi.training.resumption import EarlierJob, begin_or_resume
 from kaitian_mpi.training.summary import NAME, Summary, describe_losses
-from kaitian_mpi.training.trainer import Trainer
 
 
 @dataclass(kw_only=True)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kaitian_mpi.engine.evaluation import Evaluation
     from kaitian_mpi.engine.state import TrainingState
     from kaitian_mpi.mpi.world import World
-    from kaitian_mpi.training.follow_up import StepFollowUp
-    from kaitian_mpi.training.trainer import Trainer
+    from kaitian_mpi.steps.follow_up import StepFollowUp
+    from kaitian_mpi.steps.trainer import Trainer
 
 NAME = "summary.json"
 

@@ -28,7 +28,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.state import count_steps
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.training.trainer import Trainer
+from kaitian_mpi.steps.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(1, 3)
 

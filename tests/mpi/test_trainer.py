@@ -20,10 +20,10 @@ from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.training.divergence import repair_divergence
-from kaitian_mpi.training.follow_up import StepFollowUp
-from kaitian_mpi.training.step_exchange import StepExchange, StepReport
-from kaitian_mpi.training.trainer import Trainer
+from kaitian_mpi.steps.divergence import repair_divergence
+from kaitian_mpi.steps.follow_up import StepFollowUp
+from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
+from kaitian_mpi.steps.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(1, 3)
 

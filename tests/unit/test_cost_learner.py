@@ -15,8 +15,8 @@ from kaitian_mpi.balance.planner import plan_equal, plan_fastest
 from kaitian_mpi.balance.rebalancer import RankStep
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.output.run_folder import DiskFolder
-from kaitian_mpi.training.rebalancing import Balancing
-from kaitian_mpi.training.step_exchange import StepReport
+from kaitian_mpi.steps.rebalancing import Balancing
+from kaitian_mpi.steps.step_exchange import StepReport
 
 SEEDS = range(25)
 NEVER = 1000

@@ -12,7 +12,7 @@ from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.recipes.image_classification import make_optimizer
-from kaitian_mpi.training.divergence import fingerprint, split_by_majority
+from kaitian_mpi.steps.divergence import fingerprint, split_by_majority
 
 
 @pytest.mark.parametrize(

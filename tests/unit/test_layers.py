@@ -15,6 +15,7 @@ FLOORS = (
     "supervision",
     "training",
     "checkpoint",
+    "steps",
     "benchmark",
     "engine",
     "elastic",

@@ -11,11 +11,11 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.loader import steps_ahead
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import RunFolder
-from kaitian_mpi.training.bad_steps import BadSteps
-from kaitian_mpi.training.metrics import Metrics
-from kaitian_mpi.training.rebalancing import Balancing
-from kaitian_mpi.training.step_exchange import StepExchange, StepReport
-from kaitian_mpi.training.trainer import Step, Trainer
+from kaitian_mpi.steps.bad_steps import BadSteps
+from kaitian_mpi.steps.metrics import Metrics
+from kaitian_mpi.steps.rebalancing import Balancing
+from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
+from kaitian_mpi.steps.trainer import Step, Trainer
 
 
 class StepFollowUp:

@@ -13,8 +13,8 @@ from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerD
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.output.run_folder import RunFolder
-from kaitian_mpi.training.link_probe import MAX_HOSTS, MIN_HOSTS, end_with_slow_links, time_links
-from kaitian_mpi.training.step_exchange import StepReport
+from kaitian_mpi.steps.link_probe import MAX_HOSTS, MIN_HOSTS, end_with_slow_links, time_links
+from kaitian_mpi.steps.step_exchange import StepReport
 
 
 class Balancing:

@@ -24,7 +24,7 @@ from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import Progress, TrainingState
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
-from kaitian_mpi.training.step_exchange import StepReport
+from kaitian_mpi.steps.step_exchange import StepReport
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 

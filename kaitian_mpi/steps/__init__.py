@@ -1,0 +1,1 @@
+"""One step after another: the trainer, and what all ranks do after each step."""
