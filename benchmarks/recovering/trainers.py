@@ -22,7 +22,8 @@ from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.steps.follow_up import StepFollowUp
-from kaitian_mpi.steps.trainer import Step, Trainer
+from kaitian_mpi.steps.step import Step
+from kaitian_mpi.steps.trainer import Trainer
 
 
 def make_config(model: str, batch: int) -> TrainConfig:

@@ -9,7 +9,7 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.output.run_folder import RunFolder
-from kaitian_mpi.steps.trainer import Step
+from kaitian_mpi.steps.step import Step
 
 
 class BadSteps:

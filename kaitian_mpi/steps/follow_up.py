@@ -14,8 +14,9 @@ from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.steps.bad_steps import BadSteps
 from kaitian_mpi.steps.metrics import Metrics
 from kaitian_mpi.steps.rebalancing import Balancing
+from kaitian_mpi.steps.step import Step
 from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
-from kaitian_mpi.steps.trainer import Step, Trainer
+from kaitian_mpi.steps.trainer import Trainer
 
 
 class StepFollowUp:

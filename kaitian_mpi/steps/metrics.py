@@ -16,7 +16,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0, progress_line
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.steps.trainer import Step
+from kaitian_mpi.steps.step import Step
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,45 +23,9 @@ from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import Progress, TrainingState
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
-from kaitian_mpi.steps.step_exchange import StepReport
+from kaitian_mpi.steps.step import Step, StepInProgress
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
-
-
-@dataclass(frozen=True)
-class Step:
-    """A global step that all ranks have done."""
-
-    number: int
-    """Counted from 1."""
-    epoch: int
-    """From 0."""
-    samples: int
-    """All ranks' samples."""
-    batch_sizes: list[int]
-    """The plan that the step was made by: samples of each rank."""
-    mean_loss: torch.Tensor
-    """The mean over the global batch, where it was computed, the same on all ranks."""
-    own_samples: int
-    """This rank's samples."""
-    is_finite: bool
-    """Whether its gradient is finite; if not, all ranks have skipped the optimizer's step."""
-    times: StepTimes
-    """Times of the steps that the device has finished since the previous step."""
-    data_sec: float
-    """Time spent getting this rank's batch."""
-
-    @property
-    def loss(self) -> float:
-        """The mean loss over the global batch; reading it waits for the device."""
-        return float(self.mean_loss)
-
-    def report(self, wants_checkpoint: bool = False) -> StepReport:
-        """Return the report of this step for the other ranks."""
-        steps, computed, waited = self.times
-        return StepReport(
-            self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
-        )
 
 
 class Trainer:
@@ -119,7 +82,7 @@ class Trainer:
             config.step_timeout, first_step_limit(config.step_timeout)
         )
         self._steps_seen = 0
-        self._step = _StepSoFar()
+        self._step = StepInProgress()
 
     @property
     def progress(self) -> Progress:
@@ -153,7 +116,7 @@ class Trainer:
         parts = next(self._loading, None)
         if parts is None:
             self._loading = None
-        self._step = _StepSoFar(data_sec=time.perf_counter() - waiting_since)
+        self._step = StepInProgress(data_sec=time.perf_counter() - waiting_since)
         return parts
 
     def train(self, parts: Sequence[MicroBatch]) -> Step:
@@ -178,17 +141,14 @@ class Trainer:
         """Begin a step with this rank's share of the global batch."""
         samples = self.sampler.samples_of_step(self.progress.position)
         step = self._step
-        step.samples, step.own_samples = samples, sum(part.samples for part in parts)
-        step.weights = [
-            self._task.weigh(part.batch, part.samples) if part.samples else 0.0 for part in parts
-        ]
+        step.begin(self._task, parts, samples)
         self._schedule(samples)
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
             self.state.begin_unit()
         step_in_epoch = self.progress.step_in_epoch
         self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
         if self._task.weight is not None:
-            step.global_weight = _AsyncSum(torch.tensor(step.own_weight, dtype=torch.float64))
+            step.sum_weights()
         self._slowdown.go_to(self.progress.step + 1)
         self.clock.start()
         self._slowdown.start()
@@ -220,12 +180,9 @@ class Trainer:
             is_last: whether it is the last.
         """
         step = self._step
-        part = step.weights[index] / step.own_weight if step.own_weight else 1.0
-        if part != 1.0:
-            loss = loss * part
-        step.losses.append(loss.detach())
+        loss = step.weigh(loss, index)
         if is_last:
-            self._gradients.arm(self._weight_of_share)
+            self._gradients.arm(step.weight_of_share)
         scaled = self._computation.scaler.scale(loss)
         if scaled.requires_grad:  # it may not where nothing of the share counts
             scaled.backward()
@@ -235,7 +192,7 @@ class Trainer:
         step = self._step
         self._gradients.finish()
         is_finite = self._gradients.is_finite()
-        mean_loss = self._mean_loss()
+        mean_loss = step.mean_loss()
         if step.own_samples == 0:
             self.state.restore_buffers()
         self._commit_unit()
@@ -298,20 +255,6 @@ class Trainer:
             self._commit(not self._group.is_broken)
         self.state.end_unit()
 
-    def _weight_of_share(self) -> float:
-        """Return this rank's part of the global batch."""
-        step = self._step
-        if step.global_weight is None:
-            return step.own_weight / step.samples
-        total = step.global_weight.value().item()
-        return step.own_weight / total if total else 0.0
-
-    def _mean_loss(self) -> torch.Tensor:
-        """Return the mean over the global batch of the loss."""
-        weight = self._weight_of_share()
-        own = torch.stack(self._step.losses).sum() * weight
-        return _AsyncSum(own if weight else torch.zeros_like(own)).value()
-
     def _apply(self, is_finite: bool, samples: int) -> None:
         """Apply a step to the state; every rank does so with the same gradient."""
         enter_phase("the optimizer", step=self.progress.step + 1)
@@ -364,39 +307,3 @@ class Trainer:
 def _has_gradient(optimizer: Optimizer) -> bool:
     groups = optimizer.param_groups
     return any(parameter.grad is not None for group in groups for parameter in group["params"])
-
-
-@dataclass
-class _StepSoFar:
-    """What is known of the step that is being made."""
-
-    data_sec: float = 0.0
-    samples: int = 0
-    own_samples: int = 0
-    weights: Sequence[float] = ()
-    """Of this rank's micro-batches: how many terms the mean of each is over."""
-    global_weight: _AsyncSum | None = None
-    """Of all ranks; None where it is the number of samples, which is known."""
-
-    def __post_init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
-
-    @property
-    def own_weight(self) -> float:
-        """Of this rank's share."""
-        return sum(self.weights)
-
-
-class _AsyncSum:
-    """A sum over the ranks that goes on while something else is computed. Collective."""
-
-    def __init__(self, own: torch.Tensor) -> None:
-        self._total = own
-        self._work = dist.all_reduce(own, async_op=True)
-
-    def value(self) -> torch.Tensor:
-        """Return the sum, once it is there."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._total

@@ -23,7 +23,7 @@ from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.steps.divergence import repair_divergence
 from kaitian_mpi.steps.follow_up import StepFollowUp
-from kaitian_mpi.steps.trainer import Step
+from kaitian_mpi.steps.step import Step
 from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.resumption import begin_branch
 from kaitian_mpi.training.run import Run

@@ -33,7 +33,7 @@ from kaitian_mpi.runtime.watchdog import (
     start_watchdog,
     stop_watchdog,
 )
-from kaitian_mpi.steps.trainer import Step
+from kaitian_mpi.steps.step import Step
 from kaitian_mpi.training.attempt import Attempt
 from kaitian_mpi.training.session import open_run
 from kaitian_mpi.training.summary import Summary

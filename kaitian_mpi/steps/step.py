@@ -1,0 +1,129 @@
+"""A global step: what is known of it while it is made, and what it was once it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.data.batches import MicroBatch
+from kaitian_mpi.engine.clock import StepTimes
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.steps.step_exchange import StepReport
+
+
+@dataclass(frozen=True)
+class Step:
+    """A global step that all ranks have done."""
+
+    number: int
+    """Counted from 1."""
+    epoch: int
+    """From 0."""
+    samples: int
+    """All ranks' samples."""
+    batch_sizes: list[int]
+    """The plan that the step was made by: samples of each rank."""
+    mean_loss: torch.Tensor
+    """The mean over the global batch, where it was computed, the same on all ranks."""
+    own_samples: int
+    """This rank's samples."""
+    is_finite: bool
+    """Whether its gradient is finite; if not, all ranks have skipped the optimizer's step."""
+    times: StepTimes
+    """Times of the steps that the device has finished since the previous step."""
+    data_sec: float
+    """Time spent getting this rank's batch."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch; reading it waits for the device."""
+        return float(self.mean_loss)
+
+    def report(self, wants_checkpoint: bool = False) -> StepReport:
+        """Return the report of this step for the other ranks."""
+        steps, computed, waited = self.times
+        return StepReport(
+            self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
+        )
+
+
+class StepInProgress:
+    """What is known of a step while it is made.
+
+    Args:
+        data_sec: how long this rank's batch was waited for.
+    """
+
+    def __init__(self, data_sec: float = 0.0) -> None:
+        self.data_sec = data_sec
+        self.samples = 0
+        """All ranks' samples."""
+        self.own_samples = 0
+        self.weights: Sequence[float] = ()
+        """Of this rank's micro-batches: how many terms the mean of each is over."""
+        self.own_weight = 0.0
+        self._global_weight: _AsyncSum | None = None
+        self._share: float | None = None
+        self._losses: list[torch.Tensor] = []
+
+    def begin(self, task: Task, parts: Sequence[MicroBatch], samples: int) -> None:
+        """Begin with this rank's share.
+
+        Args:
+            task: weighs the batches.
+            parts: the share.
+            samples: all ranks' samples.
+        """
+        self.samples, self.own_samples = samples, sum(part.samples for part in parts)
+        self.weights = [
+            task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
+        ]
+        self.own_weight = sum(self.weights, 0.0)
+
+    def sum_weights(self) -> None:
+        """Start to sum the ranks' weights, where they are not their samples. Collective."""
+        self._global_weight = _AsyncSum(torch.tensor(self.own_weight, dtype=torch.float64))
+
+    def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
+        """Return what a micro-batch adds to the mean loss over this rank's share.
+
+        Args:
+            loss: the mean over the micro-batch.
+            index: which of the share's micro-batches.
+        """
+        part = self.weights[index] / self.own_weight if self.own_weight else 1.0
+        if part != 1.0:
+            loss = loss * part
+        self._losses.append(loss.detach())
+        return loss
+
+    def weight_of_share(self) -> float:
+        """Return this rank's part of the global batch, once all ranks have begun."""
+        if self._share is None:
+            total = self._global_weight.value().item() if self._global_weight else self.samples
+            self._share = self.own_weight / total if total else 0.0
+        return self._share
+
+    def mean_loss(self) -> torch.Tensor:
+        """Return the mean over the global batch of the loss. Collective."""
+        weight = self.weight_of_share()
+        own = torch.stack(self._losses).sum() * weight
+        return _AsyncSum(own if weight else torch.zeros_like(own)).value()
+
+
+class _AsyncSum:
+    """A sum over the ranks that goes on while something else is computed. Collective."""
+
+    def __init__(self, own: torch.Tensor) -> None:
+        self._total = own
+        self._work = dist.all_reduce(own, async_op=True)
+
+    def value(self) -> torch.Tensor:
+        """Return the sum, once it is there."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._total
