@@ -6,8 +6,14 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.errors import OPERATION_PLACEHOLDER, CollectiveError, format_ranks
+from kaitian_mpi.errors import (
+    OPERATION_PLACEHOLDER,
+    CollectiveError,
+    RankLostError,
+    format_ranks,
+)
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
+from kaitian_mpi.runtime.ulfm import may_be_loss
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +88,13 @@ class ArrivalTracker:
 
     def leave(self) -> None:
         """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
-        self._store.set(f"left/{self._comm.rank}", str(self._calls))
-        self._store.append("events", "left ")
+        try:
+            self._store.set(f"left/{self._comm.rank}", str(self._calls))
+            self._store.append("events", "left ")
+        except Exception as error:
+            # The rank that served the store may have died; ranks that wait learn that from MPI.
+            if not (isinstance(error, RankLostError) or may_be_loss(error)):
+                raise
 
     def ranks_left(self) -> list[int]:
         """Return the ranks that have ended the group. Not collective."""

@@ -103,8 +103,12 @@ def unregister_close(close: Callable[[], None]) -> None:
 
 
 def _close_all() -> None:
-    while _closers:
-        _closers.pop()()
+    try:
+        while _closers:
+            _closers.pop()()
+    finally:
+        if _closers:  # one has failed
+            _close_all()
 
 
 def exit_after_loss(code: int = 0) -> None:

@@ -19,7 +19,6 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.computation import check_loss
-from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import AgreedError, StorageError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -135,6 +134,7 @@ class Training:
         while (share := self._next_share()) is not None:
             step = self._guarded(self._train_share, share)
             if step is not None:
+                self._guarded(self._follow_up, step)
                 enter_phase("the script's own code", step=step.number, limited=False)
                 yield step
 
@@ -165,10 +165,9 @@ class Training:
             except GeneratorExit:  # the loop was left
                 self._abandon(step)
                 raise
+            was_lost = self._recover_open_step()
             self._open_step = None
-            if step.failure is not None:
-                self._recover(step.failure)
-            elif not step.is_made:
+            if not (was_lost or step.is_made):
                 raise _no_step_made()
 
     @property
@@ -225,8 +224,12 @@ class Training:
                 "found training.step() without a gradient, needed training.backward(loss) before it"
             )
         step.is_made = True
-        self._trying(step, lambda attempt: self._complete(attempt, attempt.trainer.finish()))
-        return step.failure is None
+        done = self._trying(step, lambda attempt: attempt.trainer.finish())
+        if done is None:
+            return False
+        self._last_step = done
+        self._trying(step, lambda attempt: attempt.step_done(done))
+        return True  # also if a rank is lost in what follows a step: it has done its step
 
     @property
     def last_step(self) -> Step | None:
@@ -248,12 +251,12 @@ class Training:
             missing = "validation data" if task.validation is None else "metrics"
             raise UserError(f"found a Task without {missing}, needed it to evaluate")
         self._check_no_open_step()
-        while True:
-            if self._is_done:
-                return self._last_evaluation()
+        self._recover_open_step()
+        while not self._is_done:
             result = self._guarded(self._evaluate_now)
             if result is not None:
                 return result
+        return dict(self.summary.validation or {})
 
     def log(self, **values: float) -> None:
         """Record figures of the script's own, with the next line of metrics. Not collective.
@@ -279,6 +282,8 @@ class Training:
 
         Does nothing after the first call.
         """
+        if not self._is_closed:
+            self._recover_open_step()
         while not (self._is_closed or self._is_done):
             self._guarded(self._stop)
         self._leave()
@@ -317,34 +322,41 @@ class Training:
             attempt.finish()
             self._membership.commit()
         self._membership.release()
-        self._is_done = True
         if self._membership.has_standby:
-            self._share_final_state(run.state)
+            self._share_results(run)
+        self._is_done = True
         if run.fault:  # only now, for the ranks on standby would wait for ever
             raise AgreedError(run.fault, StorageError.exit_code)
 
-    def _share_final_state(self, state: TrainingState) -> None:
-        """Give the ranks that stood by what was trained, for the script may use any of them."""
-        try:
-            state.sync_to_latest(self._membership.all_ranks)
-        except Exception as error:
-            if not self._membership.may_be_loss(error):
-                raise
-            # A rank died after the results were written: nothing of them is lost.
+    def _share_results(self, run: Run) -> None:
+        """Give the ranks that stood by the weights and the summary, for the script may use both."""
+        world = self._membership.all_ranks
+        run.state.sync_to_latest(world)
+        known = gather_values(world.comm, run.summary.to_json())
+        finished = (summary for summary in known if summary.get("finished"))
+        run.summary = Summary.from_json(next(finished, known[world.rank]))
 
     def _stop(self) -> None:
         """Leave the run as it is, and let the ranks on standby leave."""
         if self._membership.wait_until_active() is not None:
-            if self._attempt is not None:
-                self._attempt.save()
-                self._attempt.close()
+            if self._attempt is not None or self._membership.losses:
+                attempt = self._ready()
+                assert attempt is not None
+                attempt.save()
+                attempt.close()
             self._membership.commit()
         self._membership.release()
         self._is_done = True
 
     def _train_share(self, share: Sequence[MicroBatch]) -> Step:
         assert self._attempt is not None
-        return self._complete(self._attempt, self._attempt.trainer.train(share))
+        self._last_step = self._attempt.trainer.train(share)
+        return self._last_step
+
+    def _follow_up(self, step: Step) -> None:
+        """Do what follows a step that is done, and stays so if a rank is lost meanwhile."""
+        assert self._attempt is not None
+        self._attempt.step_done(step)
 
     def _begin_open_step(self, share: Sequence[MicroBatch]) -> Any:
         assert self._attempt is not None
@@ -354,22 +366,12 @@ class Training:
         self._open_step = _OpenStep()
         return batch
 
-    def _complete(self, attempt: Attempt, step: Step) -> Step:
-        attempt.step_done(step)
-        self._last_step = step
-        return step
-
-    def _evaluate_now(self) -> dict[str, float]:
+    def _evaluate_now(self) -> dict[str, float] | None:
         attempt = self._ready()
         if attempt is None:
             self._finish(None)
-            return self._last_evaluation()
+            return None
         return dict(attempt.trainer.evaluate().means)
-
-    def _last_evaluation(self) -> dict[str, float]:
-        """Return what the evaluation at the end has found; also on ranks that stood by."""
-        found = gather_values(self._membership.all_ranks.comm, self.summary.validation)
-        return next((of_rank for of_rank in found if of_rank is not None), {})
 
     def _guarded(self, work: Callable[..., Result], *arguments: Any) -> Result | None:
         """Do something collective; after a loss, regroup and return None."""
@@ -390,18 +392,28 @@ class Training:
             self._leave(failure)
             raise
 
-    def _trying(self, step: _OpenStep, work: Callable[[Attempt], object]) -> None:
-        """Do something collective in an open step; a loss makes the step fail."""
+    def _trying(self, step: _OpenStep, work: Callable[[Attempt], Result]) -> Result | None:
+        """Do something collective in an open step; after a loss, return None."""
         assert self._attempt is not None
         if step.failure is not None:
-            return
+            return None
         try:
-            work(self._attempt)
+            return work(self._attempt)
         except Exception as error:
             if not self._membership.may_be_loss(error):
                 self._leave(error)
                 raise
             step.failure = error
+            return None
+
+    def _recover_open_step(self) -> bool:
+        """Regroup after a loss in the open step; return whether there was one."""
+        step = self._open_step
+        if step is None or step.failure is None:
+            return False
+        failure, step.failure = step.failure, None
+        self._recover(failure)
+        return True
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Let go of everything; no rank is waited for."""

@@ -1,0 +1,127 @@
+"""A script whose ranks are killed at chosen places; each surviving rank writes what it has seen.
+
+    python planted_survivor.py closed|open FOLDER [SETTING=VALUE ...]
+
+KILLS names the places, such as `forward:3:1 ended:21:0`: in the forward of step 3 on rank 1, and
+after the loop on rank 0. Every second step is followed by an evaluation.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import kaitian_mpi
+
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+KILLS = os.environ.get("KILLS", "").split()
+STEPS = 14
+
+training = None
+
+
+def maybe_die(place, step=None):
+    if step is None:
+        last = training.last_step if training is not None else None
+        step = last.number + 1 if last is not None else 1
+    if f"{place}:{step}:{RANK}" in KILLS:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        if self.training:
+            time.sleep(0.01)
+            maybe_die("forward")
+        return super().forward(x)
+
+
+class Optimizer(torch.optim.AdamW):
+    def step(self, *args, **kwargs):
+        maybe_die("optimizer")
+        return super().step(*args, **kwargs)
+
+
+def make_task(is_open):
+    torch.manual_seed(0)
+    inputs = torch.randn(70, 6, dtype=torch.float64)
+    data = list(zip(inputs, inputs.sin().sum(1, keepdim=True), strict=True))
+    model = Model(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    model[0].weight.register_hook(lambda _: maybe_die("backward"))
+    return kaitian_mpi.Task(
+        model=model,
+        optimizer=lambda model: Optimizer(model.parameters(), lr=0.02),
+        data=data[:56],
+        loss=None if is_open else compute_loss,
+        clip_norm=1.0,
+        validation=data[56:],
+        metrics=measure,
+    )
+
+
+def compute_loss(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def measure(model, batch):
+    maybe_die("evaluate")
+    return {"loss": compute_loss(model, batch) * len(batch[0])}
+
+
+def train_closed(seen):
+    for step in training:
+        seen["steps"].append(step.number)
+        maybe_die("script", step.number)
+        after_step(step.number, seen)
+
+
+def train_open(seen):
+    for batch in training.batches():
+        loss = compute_loss(training.model, batch)
+        maybe_die("loss")
+        training.backward(loss)
+        maybe_die("gradient")
+        if training.step():
+            seen["steps"].append(training.last_step.number)
+            maybe_die("script", training.last_step.number)
+            after_step(training.last_step.number, seen)
+        else:
+            seen["refused"] += 1
+            training.evaluate()
+
+
+def after_step(step, seen):
+    if step % 2 == 0:
+        seen["evaluations"].append(training.evaluate()["loss"])
+
+
+def main():
+    global training
+    form, folder, *settings = sys.argv[1:]
+    given = {name: int(value) for name, value in (each.split("=") for each in settings)}
+    seen = {"steps": [], "refused": 0, "evaluations": []}
+    training = kaitian_mpi.Training(
+        make_task(form == "open"),
+        **{"global_batch_size": 8, "max_steps": STEPS, "balance": "off", **given},
+    )
+    with training:
+        (train_open if form == "open" else train_closed)(seen)
+        maybe_die("ended", STEPS)
+        seen["end"] = training.evaluate()["loss"]
+    summary = training.summary
+    seen |= {"finished": summary.finished, "ranks": summary.ranks}
+    seen["lost"] = [[lost["rank"] for lost in loss["ranks"]] for loss in summary.failures]
+    seen["weights"] = torch.cat(
+        [w.flatten() for w in training.model.state_dict().values()]
+    ).tolist()
+    (Path(folder) / RANK).write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

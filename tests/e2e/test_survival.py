@@ -1,0 +1,72 @@
+"""Ranks that die at chosen places in a script: its loop goes on, and ends as if none had died."""
+
+import json
+
+import pytest
+from jobs import PLANTED, PYTHON, run_alone, run_ranks
+
+SCRIPT = str(PLANTED / "planted_survivor.py")
+EVERY = list(range(1, 15))
+
+
+def results_in(folder):
+    return {int(path.name): json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = run_alone(PYTHON, SCRIPT, "closed", str(folder), cwd=folder)
+    assert ended.code == 0, ended.text
+    return results_in(folder)[0]
+
+
+@pytest.fixture
+def survivors(tmp_path, undisturbed):
+    """Run the script with kills; return what each surviving rank saw, which ended as without."""
+
+    def run(ranks, form, kills, *settings):
+        seen = tmp_path / "seen"
+        seen.mkdir()
+        words = ("--with-ft", "ulfm", PYTHON, SCRIPT, form, str(seen), *settings)
+        ended = run_ranks(ranks, *words, cwd=tmp_path, KILLS=" ".join(kills))
+        assert ended.code == 0, ended.text
+        assert "Traceback" not in ended.text
+        results = results_in(seen)
+        killed = {int(kill.rpartition(":")[2]) for kill in kills}
+        assert set(results) == set(range(ranks)) - killed
+        for result in results.values():
+            assert result["finished"] is True
+            assert result["end"] == pytest.approx(undisturbed["end"], rel=1e-9)
+            assert result["weights"] == pytest.approx(undisturbed["weights"], rel=1e-9, abs=1e-12)
+        return results
+
+    return run
+
+
+def test_closed_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed):
+    kills = "forward:3:4", "optimizer:6:3", "evaluate:11:0", "ended:14:2"
+    (result,) = survivors(5, "closed", kills).values()
+    assert result["steps"] == EVERY
+    assert result["evaluations"] == pytest.approx(undisturbed["evaluations"], rel=1e-9)
+    assert result["ranks"] == [1, 2]
+    assert result["lost"] == [[4], [3], [0]]
+
+
+def test_open_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed):
+    kills = "loss:3:4", "optimizer:6:0", "gradient:9:3", "ended:14:1"
+    (result,) = survivors(5, "open", kills).values()
+    assert result["steps"] == EVERY
+    assert result["evaluations"] == pytest.approx(undisturbed["evaluations"], rel=1e-9)
+    assert 2 <= result["refused"] <= 3
+    assert result["ranks"] == [1, 2]
+
+
+def test_a_spare_takes_over_and_one_stands_by(survivors):
+    results = survivors(5, "closed", ["script:5:1", "ended:14:0"], "spares=2")
+    assert results[2]["steps"] == EVERY
+    assert results[3]["steps"] == EVERY[5:]
+    assert results[4]["steps"] == []
+    for result in results.values():
+        assert result["ranks"] == [0, 2, 3]
+        assert result["lost"] == [[1]]
