@@ -34,6 +34,7 @@ from kaitian_mpi.runtime.watchdog import (
 )
 from kaitian_mpi.steps.step import Step
 from kaitian_mpi.training.attempt import Attempt
+from kaitian_mpi.training.run import Run
 from kaitian_mpi.training.session import open_run
 from kaitian_mpi.training.summary import Summary
 
