@@ -44,7 +44,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_PATHS = ("config", "data_dir", "benchmark_cache", "resume", "run_dir")
+_PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir")
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -61,6 +61,12 @@ class TrainingConfig:
         UserError: a value is out of range, or two values contradict each other.
     """
 
+    init: str = _flag(
+        "",
+        "start from the weights in this file, of torch.save (such as a run's model.pt) or "
+        ".safetensors; a run that is resumed has its own",
+        metavar="FILE",
+    )
     workers: int = _flag(0, "data-loading processes per rank; 0: load in the rank itself")
 
     global_batch_size: int = _flag(256, "samples per step over all ranks")

@@ -20,7 +20,6 @@ from kaitian_mpi.checkpoint.folder_lock import writing_in
 from kaitian_mpi.checkpoint.format import (
     Checkpoint,
     HashingFile,
-    UnusableError,
     check_loadable,
     describe,
     read,
@@ -28,6 +27,7 @@ from kaitian_mpi.checkpoint.format import (
 )
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import replacing, sync_folder
+from kaitian_mpi.output.tensor_files import UnusableError
 
 _log = logging.getLogger(__name__)
 

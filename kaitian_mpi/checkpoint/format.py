@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ import torch
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import json_bytes
+from kaitian_mpi.output.tensor_files import UnusableError, load_tensors
 
 FORMAT_VERSION = 3
 """Version 1 stored all buffers as float64; version 2 had other names for keys."""
@@ -43,10 +43,6 @@ class Checkpoint:
     def step(self) -> int:
         """The number of steps done when it was written."""
         return self.description["step"]
-
-
-class UnusableError(Exception):
-    """A checkpoint is damaged; the message is the reason."""
 
 
 class HashingFile(io.RawIOBase):
@@ -172,18 +168,6 @@ def read(path: Path) -> Checkpoint:
             if hashlib.file_digest(file, "sha256").hexdigest() != description["sha256"]:
                 raise UnusableError("it was altered after it was written (its SHA-256 differs)")
             file.seek(0)
-            return Checkpoint(path, description, _load_state(file))
+            return Checkpoint(path, description, load_tensors(file))
     except OSError as error:
         raise UnusableError(f"it cannot be read: {error.strerror}") from error
-
-
-def _load_state(file: IO[bytes]) -> dict[str, Any]:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except pickle.UnpicklingError as error:  # its message recommends loading the file unsafely
-        raise UnusableError("it holds more than tensors and plain values") from error
-    except Exception as error:  # torch.load raises many types for malformed files
-        reason = str(error).partition("\n")[0]
-        raise UnusableError(f"torch.load: {type(error).__name__}: {reason}") from error

@@ -60,6 +60,7 @@ RULES: Mapping[str, Rule] = {
     "data_dir": _APPLIES_SILENTLY,  # the files may have moved; the data themselves are compared
     "val_split": _REJECTED,
     "augment": _APPLIES,
+    "init": _APPLIES,
     "workers": _APPLIES,
     "global_batch_size": _NEW_PLAN,
     "batch_policy": _NEW_PLAN,
@@ -155,6 +156,8 @@ def _line(name: str, before: Any, value: Any, now: TrainingConfig, benchmarks: b
 
 def _without_effect(name: str, now: TrainingConfig, benchmarks: bool) -> str:
     """Return why a flag's new value has no effect in this job; empty if it may have one."""
+    if name == "init":
+        return "the checkpoint has the weights"
     if name in ("benchmark_seconds", "benchmark_cache") and not benchmarks:
         reason = "--balance off needs none" if now.balance == "off" else "all ranks have been"
         return f"no rank is benchmarked; {reason}"

@@ -16,7 +16,7 @@ from kaitian_mpi.errors import UserError
 
 # The sections of --help, and their flags by the fields' names.
 SECTIONS = {
-    "what to train": "config task set workers",
+    "what to train": "config task set init workers",
     "image classification (not with --task)": "model dataset data_dir val_split augment "
     "optimizer lr momentum nesterov weight_decay clip_norm label_smoothing schedule warmup",
     "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "

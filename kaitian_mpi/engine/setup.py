@@ -18,6 +18,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import as_batches
 from kaitian_mpi.data.sample_digest import digest_samples
 from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
+from kaitian_mpi.engine.initial_weights import load_initial_weights
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
@@ -62,6 +63,8 @@ def prepare(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
         AgreedError: one of these fails on a rank, or the ranks' data or models differ.
     """
     setup = prepare_without_folder(make_task, config, world)
+    if not config.resume:  # else it is not known yet whether there is a checkpoint
+        start_from_file(config, setup.task.model, world)
     with agree_on_errors(world.comm):
         # Last, so that a run that cannot start does not leave a folder behind.
         folder = open_run_folder(config, world.rank)
@@ -69,6 +72,17 @@ def prepare(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
     writes = not isinstance(folder, NoFolder)
     path = gather_values(world.comm, str(folder.path) if writes else "")[0]
     return replace(setup, folder=folder, path=Path(path) if path else None)
+
+
+def start_from_file(config: TrainingConfig, model: nn.Module, world: World) -> None:
+    """Give every rank's model the weights of `--init`, if that is given. Collective.
+
+    Raises:
+        AgreedError: the file cannot be read, or is not of this model.
+    """
+    if config.init:
+        load_initial_weights(config, model, world)
+        broadcast_model(model)
 
 
 def describe_start(config: TrainingConfig, world: World, folder: RunFolder) -> None:

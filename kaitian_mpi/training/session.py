@@ -23,7 +23,8 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.setup import MakeTask, Setup, prepare
+from kaitian_mpi.engine.initial_weights import check_initial_file
+from kaitian_mpi.engine.setup import MakeTask, Setup, prepare, start_from_file
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.mpi.exchange import agree_on_errors
@@ -74,12 +75,15 @@ def open_run(
     world = membership.all_ranks
     show_topology(world, membership.survives)
     membership.attempt(partial(check_run_folder, config))
+    membership.attempt(partial(check_initial_file, config))
     on_all = partial(_on_all_ranks, membership)
     setup: Setup = on_all(partial(prepare, make_task, config))
     earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
     if earlier.is_finished:
         membership.attempt(partial(load_finished, config, setup, earlier))
         return setup.task, None, earlier.summary
+    if config.resume and earlier.found.metadata is None:
+        membership.attempt(partial(start_from_file, config, setup.task.model))
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))

@@ -18,6 +18,7 @@ DEFAULTS = {
     "--data-dir": "",
     "--val-split": 0.2,
     "--augment": "auto",
+    "--init": "",
     "--workers": 0,
     "--global-batch-size": 256,
     "--batch-policy": "global",

@@ -67,6 +67,7 @@ APPLIES = {
 }
 # name: another value, what is determined again, and why it is ignored
 IGNORED = {
+    "init": ("other.pt", set(), "the checkpoint has the weights"),
     "batch_size": (32, PLAN, "it is used with --batch-policy paper only"),
     "benchmark_seconds": (3.0, set(), "no rank is benchmarked; all ranks have been"),
     "benchmark_cache": ("cache", set(), "no rank is benchmarked; all ranks have been"),

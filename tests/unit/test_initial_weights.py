@@ -1,0 +1,185 @@
+"""Files of weights to start from: which fit a model, and what is said of the others."""
+
+import pytest
+import torch
+from torch import nn
+
+from kaitian_mpi.engine.initial_weights import load_weights
+from kaitian_mpi.errors import UserError
+
+
+class Language(nn.Module):
+    """Has tied weights and buffers."""
+
+    def __init__(self, words=5):
+        super().__init__()
+        self.embedding = nn.Embedding(words, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Counting(Language):
+    """Has extra state, which is no tensor."""
+
+    def get_extra_state(self):
+        return {"seen": 7}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def some():
+    """Return other weights than those of a new model."""
+    model = Language()
+    with torch.no_grad():
+        for number, value in enumerate(model.state_dict().values()):
+            value.copy_(torch.arange(value.numel()).reshape(value.shape) + number)
+    return model.state_dict()
+
+
+def without(*names):
+    return {name: value for name, value in some().items() if name not in names}
+
+
+def changed(**values):
+    state = some()
+    return state | {name.replace("__", "."): change(state) for name, change in values.items()}
+
+
+def with_prefix(prefix):
+    return {prefix + name: value for name, value in some().items()}
+
+
+FITTING = {
+    "as saved": some,
+    "one of two tied weights": lambda: without("embedding.weight"),
+    "the other one": lambda: without("head.weight"),
+    "of DDP": lambda: with_prefix("module."),
+    "compiled": lambda: with_prefix("_orig_mod."),
+    "compiled, of DDP": lambda: with_prefix("module._orig_mod."),
+    "in a checkpoint": lambda: {"model": some(), "optimizers": [{}], "progress": {"step": 3}},
+    "as in torch's tutorial": lambda: {"epoch": 3, "model_state_dict": some()},
+    "bf16": lambda: {name: value.bfloat16() for name, value in some().items()
+                     if value.is_floating_point()} | {"norm.num_batches_tracked":
+                                                      some()["norm.num_batches_tracked"]},
+    "not contiguous": lambda: changed(
+        embedding__weight=lambda state: state["embedding.weight"].T.contiguous().T
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_weights_of_the_same_model_are_loaded(tmp_path, name):
+    torch.save(FITTING[name](), tmp_path / "start.pt")
+    model = Language()
+    load_weights(model, str(tmp_path / "start.pt"))
+    expected = some()
+    for key, value in model.state_dict().items():
+        assert value.tolist() == expected["head.weight" if "weight" in key and "norm" not in key
+                                          else key].tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [Language, lambda: torch.compile(Language())])
+def test_safetensors_are_loaded(tmp_path, make):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+    original = Language()
+    safetensors.save_model(original, str(tmp_path / "start.safetensors"))  # tied ones once
+    model = make()
+    load_weights(model, str(tmp_path / "start.safetensors"))
+    found, expected = model.state_dict().values(), original.state_dict().values()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_extra_state_may_be_missing_and_is_restored_where_it_is_not(tmp_path):
+    path = str(tmp_path / "start.pt")
+    torch.save(some(), path)  # as in this package's model.pt
+    load_weights(Counting(), path)
+    torch.save(Counting().state_dict(), path)
+    model = Counting()
+    load_weights(model, path)
+    assert model.seen == 7
+
+
+WRONG = {
+    "another head": (
+        lambda: Language(7).state_dict(),
+        r"found 'embedding.weight' of shape \(7, 4\), needed \(5, 4\) \(1 more do not fit\); give",
+    ),
+    "another architecture": (
+        lambda: nn.Linear(3, 3).state_dict(),
+        r"found 'weight' and 1 more, which the model does not have; no 'embedding.weight' and 5 "
+        r"more, which the model has; give weights of this very model, or load what fits",
+    ),
+    "both tied weights missing": (
+        lambda: without("embedding.weight", "head.weight"),
+        "found no 'embedding.weight' and 1 more, which the model has",
+    ),
+    "complex": (
+        lambda: changed(norm__weight=lambda state: state["norm.weight"] * 1j),
+        "found 'norm.weight' of type torch.complex64, needed torch.float32",
+    ),
+    "a count that is not whole": (
+        lambda: changed(norm__num_batches_tracked=lambda state: torch.tensor(1.5)),
+        "found 'norm.num_batches_tracked' of type torch.float32, needed torch.int64",
+    ),
+    "no tensor": (lambda: changed(norm__weight=lambda state: 3), "found other weights .*norm"),
+    "sparse": (
+        lambda: changed(norm__weight=lambda state: state["norm.weight"].to_sparse()),
+        "found other weights .*norm.weight",
+    ),
+    "two models": (
+        lambda: {"model": some(), "state_dict": some()},
+        "found 'model' and 'state_dict', needed one of them",
+    ),
+    "a whole module": (Language, "found no weights in it .it holds more than tensors and plain"),
+    "a list": (lambda: [torch.ones(1)], "found a list without tensors by name, needed what torch"),
+    "nothing": (dict, "found a dict without tensors by name"),
+    "a name of two lines": (
+        lambda: some() | {"a\nb": torch.ones(1)},
+        r"found 'a\\nb', which the model does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_content_is_a_one_line_error(tmp_path, name):
+    make, message = WRONG[name]
+    path = tmp_path / "start.pt"
+    torch.save(make(), path)
+    with pytest.raises(UserError, match=f"^--init {path}: {message}") as caught:
+        load_weights(Language(), str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "changed", "of the other kind"])
+def test_a_damaged_file_is_a_one_line_error(tmp_path, name, damage):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+    path = tmp_path / name
+    is_torch = path.suffix == ".pt"
+    if is_torch != (damage == "of the other kind"):
+        torch.save(some(), path)
+    else:
+        safetensors.save_model(Language(), str(path))
+    content = path.read_bytes()
+    # The first bytes describe what follows, in both formats.
+    changed = content[:60] + b"x" * 60 + content[120:]
+    path.write_bytes({"empty": b"", "text": b"text" * 99, "cut": content[: len(content) // 2],
+                      "changed": changed, "of the other kind": content}[damage])  # fmt: skip
+    with pytest.raises(UserError, match=f"^--init {path}: found no weights in it") as caught:
+        load_weights(Language(), str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
+def test_what_is_no_file_is_a_one_line_error(tmp_path, name):
+    pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+    path = tmp_path / name
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=f"^--init {path}: .*; name a file that can be"
+        ) as error:
+            load_weights(Language(), str(path))
+        assert "\n" not in str(error.value)
+        path.mkdir(exist_ok=True)
