@@ -36,7 +36,7 @@ LATER = {
     "--model planted:differing": "the model differs between ranks:",
     "--model planted:raise_error": "its parameters are (); add num_classes",
     "--init nosuch.pt": "--init: found no file nosuch.pt, needed a model's weights",
-    "--init used/config.json": "--init used/config.json: found no weights in it (it holds more than",
+    "--init used/config.json": "--init used/config.json: found no weights in it (it holds",
     "--run-dir used": "--run-dir used: found the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
 }
