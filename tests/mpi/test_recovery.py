@@ -30,7 +30,7 @@ from kaitian_mpi.engine.state import count_steps
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.steps.trainer import Trainer
 
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.sizes(3)
 
 EPOCHS = 2
 STEPS = math.ceil(LENGTH / BATCH)
@@ -81,8 +81,8 @@ class Run:
 
     def train(self, shares, other_shares=None):
         while not self.state.progress.is_done:
+            trainer = self._make_trainer(shares)
             try:
-                trainer = self._make_trainer(shares)
                 while not self.state.progress.is_done:
                     for _ in trainer.steps():
                         pass
@@ -91,6 +91,8 @@ class Run:
             except RefusedError:
                 self.refusals += 1
                 shares = other_shares or shares
+            finally:
+                trainer.close()  # or its loading process would be waited for when it is collected
         return self
 
     def _make_trainer(self, shares):

@@ -434,6 +434,7 @@ def test_a_layer_that_reentrant_checkpointing_repeats(world, reducer_of):
     assert_equal_gradients(model, alone)
 
 
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(world, reducer_of, backend):
     model, alone = network().double(), network().double()

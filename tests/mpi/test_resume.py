@@ -21,7 +21,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes.image_classification import make_rate, make_task
 from kaitian_mpi.training.training import Training
 
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.sizes(3)
 
 LENGTH, BATCH = 60, 12
 STEPS = LENGTH // BATCH

@@ -18,7 +18,8 @@ from kaitian_mpi import Task, Training
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.mpi.exchange import gather_values
 
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.sizes(3)
+ALSO_ALONE = pytest.mark.sizes(1, 3)
 
 WORDS, LENGTH, BATCH, EPOCHS = 20, 150, 24, 3  # 7 steps an epoch, the last of them with 6 samples
 QUIET = {
@@ -162,6 +163,7 @@ def check_exact(world, task, loss=None, **settings):
     return steps
 
 
+@ALSO_ALONE
 @pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
 def test_token_weighted_adamw_with_clipping_is_exact(world, micro_batch_size):
     steps = check_exact(world, language(), micro_batch_size=micro_batch_size)
@@ -169,6 +171,7 @@ def test_token_weighted_adamw_with_clipping_is_exact(world, micro_batch_size):
     assert steps[-1].loss < steps[0].loss
 
 
+@ALSO_ALONE
 def test_the_open_form_is_exact(world):
     check_exact(world, language(loss=None), token_loss)
 
@@ -373,7 +376,6 @@ def with_norm():
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
 
 
-@pytest.mark.sizes(3)
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_rank_without_samples_leaves_no_trace(world, is_open):
     def run(shares):
@@ -430,6 +432,7 @@ def sums(model, batch):
     }
 
 
+@ALSO_ALONE
 @pytest.mark.parametrize("shares", [[24, 0, 0], [1, 3, 20], [8, 8, 8]])
 def test_evaluation_counts_every_sample_once(world, shares):
     data = held_out()
@@ -449,6 +452,7 @@ def test_evaluation_counts_every_sample_once(world, shares):
     assert gather_values(world.comm, found) == [found] * world.size
 
 
+@ALSO_ALONE
 def test_evaluation_without_metrics_is_the_weighted_loss(world):
     task = language(validation=texts()[:37])
     with Training(task, **{**QUIET, "max_steps": 2}) as training:
@@ -459,6 +463,7 @@ def test_evaluation_without_metrics_is_the_weighted_loss(world):
     assert found == {"loss": pytest.approx(token_loss(task.model, whole).item(), rel=1e-12)}
 
 
+@ALSO_ALONE
 def test_fewer_validation_samples_than_ranks(world):
     task = regression(validation=held_out()[:1], metrics=sums)
     with Training(task, **{**QUIET, "max_steps": 1}) as training:
@@ -477,6 +482,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@ALSO_ALONE
 def test_logged_figures_are_in_the_metrics(world, folder):
     settings = {**QUIET, "log_interval": 0.0, "max_steps": 5, "run_dir": str(folder)}
     with Training(regression(), **settings) as training:
@@ -501,6 +507,7 @@ class Counter:
         self.seen = state["seen"]
 
 
+@ALSO_ALONE
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_run_is_continued_after_a_break(world, folder, is_open):
     def make(counter):
@@ -548,6 +555,7 @@ def test_a_run_is_continued_after_a_break(world, folder, is_open):
     assert evaluated_again == evaluated
 
 
+@ALSO_ALONE
 def test_without_a_run_folder_nothing_is_written(world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(world, regression(validation=held_out()), max_steps=2)

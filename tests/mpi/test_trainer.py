@@ -97,6 +97,7 @@ def train(trainer, plans=None):
             if step.number in (plans or {}):
                 trainer.sampler.set_plan(plans[step.number])
         trainer.progress.epoch_done(2)
+    trainer.close()
     weights = torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
     return taken, weights
 
@@ -121,7 +122,7 @@ def by_step(world, taken):
     return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.sizes(3))])
 def test_changing_plans_in_mid_epoch_loses_and_repeats_no_sample(world, workers):
     steps = math.ceil(LENGTH / BATCH)
     expected, weights = train(make_trainer(world, uneven(world)))

@@ -1,6 +1,7 @@
 """Imports only go down the layers of the package."""
 
 import ast
+import functools
 import graphlib
 from collections import Counter
 from pathlib import Path
@@ -37,6 +38,7 @@ MAX_FILES = 15  # per package, without its __init__.py
 MAX_SHARE = 0.15  # of the package's lines
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Return every module of the package by its dotted name below the package."""
     found = {}
@@ -46,6 +48,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def package_imports(path: Path) -> set[str]:
     """Return the modules of the package that a file imports anywhere in it, for types too."""
     known, found = modules(), set()
