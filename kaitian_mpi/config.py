@@ -44,7 +44,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir")
+_PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export")
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -157,6 +157,12 @@ class TrainingConfig:
 
     seed: int = _flag(0, "seed of weights, sample order, augmentation and dropout")
     run_dir: str = _flag("", "folder for results; without it, nothing is written", metavar="DIR")
+    export: str = _flag(
+        "",
+        "write the weights of the finished run to this .safetensors file as well (needs the extra "
+        "'export')",
+        metavar="FILE",
+    )
     log_interval: float = _flag(2.0, "seconds between progress lines")
 
     def __post_init__(self) -> None:
@@ -184,6 +190,13 @@ class TrainingConfig:
             raise _out_of_range("snapshots", self.snapshots, "a name of letters and digits")
         if self.resume == "auto" and not self.run_dir:
             raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
+        if self.export and Path(self.export).suffix != ".safetensors":
+            raise _out_of_range(
+                "export",
+                self.export,
+                "a file named *.safetensors; as torch.save writes them, the weights are in the run "
+                "folder, checkpoints/model.pt",
+            )
 
     def choose_folder(self) -> Path | None:
         """Return the folder for results; None where nothing is to be written."""

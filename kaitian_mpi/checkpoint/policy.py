@@ -234,6 +234,8 @@ class Checkpointing:
 
     def is_on_disk(self, step: int) -> bool:
         """Return whether there is a checkpoint of this step."""
+        if not self._writes:
+            return False
         if self._writer.last_written == step:
             return True
         try:

@@ -99,6 +99,7 @@ RULES: Mapping[str, Rule] = {
     "snapshot_every": _APPLIES,
     "seed": _REJECTED,
     "run_dir": _APPLIES_SILENTLY,
+    "export": _APPLIES_SILENTLY,
     "log_interval": _APPLIES,
     "log_level": _APPLIES,
 }

@@ -25,7 +25,7 @@ SECTIONS = {
     "optimization": "epochs max_steps precision memory_format max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
     "spares step_timeout snapshots snapshot_every",
-    "seed and output": "seed run_dir log_interval log_level",
+    "seed and output": "seed run_dir export log_interval log_level",
 }
 RECIPE = frozenset(SECTIONS["image classification (not with --task)"].split())
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}

@@ -18,6 +18,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import as_batches
 from kaitian_mpi.data.sample_digest import digest_samples
 from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
+from kaitian_mpi.engine.export import check_exportable
 from kaitian_mpi.engine.initial_weights import load_initial_weights
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
@@ -66,6 +67,7 @@ def prepare(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
     if not config.resume:  # else it is not known yet whether there is a checkpoint
         start_from_file(config, setup.task.model, world)
     with agree_on_errors(world.comm):
+        check_exportable(config, setup.task.model)
         # Last, so that a run that cannot start does not leave a folder behind.
         folder = open_run_folder(config, world.rank)
     # Reached only if no rank had an error, so `folder` is bound.

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +53,20 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def describe_failure(error: OSError, folder: Path, needed: int) -> str:
+    """Return why this many bytes could not be written to a folder."""
+    reason = error.strerror or str(error)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return reason
+    return f"{reason} ({_size(needed)} needed, {_size(free)} free)"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.files import json_bytes, read_json, replacing
+from kaitian_mpi.output.files import describe_failure, json_bytes, read_json, replacing
 from kaitian_mpi.output.folders import make_new_folder
 
 _log = logging.getLogger(__name__)
@@ -209,7 +208,7 @@ class DiskFolder:
                 with replacing(target) as file:
                     file.write(content)
             except OSError as error:
-                self._faults[target] = _describe(error, target.parent, len(content))
+                self._faults[target] = describe_failure(error, target.parent, len(content))
                 raise
             self._faults[target] = ""
 
@@ -236,20 +235,6 @@ def _warned(path: Path) -> Iterator[None]:
 def _cut(path: Path, size: int) -> None:
     with contextlib.suppress(OSError):
         os.truncate(path, size)
-
-
-def _describe(error: OSError, folder: Path, needed: int) -> str:
-    """Return why this many bytes could not be written to a folder."""
-    reason = error.strerror or str(error)
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return reason
-    return f"{reason} ({_size(needed)} needed, {_size(free)} free)"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
 def check_run_folder(config: TrainingConfig, world: World) -> None:

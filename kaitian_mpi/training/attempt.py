@@ -128,7 +128,8 @@ class Attempt:
             summary = replace(run.summary, failures=run.failures())
             try:
                 write_results(
-                    run.setup.folder, self._checkpoints, self._state, self.metadata, summary
+                    *(run.setup.folder, self._checkpoints, self._state, self.metadata, summary),
+                    export=run.config.export,
                 )
             except StorageError as error:
                 fault = str(error)
@@ -139,6 +140,8 @@ class Attempt:
             run.summary = replace(run.summary, finished=True)
             if run.setup.path is not None:
                 print_rank_0(self._world, f"results in {run.setup.path}")
+            if run.config.export:
+                print_rank_0(self._world, f"exported the weights to {run.config.export}")
 
     def metadata(self) -> RunMetadata:
         """Return the metadata to save with the state. Not collective."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
+from kaitian_mpi.engine.export import export_weights
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.errors import StorageError
-from kaitian_mpi.output.run_folder import RunFolder
+from kaitian_mpi.output.run_folder import NoFolder, RunFolder
 from kaitian_mpi.training.summary import NAME, Summary
 
 _MODEL = "checkpoints/model.pt"
@@ -21,6 +22,7 @@ def write_results(
     state: TrainingState,
     metadata: Callable[[], RunMetadata],
     summary: Summary,
+    export: str = "",
 ) -> None:
     """Write the weights, unless they are on disk already, and then the summary as finished.
 
@@ -33,6 +35,7 @@ def write_results(
         state: after the last step.
         metadata: returns the metadata to save with the state.
         summary: the run's summary.
+        export: the file of `--export`, which is written in any case; empty for none.
 
     Raises:
         StorageError: the disk is full, or cannot be written for another reason.
@@ -42,6 +45,8 @@ def write_results(
         if not folder.has(_MODEL):  # the disk may have been full only temporarily
             folder.save_model(state.weights())
         folder.require(_MODEL)
+        if export:
+            export_weights(export, state.model)
         folder.write(NAME, replace(summary, finished=True).to_json())
         folder.require(NAME)
     except StorageError as error:
@@ -57,7 +62,8 @@ def _keep(
 ) -> str:
     """Keep the state where there is space; return what the user should do."""
     step = state.progress.step
-    again = f"make room, and run the same command with --run-dir {folder.path} --resume auto"
+    run_dir = "FOLDER" if isinstance(folder, NoFolder) else folder.path
+    again = f"make room, and run the same command with --run-dir {run_dir} --resume auto"
     if checkpoints.is_on_disk(step):
         return f"step {step} is in its checkpoint: {again}"
     name = checkpoints.keep_in_memory(state, metadata())

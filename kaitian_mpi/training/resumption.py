@@ -71,7 +71,6 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
     """
     earlier = _compare(config, setup, world)
     if earlier.is_finished:
-        setup.folder.confirm(NAME)  # for kaitian-supervise
         results = earlier.summary
         print_rank_0(
             world,

@@ -23,19 +23,21 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.export import check_export, export_weights
 from kaitian_mpi.engine.initial_weights import check_initial_file
 from kaitian_mpi.engine.setup import MakeTask, Setup, prepare, start_from_file
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import StorageError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import show_topology
+from kaitian_mpi.output.console import print_rank_0, show_topology
 from kaitian_mpi.output.run_folder import check_run_folder
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.training.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.training.run import Run
-from kaitian_mpi.training.summary import Summary
+from kaitian_mpi.training.summary import NAME, Summary
 
 Result = TypeVar("Result")
 
@@ -76,6 +78,7 @@ def open_run(
     show_topology(world, membership.survives)
     membership.attempt(partial(check_run_folder, config))
     membership.attempt(partial(check_initial_file, config))
+    membership.attempt(partial(check_export, config))
     on_all = partial(_on_all_ranks, membership)
     setup: Setup = on_all(partial(prepare, make_task, config))
     earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
@@ -175,9 +178,26 @@ def make_state(
 
 
 def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> None:
-    """Give every rank's model the weights of a run that is finished."""
+    """Give every rank's model the weights of a run that is finished, and export them if asked to.
+
+    Raises:
+        AgreedError: they cannot be exported.
+    """
     computation = Computation(world.device, "fp32", "contiguous")
     restore(world, TrainingState(setup.task, computation, 1), earlier.found, config.seed)
+    with agree_on_errors(world.comm):
+        if world.rank == 0 and config.export:
+            _export_again(config.export, setup)
+    if config.export:
+        print_rank_0(world, f"exported the weights to {config.export}")
+    setup.folder.confirm(NAME)  # for kaitian-supervise
+
+
+def _export_again(path: str, setup: Setup) -> None:
+    try:
+        export_weights(path, setup.task.model)
+    except StorageError as error:
+        raise StorageError(f"{error}; make room, and run the same command again") from error
 
 
 def hand_over_checkpoint(

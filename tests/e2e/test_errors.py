@@ -19,6 +19,7 @@ TRAIN = ("kaitian-train", "--model", "cnn")
 BEFORE_MPI = {
     "--epochs 0": "--epochs: found 0, needed a whole number from 1 to",
     "--log-interval inf": "--log-interval: found inf, needed seconds, from 0 to",
+    "--export model.pt": "--export: found 'model.pt', needed a file named *.safetensors; as",
     "--no-such-flag": "unrecognized arguments: --no-such-flag; see kaitian-train --help",
 }
 BEFORE_TORCH = {
@@ -37,6 +38,7 @@ LATER = {
     "--model planted:raise_error": "its parameters are (); add num_classes",
     "--init nosuch.pt": "--init: found no file nosuch.pt, needed a model's weights",
     "--init used/config.json": "--init used/config.json: found no weights in it (it holds",
+    "--export nowhere/model.safetensors": "found no folder ",
     "--run-dir used": "--run-dir used: found the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
 }

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ def killed(tmp_path_factory):
     """Three ranks, of which rank 0 is killed in training."""
     folder = tmp_path_factory.mktemp("killed")
     often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5".split()
-    with Job(3, *EXACT, *EVEN, *often, cwd=folder) as job:
+    export = ["--export", "model.safetensors"] if find_spec("safetensors") else []
+    with Job(3, *EXACT, *EVEN, *often, *export, cwd=folder) as job:
         job.wait_for(r"step 8/")
         job.kill(0)
         return folder, job.finish()
@@ -104,6 +106,13 @@ def test_weights_equal_those_of_an_undisturbed_run(killed, undisturbed):
     folder, ended = killed
     assert "differ from the others'" not in ended.text
     assert largest_difference(weights_in(folder), weights_in(undisturbed)) < 1e-9
+
+
+def test_the_first_surviving_rank_exports_the_weights(killed):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+    folder, _ = killed
+    exported = safetensors.load_file(folder / "model.safetensors")
+    assert largest_difference(exported, weights_in(folder)) == 0
 
 
 def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed, tmp_path):

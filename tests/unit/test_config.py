@@ -57,6 +57,7 @@ DEFAULTS = {
     "--snapshot-every": 10,
     "--seed": 0,
     "--run-dir": "",
+    "--export": "",
     "--log-interval": 2.0,
     "--log-level": "info",
 }

@@ -26,6 +26,7 @@ SILENT = {
     "data_dir": "moved",
     "devices": "cpu",
     "emulate_kinds": "a,b",
+    "export": "model.safetensors",
     "emulate_slowdown": "1:2",
     "resume": "run/checkpoints/step-00000001.pt",
     "run_dir": "other",
