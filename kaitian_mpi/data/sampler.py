@@ -177,6 +177,18 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             yield order[start : start + shares[self.rank]].tolist()
         self._ran_to_end = True
 
+    def first_shares(self, count: int) -> Iterator[list[int]]:
+        """Yield this rank's indices of the steps that the epoch's first `count` samples would take.
+
+        The position does not matter, and stays.
+        """
+        order, position = self._permutation()[:count], 0
+        while position < len(order):
+            shares = shares_of_step(len(order) - position, self._batch_sizes, self.min_batch)
+            start = position + sum(shares[: self.rank])
+            position += sum(shares)
+            yield order[start : start + shares[self.rank]].tolist()
+
     def indices(self, position: int, count: int) -> list[int]:
         """Return the `count` sample indices of the epoch from `position` on, of all ranks."""
         return self._permutation()[position : position + count].tolist()

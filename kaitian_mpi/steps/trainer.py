@@ -26,6 +26,7 @@ from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limi
 from kaitian_mpi.steps.step import Step, StepInProgress
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
+_SAMPLES_OF_STATISTICS = 256
 
 
 class Trainer:
@@ -217,9 +218,15 @@ class Trainer:
         )
 
     def evaluate(self) -> Evaluation:
-        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any."""
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
+
+        Statistics that lag behind the weights are taken anew before. In the open form they are not,
+        for only the script knows how to compute a batch.
+        """
         shares = self.sampler.batch_sizes
         self.state.begin_unit()
+        if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
+            self._renew_statistics()
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = Evaluation({})
         if self._setup.validation is not None:
@@ -239,6 +246,25 @@ class Trainer:
         )
         self._commit_unit()
         return result
+
+    @torch.no_grad()
+    def _renew_statistics(self) -> None:
+        """Take batch norm's statistics anew, of the current weights and the epoch's first samples.
+
+        As the training computes them, dropout included; its random numbers are not used up.
+        """
+        count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
+        shares = list(self.sampler.first_shares(count))
+        statistics, device = self.state.statistics, self._computation.device
+        statistics.before_step(0, sum(map(len, shares)), count)
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            for indices in filter(None, shares):
+                enter_phase("getting a batch")
+                for part in self._data[indices]:
+                    batch = self.place(part)
+                    enter_phase("forward")
+                    self._computation.loss(self._task, self.state.model, batch)
 
     def _load_epoch(self) -> Iterator[list[MicroBatch]]:
         if (set_epoch := getattr(self._task.data, "set_epoch", None)) is not None:

@@ -49,9 +49,9 @@ class Points(Dataset):
         ) % 4
 
 
-def make_plan(world, shares, micro_batch_size=None):
+def make_plan(world, shares, micro_batch_size=None, min_batch=1):
     scores = [1.0] * world.size
-    return Plan(shares, scores, None, "contiguous", "fp32", micro_batch_size=micro_batch_size)
+    return Plan(shares, scores, None, "contiguous", "fp32", micro_batch_size, min_batch=min_batch)
 
 
 def make_setup(config, model, data):
@@ -76,14 +76,14 @@ def note_samples(trainer, taken):
     trainer.train = noted
 
 
-def make_trainer(world, shares, micro_batch_size=None, workers=0):
+def make_trainer(world, shares, micro_batch_size=None, workers=0, layers=(), min_batch=1):
     config = TrainConfig(
         global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1
     )
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    model = nn.Sequential(nn.Linear(3, 16), *layers, nn.Tanh(), nn.Linear(16, 4)).double()
     setup = make_setup(config, model, Points())
-    plan = make_plan(world, shares, micro_batch_size)
+    plan = make_plan(world, shares, micro_batch_size, min_batch)
     state = make_state(world, setup, count_steps(config, LENGTH, BATCH))
     return Trainer(config, world, setup, state, plan, Slowdown())
 
@@ -247,6 +247,22 @@ def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
     plans = {2: reverse(world), 9: uneven(world), 11: reverse(world)}
     found = running_mean(world, uneven(world), 5, plans)
     assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_an_evaluation_uses_statistics_of_the_current_weights(world, micro_batch_size):
+    shares = [BATCH - 4] + [0] * (world.size - 2) + [4] if world.size > 1 else [BATCH]
+    norm = nn.BatchNorm1d(16)
+    layers = (norm, nn.Dropout())
+    trainer = make_trainer(world, shares, micro_batch_size, layers=layers, min_batch=2)
+    for _ in trainer.steps():
+        pass
+    random_state = torch.get_rng_state()
+    trainer.evaluate()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    inputs, _ = Points()[list(range(LENGTH))]
+    expected = trainer.state.model[0](inputs).mean(0)
+    assert (norm.running_mean - expected).abs().max() < 1e-12
 
 
 @pytest.mark.ranks(2)
