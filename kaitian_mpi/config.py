@@ -106,7 +106,7 @@ class TrainingConfig:
     emulate_slowdown: str = _flag(
         "",
         "slow ranks down by sleeping: rank:factor or rank:factor@step, such as "
-        "2:3.0,3:3@50,3:1@90 (results are marked 'emulated')",
+        "2:3.0,3:3@50,3:1@90 (results are marked 'emulated'; default $KAITIAN_EMULATE_SLOWDOWN)",
         metavar="LIST",
     )
 
@@ -265,7 +265,7 @@ class TrainConfig(TrainingConfig):
     emulate_kinds: str = _flag(
         "",
         "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "
-        "(results are marked 'emulated')",
+        "(results are marked 'emulated'; default $KAITIAN_EMULATE_KINDS)",
         metavar="LIST",
     )
 

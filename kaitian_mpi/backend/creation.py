@@ -46,8 +46,12 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
     group_store = job_store().view(f"group {unique}")
-    name = str(options.group_id)
-    return KaitianProcessGroup(options.store, group_store, comms, own, name, options.timeout)
+    name, slowdown = str(options.group_id), world.script_slowdown
+    group = KaitianProcessGroup(
+        options.store, group_store, comms, own, name, options.timeout, slowdown
+    )
+    slowdown.forget()  # waiting for the other ranks above was not computing
+    return group
 
 
 def _own_device(world: World, group: list[int]) -> OwnDevice:

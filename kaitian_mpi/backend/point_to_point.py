@@ -24,6 +24,7 @@ from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError,
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
+from kaitian_mpi.runtime.threads import CommunicationThread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -187,7 +188,7 @@ class Mailbox:
         with self._changed:
             self._pending.append(item)
             if self._thread is None:
-                self._thread = threading.Thread(
+                self._thread = CommunicationThread(
                     target=self._poll_or_abort, name=self._name, daemon=True
                 )
                 self._thread.start()

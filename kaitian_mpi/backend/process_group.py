@@ -58,6 +58,7 @@ from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
+from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.ulfm import is_revoked
 
 
@@ -81,6 +82,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         own: OwnDevice,
         name: str,
         timeout: timedelta,
+        slowdown: ScriptSlowdown,
     ) -> None:
         """Create the group on this rank.
 
@@ -91,6 +93,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             own: this rank's device.
             name: torch's name of the group.
             timeout: how long one operation may take.
+            slowdown: the emulated slowdown of this process.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
@@ -107,11 +110,14 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         is_detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         check = AgreementCheck(comms.world, self._arrivals.arrive) if is_detailed else None
         router = Router(self._library, host, self._hybrid, self._worker, streams, check)
-        self._run: Callable[[Collective], Work] = router.run
         self._mailbox = Mailbox(
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )
-        self._monitored_barrier = MonitoredBarrier(comms.world)
+        # Where no slowdown is emulated, these are the methods themselves.
+        self._run: Callable[[Collective], Work] = slowdown.around(router.run)
+        self._send = slowdown.around(self._mailbox.send)
+        self._receive = slowdown.around(self._mailbox.receive)
+        self._monitored_barrier = slowdown.around(MonitoredBarrier(comms.world).run)
         self._closed = False
         register_close(self.shutdown)
 
@@ -271,21 +277,21 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             timeout = timedelta(seconds=timeout)
         limit = self._timeout if timeout is None else timeout
         # Beside the queue, because it must be able to find a rank that hangs in the queue.
-        name, barrier = "monitored_barrier", self._monitored_barrier.run
+        name, barrier = "monitored_barrier", self._monitored_barrier
         with profile_record(name):
             self._worker.run_beside(name, barrier, limit, wait_all_ranks)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""
-        return self._mailbox.send(tensors[0], target, tag)
+        return self._send(tensors[0], target, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start receiving one tensor from a rank. Not collective."""
-        return self._mailbox.receive(tensors[0], source, tag)
+        return self._receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
         """Start receiving one tensor from any rank. Not collective."""
-        return self._mailbox.receive(tensors[0], ANY_SOURCE, tag)
+        return self._receive(tensors[0], ANY_SOURCE, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following operations; call it on every rank, between operations.

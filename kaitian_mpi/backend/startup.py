@@ -17,20 +17,24 @@ from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 
-def init(devices: str = "auto", emulate_kinds: str = "") -> World:
+def init(devices: str = "auto", emulate_kinds: str = "", emulate_slowdown: str = "") -> World:
     """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
 
     Collective over all ranks that mpirun started; without mpirun, a job of one rank.
 
     Args:
         devices: `auto`, `cpu`, or a list by local rank such as `cuda:0,cuda:1,cpu`.
-        emulate_kinds: labels for CPU ranks by world rank, such as `gpu,gpu,mlu,mlu`.
+        emulate_kinds: labels for CPU ranks by world rank, such as `gpu,gpu,mlu,mlu`; empty: those
+            in the environment variable `KAITIAN_EMULATE_KINDS`, if any.
+        emulate_slowdown: ranks to slow down by sleeping, such as `2:3.0,3:1.5`; empty: those in
+            `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
 
     Raises:
-        UserError: a device is missing, a host has more ranks than devices, or there is no MPI.
+        UserError: a device is missing, a host has more ranks than devices, there is no MPI, or what
+            is to be emulated is malformed.
     """
     install_abort_hook()
-    world = join_world(initialize_mpi(), devices, emulate_kinds)
+    world = join_world(initialize_mpi(), devices, emulate_kinds, emulate_slowdown)
     registration.register()
     open_process_group(world)
     return world

@@ -48,6 +48,7 @@ def bench(make_task: MakeTask, config: TrainingConfig, world: World, target: Pat
         AgreedError: a rank cannot load the model or data, or the file cannot be written.
     """
     show_topology(world)
+    world.script_slowdown.pause()  # a benchmark slows down each of its steps itself
     setup = prepare_without_folder(make_task, config, world)
     slowdown = Slowdown(setup.slowdowns[world.rank])
     min_batch = find_min_batch(config, world, setup)

@@ -10,7 +10,11 @@ from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags, config_of
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import check_before_loading, check_file_can_be_written
+from kaitian_mpi.cli.preflight import (
+    check_before_loading,
+    check_file_can_be_written,
+    with_emulation,
+)
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
@@ -44,6 +48,7 @@ def main() -> None:
         configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(0))
         comm = initialize_mpi()
+        config = with_emulation(config, comm)
         check_before_loading(config, comm)
         with agree_on_errors(comm):
             if comm.rank == 0 and target is not None:
@@ -55,7 +60,7 @@ def main() -> None:
         from kaitian_mpi.benchmark.report import bench
         from kaitian_mpi.recipes.image_classification import make_task
 
-        world = init(config.devices, config.emulate_kinds)
+        world = init(config.devices, config.emulate_kinds, config.emulate_slowdown)
         bench(partial(make_task, config), config, world, target)
         dist.destroy_process_group()
         if watchdog is not None:

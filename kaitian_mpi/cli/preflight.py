@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import parse_kinds, parse_slowdown
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.emulation import agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.runtime import ulfm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
+    """Return a config that says what is emulated, by its own flags or by variables. Collective.
+
+    Raises:
+        AgreedError: a value is malformed, does not match the number of ranks, or differs between
+            the ranks.
+    """
+    found = agree_on_emulation(comm, config.emulate_kinds, config.emulate_slowdown)
+    return replace(config, emulate_kinds=found.kinds, emulate_slowdown=found.slowdown)
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
@@ -23,8 +35,6 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
         AgreedError: a value does not match the number of ranks, or a folder is missing on a host.
     """
     with agree_on_errors(comm):
-        parse_kinds(config.emulate_kinds, comm.size)
-        parse_slowdown(config.emulate_slowdown, comm.size)
         if config.spares:
             _check_spares(config.spares, comm.size)
         if config.batch_policy == "global":

@@ -15,6 +15,7 @@ from typing import Any
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import LOG_LEVELS
+from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
@@ -44,7 +45,11 @@ def main() -> None:
         from kaitian_mpi.backend.startup import use_backend_for
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
-        set_current_world(join_world(comm, chosen.devices, chosen.emulate_kinds))
+        emulated = chosen.emulate_kinds, chosen.emulate_slowdown
+        world = set_current_world(join_world(comm, chosen.devices, *emulated))
+        if world.emulation.describe():  # also for a script that calls kaitian_mpi.init()
+            os.environ[KINDS_VARIABLE] = world.emulation.kinds
+            os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
         run_script(chosen.script, chosen.arguments)
 
@@ -73,7 +78,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--emulate-kinds",
         default="",
         metavar="LIST",
-        help="label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu",
+        help="label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu (default "
+        f"${KINDS_VARIABLE})",
+    )
+    parser.add_argument(
+        "--emulate-slowdown",
+        default="",
+        metavar="LIST",
+        help="slow ranks down by sleeping between collectives, such as 2:3.0,3:1.5; for a Training "
+        f"also rank:factor@step (default ${SLOWDOWN_VARIABLE})",
     )
     parser.add_argument(
         "--log-level",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
+from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.folders import make_new_folder
 from kaitian_mpi.supervision.command import (
@@ -149,8 +150,8 @@ def make_job(words: Sequence[str]) -> Job:
         snapshots=config.snapshots or secrets.token_hex(16),
         job_id=secrets.token_hex(8),
         keep_checkpoints=config.keep_checkpoints,
-        emulate_kinds=config.emulate_kinds,
-        emulate_slowdown=config.emulate_slowdown,
+        emulate_kinds=config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ),
+        emulate_slowdown=config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ),
         spares=config.spares,
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import check_before_loading
+from kaitian_mpi.cli.preflight import check_before_loading, with_emulation
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
@@ -37,14 +37,16 @@ def main() -> None:
             config = parse_config(PROGRAM, arguments)
         configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
-        check_before_loading(config, initialize_mpi())
+        comm = initialize_mpi()
+        config = with_emulation(config, comm)
+        check_before_loading(config, comm)
         # Imported late: torch takes seconds to load.
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
         from kaitian_mpi.training.training import Training
 
-        init(config.devices, config.emulate_kinds)
+        init(config.devices, config.emulate_kinds, config.emulate_slowdown)
         with Training(task_maker(config), config) as training:
             for _ in training:
                 pass

@@ -19,6 +19,7 @@ from kaitian_mpi.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback, write_labelled
+from kaitian_mpi.runtime.threads import CommunicationThread
 
 _KEPT_WORKS = 16
 
@@ -184,7 +185,7 @@ class Worker:
         with self._count_lock:
             self._waiting += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread = CommunicationThread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
         self._tasks.put(task)
 

@@ -5,24 +5,47 @@ All output and files of such a job are labelled "emulated".
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 
 from kaitian_mpi.errors import UserError
 
+KINDS_FLAG = "--emulate-kinds"
+SLOWDOWN_FLAG = "--emulate-slowdown"
+KINDS_VARIABLE = "KAITIAN_EMULATE_KINDS"
+"""The environment variable that applies where `--emulate-kinds` is not given."""
+SLOWDOWN_VARIABLE = "KAITIAN_EMULATE_SLOWDOWN"
+"""The environment variable that applies where `--emulate-slowdown` is not given."""
 
-def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
-    """Parse `--emulate-kinds gpu,gpu,mlu,mlu`: a label per world rank; none if the text is empty.
+_MAX_FACTOR = 1e6  # so that the longest sleep is one that the operating system can do
+
+
+def parse_kinds(text: str, world_size: int, name: str = KINDS_FLAG) -> tuple[str, ...]:
+    """Parse `gpu,gpu,mlu,mlu`: a label per world rank; none if the text is empty.
+
+    Args:
+        text: the labels.
+        world_size: the number of ranks.
+        name: the flag or variable with this value, for error messages.
 
     Raises:
-        UserError: a label is missing, or there are not `world_size` of them.
+        UserError: a label is missing or malformed, or there are not `world_size` of them.
     """
     if not text:
         return ()
     labels = tuple(label.strip() for label in text.split(","))
+    for label in filter(None, labels):
+        # Labels become part of file names, tables and the lists of other flags.
+        if not re.fullmatch(r"[\w.+-]+", label, re.ASCII):
+            raise UserError(
+                f"{name}: found the kind {label!r}, needed one of letters, digits, '_', '-', '+' "
+                "and '.', such as gpu or mlu; rename it"
+            )
     if len(labels) != world_size or not all(labels):
         given = len([label for label in labels if label])
         raise UserError(
-            f"--emulate-kinds {text}: found {given} {'kind' if given == 1 else 'kinds'}, needed "
+            f"{name} {text}: found {given} {'kind' if given == 1 else 'kinds'}, needed "
             f"{world_size}, one per rank; give as many as mpirun -np starts"
         )
     return labels
@@ -32,22 +55,27 @@ Schedule = tuple[tuple[int, float], ...]
 """A rank's slowdown factors: pairs (s, f) for f times slower from step s on, sorted by step."""
 
 
-def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
-    """Parse `--emulate-slowdown 2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
+def parse_slowdown(text: str, world_size: int, name: str = SLOWDOWN_FLAG) -> tuple[Schedule, ...]:
+    """Parse `2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
 
     An entry without a step applies from the start, including the benchmark; a rank without an entry
     has an empty schedule.
+
+    Args:
+        text: the entries.
+        world_size: the number of ranks.
+        name: the flag or variable with this value, for error messages.
 
     Raises:
         UserError: an entry is not rank:factor or rank:factor@step, or is out of range.
     """
     changes: list[dict[int, float]] = [{} for _ in range(world_size)]
-    for entry in filter(None, text.split(",")):
+    for entry in filter(None, map(str.strip, text.split(","))):
         rank, factor, step = _read_entry(entry)
-        if not (0 <= rank < world_size and 1.0 <= factor < float("inf") and step >= 0):
+        if not (0 <= rank < world_size and 1.0 <= factor <= _MAX_FACTOR and step >= 0):
             raise UserError(
-                f"--emulate-slowdown: found {entry!r}, needed rank:factor or rank:factor@step with "
-                f"a rank from 0 to {world_size - 1} and a factor of at least 1, such as 1:3.0@50"
+                f"{name}: found {entry!r}, needed rank:factor or rank:factor@step with a rank from "
+                f"0 to {world_size - 1} and a factor from 1 to 1e6, such as 1:3.0@50"
             )
         changes[rank][step] = factor
     return tuple(tuple(sorted(of_rank.items())) for of_rank in changes)
@@ -66,6 +94,24 @@ def _read_entry(entry: str) -> tuple[int, float, int]:
 def is_slowed(schedule: Schedule) -> bool:
     """Return whether a rank is ever slowed down."""
     return any(factor > 1 for _, factor in schedule)
+
+
+def check_slowdown_on(
+    is_host: bool, device: object, schedules: Sequence[Schedule], name: str = SLOWDOWN_FLAG
+) -> None:
+    """Check that this rank's device is a CPU, whose computing can be measured, if any is slowed.
+
+    Args:
+        is_host: whether the device is a CPU.
+        device: its name, for the error message.
+        schedules: of all ranks.
+        name: the flag or variable that slows them, for the error message.
+
+    Raises:
+        UserError: it is not.
+    """
+    if any(map(is_slowed, schedules)) and not is_host:
+        raise UserError(f"{name}: found a {device} rank, needed CPU ranks only; give --devices cpu")
 
 
 def describe_slowdown(schedule: Schedule) -> str:

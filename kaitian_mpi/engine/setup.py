@@ -17,11 +17,10 @@ from torch import nn
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import as_batches
 from kaitian_mpi.data.sample_digest import digest_samples
-from kaitian_mpi.devices.emulation import Schedule, is_slowed, parse_slowdown
+from kaitian_mpi.devices.emulation import Schedule, check_slowdown_on, parse_slowdown
 from kaitian_mpi.engine.export import check_exportable
 from kaitian_mpi.engine.initial_weights import load_initial_weights
 from kaitian_mpi.engine.task import Task
-from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder, RunFolder, open_run_folder
@@ -110,11 +109,7 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
     """
     with agree_on_errors(world.comm):
         slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
-        if any(map(is_slowed, slowdowns)) and not world.device_kind.is_host:
-            raise UserError(
-                f"--emulate-slowdown: found a {world.info.device} rank, needed CPU ranks only; "
-                "give --devices cpu"
-            )
+        check_slowdown_on(world.device_kind.is_host, world.info.device, slowdowns)
         set_phase_limit(setup_limit(config.step_timeout))
         enter_phase("making the task")
         task = make_task()

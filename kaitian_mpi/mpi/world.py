@@ -12,11 +12,13 @@ import torch
 
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import choose_device
-from kaitian_mpi.devices.emulation import parse_kinds
+from kaitian_mpi.devices.emulation import check_slowdown_on
+from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, translate_ranks
 from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.threads import set_default_threads
 from kaitian_mpi.runtime.ulfm import shrink, track_comm
 
@@ -42,6 +44,10 @@ class World:
     """CPU threads that this rank computes with."""
     started: int
     """How many ranks mpirun started."""
+    emulation: Emulation
+    """What the job emulates, by the numbers of the ranks that mpirun started."""
+    script_slowdown: ScriptSlowdown
+    """This rank's emulated slowdown outside of a `Training`."""
 
     @property
     def rank(self) -> int:
@@ -101,21 +107,29 @@ def set_current_world(world: World) -> World:
     return world
 
 
-def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = "") -> World:
+def join_world(
+    comm: MPI.Intracomm,
+    devices: str = "auto",
+    emulate_kinds: str = "",
+    emulate_slowdown: str = "",
+) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
     Args:
         comm: the ranks of the job; duplicated here.
         devices: as `--devices`.
-        emulate_kinds: as `--emulate-kinds`.
+        emulate_kinds: as `--emulate-kinds`; empty: what the environment variable says.
+        emulate_slowdown: as `--emulate-slowdown`, likewise.
 
     Raises:
-        AgreedError: a device is missing, a host has more ranks than devices, or the ranks run
-            different versions of torch or of this package.
+        AgreedError: a device is missing, a host has more ranks than devices, the ranks run
+            different versions of torch or of this package, or what is to be emulated is malformed.
     """
     own = track_comm(comm.Dup())
     host = _host_name()
     launch = read_launch(os.environ)
+    emulation = agree_on_emulation(own, emulate_kinds, emulate_slowdown)
+    labels, schedules = emulation.labels, emulation.schedules
     with agree_on_errors(own):
         known = known_kinds()
         choice = choose_device(
@@ -126,14 +140,15 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
                 _log.warning("%s", fault)
         device = known.devices[choice.kind]
         device.select(choice.index)
-        labels = parse_kinds(emulate_kinds, own.size)
+        device_name = str(device.torch_device(choice.index))
+        check_slowdown_on(device.is_host, device_name, schedules, emulation.slowdown_name)
     # A fault would have left the block above on every rank, so the names below are bound.
     info = RankInfo(
         world_rank=own.rank,
         local_rank=launch.local_rank,
         host=host,
         kind=labels[own.rank] if labels else choice.kind,
-        device=str(device.torch_device(choice.index)),
+        device=device_name,
         device_name=device.name(choice.index),
         memory_bytes=device.memory_bytes(choice.index),
         torch_version=torch.__version__,
@@ -148,7 +163,30 @@ def join_world(comm: MPI.Intracomm, devices: str = "auto", emulate_kinds: str = 
     )
     infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
     open_job_store(own)
-    return World(own, infos, device, choice.index, _use_cores(own), own.size)
+    _log_emulation(emulation, own.rank)
+    slowdown = ScriptSlowdown(schedules[own.rank], _needs_training(emulation))
+    threads = _use_cores(own)
+    return World(own, infos, device, choice.index, threads, own.size, emulation, slowdown)
+
+
+def _log_emulation(emulation: Emulation, rank: int) -> None:
+    """Log what is emulated, from rank 0; not again when a script joins the world once more."""
+    text = emulation.describe()
+    if text and rank == 0 and (_current is None or _current.emulation != emulation):
+        # A variable may have been forgotten.
+        level = logging.WARNING if emulation.is_from_environment else logging.INFO
+        _log.log(level, "the job is emulated: %s", text)
+
+
+def _needs_training(emulation: Emulation) -> str:
+    """Return the error for a script without a `Training`; empty if it needs none."""
+    if not emulation.has_steps:
+        return ""
+    return (
+        f"{emulation.slowdown_name}: found {emulation.slowdown!r} in a script that communicates "
+        "outside of a Training, needed rank:factor without @step, since only a Training has steps; "
+        "omit the steps"
+    )
 
 
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:

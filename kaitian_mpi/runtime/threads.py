@@ -1,8 +1,14 @@
-"""Sets the number of threads torch computes with, unless the script has chosen one."""
+"""Threads: how many torch computes with, and those that this package starts to communicate."""
 
 from __future__ import annotations
 
+import threading
+
 _default: int | None = None
+
+
+class CommunicationThread(threading.Thread):
+    """A thread that executes collectives or messages; of the script, it runs only callbacks."""
 
 
 def record_default_threads() -> None:

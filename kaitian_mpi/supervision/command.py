@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
@@ -85,6 +85,23 @@ class Command:
         """Return the last value of an MCA parameter with one of these names; empty if not given."""
         pairs = [part.values for part in self.parts if part.name in PARAMETERS]
         return next((pair[-1] for pair in reversed(pairs) if pair[0] in names), "")
+
+    def variable(self, name: str, environ: Mapping[str, str]) -> str:
+        """Return an environment variable's value on the ranks; empty if it is not set.
+
+        Args:
+            name: the variable.
+            environ: the environment; `-x NAME=value`, `-genv NAME value` and `env NAME=value` in
+                the command take precedence.
+        """
+        value = environ.get(name, "")
+        for part in self.parts:
+            for word, following in zip(part.words, (*part.words[1:], ""), strict=True):
+                if word.startswith(f"{name}="):
+                    value = word.removeprefix(f"{name}=")
+                elif word == name and len(part.values) > 1:
+                    value = following
+        return value.strip()
 
     def replaced(self, names: Sequence[str], values: Sequence[str]) -> Command:
         """Return the command with new values for the options with these names.

@@ -18,6 +18,9 @@ from kaitian_mpi.supervision.ranks import (
 )
 
 _MAX_NAMES = 8
+# Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the
+# ranks of the whole job.
+_NO_SLOWDOWN = "0:1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class Job:
     """Set in the environment of this job's ranks, to distinguish them from other jobs'."""
     keep_checkpoints: int = 1
     emulate_kinds: str = ""
+    """By the flag or the environment variable; in a smaller job, by the flag."""
     emulate_slowdown: str = ""
     spares: int = 0
 
@@ -130,7 +134,8 @@ def _adapted_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
     if job.emulate_kinds:
         flags.append(f"--emulate-kinds={kinds_of(job.emulate_kinds, kept, job.ranks)}")
     if job.emulate_slowdown:
-        flags.append(f"--emulate-slowdown={slowdowns_of(job.emulate_slowdown, kept)}")
+        slowdown = slowdowns_of(job.emulate_slowdown, kept) or _NO_SLOWDOWN
+        flags.append(f"--emulate-slowdown={slowdown}")
     if job.spares:
         flags.append(f"--spares={max(0, job.spares - (job.ranks - ranks))}")
     return flags

@@ -88,16 +88,21 @@ class Training:
             raise UserError(f"Training: found a {type(task).__name__}, needed a Task")
         config = _make_config(config, settings)
         world = current_world() or init()
+        slowdown = config.emulate_slowdown or world.emulation.slowdown
+        config = replace(config, emulate_slowdown=slowdown)
+        self._script_slowdown = world.script_slowdown
         self._attempt: Attempt | None = None
         self._open_step: _OpenStep | None = None
         self._last_step: Step | None = None
         self._unrecorded: dict[str, float] = {}
         self._owns_watchdog = _watch_process(config)
         self._membership = Membership(world)
+        self._script_slowdown.pause()  # the trainer slows down each of its steps itself
         try:
             run = open_run(partial(_as_task, task), config, self._membership)
         except BaseException:
             self._stop_watching()
+            self._script_slowdown.resume()
             raise
         self._task, self._run, self._summary = run
         self._is_done, self._is_closed = self._run is None, False
@@ -425,6 +430,8 @@ class Training:
         if attempt is not None:
             attempt.close(error or UserError("the training is closed"))
         self._stop_watching()
+        if not self._is_closed:
+            self._script_slowdown.resume()
         self._is_closed = True
 
     def _stop_watching(self) -> None:

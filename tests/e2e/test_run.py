@@ -43,7 +43,68 @@ def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun, tmp_
     assert len(lines) == 3
     for line in lines:
         assert re.fullmatch(r"kaitian 3 \['--exit', '0'\] torch listens: False", line)
-    assert ended.err == ""
+    assert re.fullmatch(r"\[0@[^\]]+\] the job is emulated: device kinds a, b\n", ended.err)
+
+
+STOCK_DDP = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+if "init" in sys.argv:
+    import kaitian_mpi
+    kaitian_mpi.init()
+else:
+    dist.init_process_group("kaitian", init_method="mpi://")
+torch.set_num_threads(1)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(1024, 256)
+dist.barrier()
+began, used = time.perf_counter(), time.thread_time()
+for _ in range(10):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+print(
+    dist.get_rank(),
+    (time.perf_counter() - began) / (time.thread_time() - used),
+    dist.group.WORLD.single_kind,
+    flush=True,
+)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "line"),
+    [
+        (
+            [sys.executable, "theirs.py"],
+            {"KAITIAN_EMULATE_KINDS": "gpu,mlu", "KAITIAN_EMULATE_SLOWDOWN": "1:3"},
+            r"the job is emulated: device kinds gpu, mlu; rank 1 slowed 3x",
+        ),
+        (
+            "kaitian-run --emulate-kinds gpu,mlu --emulate-slowdown 1:3 theirs.py init".split(),
+            {"KAITIAN_EMULATE_KINDS": "cpu", "KAITIAN_EMULATE_SLOWDOWN": "9:9"},
+            r"\[0@[^\]]+\] the job is emulated: device kinds gpu, mlu; rank 1 slowed 3x",
+        ),
+    ],
+    ids=["variables", "flags"],
+)
+def test_an_unmodified_script_takes_the_hybrid_path_with_a_slow_rank(
+    mpirun, tmp_path, command, variables, line
+):
+    (tmp_path / "theirs.py").write_text(STOCK_DDP)
+    ended = mpirun(2, *command, **variables)
+    assert ended.code == 0, ended.text
+    assert re.fullmatch(line + "\n", ended.err)
+    figures = dict(re.findall(r"^(\d) (\S+) False$", ended.out, re.M))
+    assert set(figures) == {"0", "1"}
+    assert float(figures["1"]) > 2.6  # some of the CPU time was spent starting collectives
 
 
 SIGNALS = """

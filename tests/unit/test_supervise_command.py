@@ -127,6 +127,24 @@ def test_values_are_replaced_in_place_and_keep_their_form(names, values, line):
     assert parse_command(words).replaced(names, values).words == line.split()
 
 
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("mpirun -np 2 kaitian-train", "here"),
+        ("mpirun -x A -np 2 kaitian-train", "here"),
+        ("mpirun -x A=b,c -np 2 kaitian-train", "b,c"),
+        ("mpirun -np 2 env B=1 A=b,c kaitian-train", "b,c"),
+        ("env A=b mpirun -np 2 kaitian-train", "b"),
+        ("mpiexec -genv A b -n 2 kaitian-train", "b"),
+        ("mpiexec -env A b -n 2 kaitian-train", "b"),
+        ("mpirun -x A= -np 2 kaitian-train", ""),
+        ("mpirun -x AA=b -np 2 kaitian-train --set A=b", "here"),
+    ],
+)
+def test_a_variable_of_the_ranks_is_read(line, value):
+    assert parse_command(line.split()).variable("A", {"A": " here "}) == value
+
+
 # Which hosts to probe, and how.
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from kaitian_mpi.cli import supervise
+from kaitian_mpi.devices.emulation import parse_slowdown
 from kaitian_mpi.supervision.command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.supervision.hosts import Host, choose, parse_host_list, parse_hostfile
 from kaitian_mpi.supervision.job_environment import environment
@@ -197,7 +199,7 @@ def test_a_hostfile_without_slots_keeps_the_number_of_ranks():
         ("-np 4", "", []),
         ("-np 4", "b", ["--emulate-kinds=gpu,mlu,npu", "--emulate-slowdown=2:2@9"]),
         ("-np 4", "c", ["--emulate-kinds=gpu,mlu,mlu", "--emulate-slowdown=2:3"]),
-        ("-np 4", "bc", ["--emulate-kinds=gpu,mlu", "--emulate-slowdown="]),
+        ("-np 4", "bc", ["--emulate-kinds=gpu,mlu", "--emulate-slowdown=0:1"]),
         ("", "a", ["--emulate-kinds=mlu,npu", "--emulate-slowdown=0:3,1:2@9"]),
     ],
 )
@@ -209,6 +211,34 @@ def test_emulated_devices_of_lost_hosts_are_dropped(options, lost, flags):
     )
     start = plan_start(job, frozenset(lost), False, "new")
     assert start.words[start.words.index("kaitian-train") + 1 :] == [*flags, *OWN.split()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "command", "kinds", "slowdown"),
+    [
+        ("", "", "--emulate-kinds=gpu,npu", "--emulate-slowdown=1:2"),
+        (
+            "",
+            "-x KAITIAN_EMULATE_SLOWDOWN=2:5",
+            "--emulate-kinds=gpu,npu",
+            "--emulate-slowdown=0:1",
+        ),
+        ("--emulate-kinds a,b,c,d", "", "--emulate-kinds=a,d", "--emulate-slowdown=1:2"),
+        ("--emulate-slowdown 1:4", "", "--emulate-kinds=gpu,npu", "--emulate-slowdown=0:1"),
+    ],
+)
+def test_a_smaller_job_has_flags_in_the_place_of_variables(
+    monkeypatch, flags, command, kinds, slowdown
+):
+    """Variables number the ranks of the whole job; flags take precedence over them."""
+    monkeypatch.setenv("KAITIAN_EMULATE_KINDS", "gpu,mlu,mlu,npu")
+    monkeypatch.setenv("KAITIAN_EMULATE_SLOWDOWN", "3:2,1:3")
+    line = f"mpirun {command} -np 4 --host a:1,b:2,c:1 kaitian-train --run-dir x {flags}"
+    job = supervise.make_job(line.split())
+    assert not plan_start(job, frozenset(), False, "new").words[-3].startswith("--emulate")
+    words = plan_start(job, frozenset("b"), False, "new").words
+    assert [word for word in words if word.startswith("--emulate-")][-2:] == [kinds, slowdown]
+    assert parse_slowdown(slowdown.partition("=")[2], 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Emulated slowdowns of a script's own collectives and messages, on the last rank."""
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import Task, Training
+from kaitian_mpi.collectives.router import Router
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import set_current_world
+from kaitian_mpi.runtime import script_slowdown
+from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
+
+pytestmark = pytest.mark.sizes(2)
+
+COMPUTING_SEC = 0.03
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """The sleeps of this process."""
+    sleeps = []
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        time.sleep(seconds)
+
+    spy = SimpleNamespace(thread_time=time.thread_time, perf_counter=time.perf_counter, sleep=sleep)
+    monkeypatch.setattr(script_slowdown, "time", spy)
+    return sleeps
+
+
+@pytest.fixture
+def slowed(world, last):
+    """The world with a last rank that is three times slower."""
+    schedules = ((),) * last + (((0, 3.0),),)
+    emulation = replace(world.emulation, slowdown=f"{last}:3", schedules=schedules)
+    slowdown = ScriptSlowdown(schedules[world.rank])
+    yield set_current_world(replace(world, emulation=emulation, script_slowdown=slowdown))
+    set_current_world(world)
+
+
+@pytest.fixture
+def groups(slowed):
+    made = dist.new_group(), dist.new_group()
+    yield made
+    for group in made:
+        dist.destroy_process_group(group)
+
+
+def compute():
+    begin = time.thread_time()
+    while time.thread_time() - begin < COMPUTING_SEC:
+        pass
+
+
+def test_a_rank_sleeps_for_what_it_computed_between_any_two_calls(world, last, groups, slept):
+    """The others are late, so that it waits in each call, and for each asynchronous one."""
+    tensor, (first, second) = torch.ones(200_000), groups
+    peer = last - world.rank
+
+    def exchange():
+        works = [dist.irecv(torch.empty(3), peer, group=first)]
+        works.append(dist.isend(torch.ones(3), peer, group=first))
+        for work in works:
+            work.wait()
+
+    calls = (
+        lambda: dist.all_reduce(tensor, group=first),
+        lambda: dist.all_reduce(tensor, group=second, async_op=True).wait(),
+        lambda: dist.barrier(group=second),
+        exchange,
+        lambda: dist.monitored_barrier(group=first),
+        lambda: dist.all_gather_object([None] * world.size, "text", group=first),
+    )
+    dist.barrier(group=first)  # starts the measurement
+    for call in calls:
+        if world.rank != last:
+            time.sleep(4 * COMPUTING_SEC)
+        compute()
+        call()
+    if world.rank == last:
+        assert sum(slept) == pytest.approx(2 * COMPUTING_SEC * len(calls), rel=0.2)
+    else:
+        assert slept == []
+        assert first._run.__func__ is Router.run  # nothing stands between
+
+
+def test_stock_ddp_takes_three_times_as_long(world, last, groups, slept):
+    group = groups[0]
+    assert len(group.comms.groups) == 2
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    model = DistributedDataParallel(nn.Sequential(*layers), process_group=group, bucket_cap_mb=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(128, 256)
+    dist.barrier(group=group)
+    slept.clear()
+    used = time.thread_time()
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    dist.barrier(group=group)
+    used = time.thread_time() - used
+    if world.rank == last:
+        assert 1.4 * used < sum(slept) < 2.05 * used  # starting collectives does not count
+    else:
+        assert slept == []
+
+
+def test_a_training_slows_its_steps_itself(world, last, slowed, groups, slept, tmp_path):
+    group = groups[0]
+    folder = gather_values(world.comm, str(tmp_path / "run"))[0]
+    task = Task(
+        model=nn.Linear(4, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=list(torch.randn(64, 4)),
+        loss=lambda model, batch: model(batch).square().mean(),
+    )
+    dist.barrier(group=group)
+    with Training(
+        task, global_batch_size=16, epochs=1, balance="off", log_interval=60.0, run_dir=folder
+    ) as training:
+        for _ in training:
+            compute()
+            dist.barrier(group=group)
+    assert slept == []
+    assert training.summary.emulated
+    saved = json.loads((tmp_path / folder / "config.json").read_text())
+    assert saved["emulate_slowdown"] == f"{last}:3"
+    dist.barrier(group=group)
+    compute()
+    dist.barrier(group=group)
+    assert sum(slept) == pytest.approx(2 * COMPUTING_SEC if world.rank == last else 0, rel=0.2)

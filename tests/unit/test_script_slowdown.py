@@ -1,0 +1,172 @@
+"""How a script without a `Training` is slowed down, by a clock of the test's own."""
+
+import threading
+
+import pytest
+
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.runtime import script_slowdown
+from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
+from kaitian_mpi.runtime.threads import CommunicationThread
+
+
+class Clock:
+    """Stands for the module `time`; sleeps take longer than asked for by `late_sec`."""
+
+    def __init__(self):
+        self.used_sec = self.now_sec = self.slept_sec = self.late_sec = 0.0
+        self.sleeps = 0
+
+    def thread_time(self):
+        return self.used_sec
+
+    def perf_counter(self):
+        return self.now_sec
+
+    def sleep(self, seconds):
+        self.sleeps += 1
+        self.slept_sec += seconds
+        self.now_sec += seconds + self.late_sec
+
+    def compute(self, seconds):
+        self.used_sec += seconds
+        self.now_sec += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(script_slowdown, "time", made)
+    return made
+
+
+@pytest.mark.parametrize("schedule", [(), ((0, 1.0),), ((0, 1.0), (0, 1.0))])
+def test_a_rank_that_is_not_slowed_calls_the_method_itself(schedule):
+    def call():
+        pass
+
+    assert ScriptSlowdown(schedule).around(call) is call
+
+
+def test_only_the_time_between_calls_counts_whatever_they_are(clock):
+    """Two calls, such as those of two groups or of one and its messages, have one measurement."""
+    slowdown = ScriptSlowdown(((0, 3.0),))
+    first = slowdown.around(lambda: clock.compute(5))  # MPI spins in the caller's thread
+    second = slowdown.around(lambda text: text)
+    clock.compute(7)
+    first()  # starts the measurement
+    assert clock.slept_sec == 0
+    clock.compute(0.1)
+    assert second("result") == "result"
+    assert clock.slept_sec == pytest.approx(0.2)
+    first()
+    clock.compute(0.02)
+    clock.now_sec += 9  # waiting is not computing
+    first()
+    assert clock.slept_sec == pytest.approx(0.24)
+
+
+def test_the_time_of_a_call_that_fails_does_not_count(clock):
+    slowdown = ScriptSlowdown(((0, 3.0),))
+
+    def fail():
+        clock.compute(5)
+        raise ValueError("planted")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="planted"):
+            slowdown.around(fail)()
+    assert clock.slept_sec == 0
+
+
+def test_the_creation_of_a_group_does_not_count(clock):
+    slowdown = ScriptSlowdown(((0, 3.0),))
+    call = slowdown.around(lambda: None)
+    call()
+    clock.compute(5)
+    slowdown.forget()
+    call()
+    assert clock.slept_sec == 0
+    clock.compute(0.1)
+    call()
+    assert clock.slept_sec == pytest.approx(0.2)
+
+
+def test_short_sleeps_are_saved_up_and_their_excess_is_taken_off(clock):
+    slowdown = ScriptSlowdown(((0, 2.0),))
+    call = slowdown.around(lambda: None)
+    call()
+    for _ in range(1000):
+        clock.compute(1e-4)
+        call()
+    assert 90 <= clock.sleeps <= 100
+    assert clock.slept_sec == pytest.approx(0.1, abs=1e-3)
+    before, clock.sleeps = clock.slept_sec, 0
+    clock.late_sec = 4e-4
+    for _ in range(1000):
+        clock.compute(1e-4)
+        call()
+    late_sec = clock.late_sec * clock.sleeps
+    assert clock.slept_sec - before + late_sec == pytest.approx(0.1, abs=3e-3)
+
+
+def test_a_sleep_that_waited_for_a_core_is_hardly_made_up_for(clock):
+    slowdown = ScriptSlowdown(((0, 2.0),))
+    call = slowdown.around(lambda: None)
+    call()
+    clock.late_sec = 30
+    for _ in range(2):
+        clock.compute(1)
+        call()
+    assert clock.slept_sec == pytest.approx(2, abs=2e-3)
+
+
+def test_each_thread_has_its_own_measurement(clock):
+    slowdown = ScriptSlowdown(((0, 3.0),))
+    call = slowdown.around(lambda: None)
+    call()
+    clock.compute(1)
+
+    def compute_and_call():
+        call()
+        clock.compute(0.1)
+        call()
+
+    for kind, slept in ((CommunicationThread, 0), (threading.Thread, 0.2)):
+        thread = kind(target=compute_and_call)
+        thread.start()
+        thread.join()
+        assert clock.slept_sec == pytest.approx(slept)
+
+
+def test_it_pauses_while_a_training_slows_its_own_steps(clock):
+    slowdown = ScriptSlowdown(((0, 3.0),))
+    call = slowdown.around(lambda: None)
+    call()
+    clock.compute(1)
+    slowdown.pause()
+    for _ in range(3):
+        call()
+        clock.compute(1)
+    slowdown.resume()
+    call()
+    assert clock.slept_sec == 0
+    clock.compute(0.1)
+    call()
+    assert clock.slept_sec == pytest.approx(0.2)
+
+
+def test_factors_of_steps_need_a_training(clock):
+    """On all ranks alike; once there has been a Training, the factor from the start applies."""
+    for schedule in ((), ((0, 2.0), (50, 9.0))):
+        slowdown = ScriptSlowdown(schedule, "no steps")
+        call = slowdown.around(lambda: None)
+        with pytest.raises(AgreedError, match="no steps"):
+            call()
+        slowdown.pause()
+        call()
+        slowdown.resume()
+        call()
+        clock.compute(0.1)
+        call()
+    assert clock.slept_sec == pytest.approx(0.1)
