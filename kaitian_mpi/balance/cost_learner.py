@@ -19,7 +19,7 @@ _PATIENCE = 20
 # The first split is varied: a line through two close batch sizes mostly shows noise.
 _MIN_CHANGE = 1.25
 _SPREAD = 1.3
-_MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
+MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
 _MIN_GAIN = 0.02
 # Learning ends when the standard error of every rank's time is small, or after many steps.
 _MAX_ERROR = 0.015
@@ -153,7 +153,7 @@ class CostLearner:
 
     def _growth_limits(self) -> list[int | None]:
         """Return the most samples that each rank may have in the next split."""
-        grown = [math.floor(_MAX_GROWTH * rank.largest) for rank in self._ranks]
+        grown = [math.floor(MAX_GROWTH * rank.largest) for rank in self._ranks]
         limited = [
             size if most is None else min(size, most)
             for size, most in zip(grown, self._limits, strict=True)

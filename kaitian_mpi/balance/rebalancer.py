@@ -11,7 +11,7 @@ from statistics import median
 
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.monitor import SpeedMonitor
-from kaitian_mpi.balance.planner import plan_fastest, with_positive_slopes
+from kaitian_mpi.balance.planner import plan_fastest_within, with_positive_slopes
 
 _MIN_GAIN = 0.05
 _MIN_GAIN_OF_REFINING = 0.02
@@ -64,7 +64,11 @@ class Rebalancer:
     """
 
     def __init__(
-        self, costs: Sequence[RankCost], batch_sizes: Sequence[int], min_batch: int = 1
+        self,
+        costs: Sequence[RankCost],
+        batch_sizes: Sequence[int],
+        min_batch: int = 1,
+        max_growth: float = math.inf,
     ) -> None:
         """Start from a plan.
 
@@ -72,10 +76,14 @@ class Rebalancer:
             costs: of each rank, from the benchmark.
             batch_sizes: the current plan.
             min_batch: the smallest batch size in a plan.
+            max_growth: how much larger than any batch before a rank's next one may be, 1 or more:
+                one that is computed at once may not fit the memory.
         """
         self.batch_sizes = list(batch_sizes)
         self._global_batch_size = sum(batch_sizes)
         self._min_batch = min_batch
+        self._max_growth = max_growth
+        self._largest = list(batch_sizes)
         self._costs = with_positive_slopes(costs, self._global_batch_size)
         self._monitors = [SpeedMonitor() for _ in costs]
         self._planned_logs = [0.0 for _ in costs]
@@ -116,13 +124,20 @@ class Rebalancer:
     def _better_plan(self) -> NewPlan | None:
         logs = [monitor.log_factor for monitor in self._monitors]
         costs = self._scaled(logs)
-        batch_sizes = plan_fastest(costs, self._global_batch_size, self._min_batch)
+        batch_sizes = plan_fastest_within(
+            costs, self._global_batch_size, self._growth_limits(), self._min_batch
+        )
         if batch_sizes == self.batch_sizes:
             return None
         if self._gain(batch_sizes, self._cautious_logs()) < self._min_gain():
             return None
         gain = self._gain(batch_sizes, logs)
         return NewPlan(batch_sizes, gain, self.factors, *self._reason(logs, gain))
+
+    def _growth_limits(self) -> list[int | None]:
+        if math.isinf(self._max_growth):
+            return [None] * len(self._largest)
+        return [math.floor(self._max_growth * largest) for largest in self._largest]
 
     def _min_gain(self) -> float:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
@@ -131,6 +146,7 @@ class Rebalancer:
     def _adopt(self, plan: NewPlan) -> None:
         self._refined = plan.gain < _MIN_GAIN
         self.batch_sizes = plan.batch_sizes
+        self._largest = list(map(max, self._largest, plan.batch_sizes))
         self._planned_logs = [monitor.log_factor for monitor in self._monitors]
         self._steps = 0
         for monitor in self._monitors:

@@ -50,6 +50,7 @@ class StepFollowUp:
             adaptive=config.balance == "adaptive",
             steps_ahead=steps_ahead(config.workers),
             min_batch=plan.min_batch,
+            has_micro_batches=trainer.has_micro_batches,
         )
 
     def __enter__(self) -> Self:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from kaitian_mpi.balance.cost_learner import CostLearner
+from kaitian_mpi.balance.cost_learner import MAX_GROWTH, CostLearner
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
 from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerDetector
@@ -29,6 +30,7 @@ class Balancing:
         adaptive: bool,
         steps_ahead: int = 0,
         min_batch: int = 1,
+        has_micro_batches: bool = True,
     ) -> None:
         """Start with a plan.
 
@@ -41,11 +43,14 @@ class Balancing:
             steps_ahead: for how many steps batches are fetched in advance, which a new plan cannot
                 change.
             min_batch: the smallest batch size in a plan.
+            has_micro_batches: whether a batch that does not fit the memory is split; if it is not,
+                plans only grow step by step.
         """
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
         self._min_batch, learns = min_batch, adaptive and not costs
         self._learner = CostLearner(batch_sizes, min_batch, steps_ahead) if learns else None
-        self._rebalancer = Rebalancer(costs, batch_sizes, min_batch) if adaptive and costs else None
+        self._max_growth = math.inf if has_micro_batches else MAX_GROWTH
+        self._rebalancer = self._make_rebalancer(costs, batch_sizes) if adaptive and costs else None
         self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
 
@@ -87,12 +92,15 @@ class Balancing:
         batch_sizes, reason = learner.observe(steps), "learning what a step costs"
         if learner.costs is not None:
             reason = f"from what the first {learner.steps} steps cost"
-            self._rebalancer = Rebalancer(learner.costs, learner.batch_sizes, self._min_batch)
+            self._rebalancer = self._make_rebalancer(learner.costs, learner.batch_sizes)
             self._stragglers = StragglerDetector(self._world.size, learner.costs)
             self._learner = None
         if batch_sizes is not None:
             self._record(step, batch_sizes, reason, learner.gain, [1.0] * self._world.size)
         return batch_sizes
+
+    def _make_rebalancer(self, costs: list[RankCost], batch_sizes: list[int]) -> Rebalancer:
+        return Rebalancer(costs, batch_sizes, self._min_batch, self._max_growth)
 
     def _trace_links(self, change: SlowPeriod) -> SlowPeriod:
         """Find the host with slow links, if communication has just become slow.

@@ -67,8 +67,7 @@ class Trainer:
             setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
         )
         self._micro_batch = plan.micro_batch_size
-        # In the open form the user's own code computes the batch, all of it at once.
-        micro_batch = plan.micro_batch_size if self._task.loss is not None else None
+        micro_batch = plan.micro_batch_size if self.has_micro_batches else None
         self._data = StepBatches(setup.train, micro_batch, plan.min_batch)
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._gradients = GradientReducer(state.model, on_bucket=self._bucket_ready)
@@ -84,6 +83,11 @@ class Trainer:
         )
         self._steps_seen = 0
         self._step = StepInProgress()
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether a share may be split: in the open form the script computes it all at once."""
+        return self._task.loss is not None
 
     @property
     def progress(self) -> Progress:

@@ -136,6 +136,24 @@ def test_new_plans_respect_the_minimum_batch():
     assert plan.batch_sizes == [62, 2]
 
 
+def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
+    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [8, 56], max_growth=2)
+    speeds = [0.001, 0.01]
+    largest, sizes = 8, []
+    for _ in range(60):
+        shares = rebalancer.batch_sizes
+        times = [share * speed for share, speed in zip(shares, speeds, strict=True)]
+        plan = rebalancer.observe(
+            [RankStep(1, b, sec, 0.0) for b, sec in zip(shares, times, strict=True)]
+        )
+        if plan is not None:
+            assert sum(plan.batch_sizes) == 64
+            assert plan.batch_sizes[0] <= 2 * largest
+            largest = max(largest, plan.batch_sizes[0])
+            sizes.append(plan.batch_sizes)
+    assert sizes == [[16, 48], [32, 32], [59, 5]]
+
+
 def test_no_new_plan_where_communication_dominates():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
