@@ -1,6 +1,7 @@
 """Users' scripts: the examples, and plain torch.distributed."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,20 @@ def test_gpt_learns_a_given_text(mpirun, tmp_path):
 def test_boxes_are_found_whatever_number_an_image_has(mpirun, ranks):
     out = run_example(mpirun, ranks, "ragged_targets.py")
     assert float(re.search(r"size error (\S+) pixels", out)[1]) < 0.4
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("transformers", "peft")),
+    reason="needs the extra 'examples'",
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_lora_learns_what_the_answers_look_like(mpirun, ranks):
+    ended = mpirun(ranks, PYTHON, str(EXAMPLES / "lora.py"))
+    assert ended.code == 0, ended.text
+    assert "Traceback" not in ended.err  # the libraries may warn of each other
+    assert "trained 17408 of 132416 parameters" in ended.out
+    assert losses(ended.out)[0] > 6
+    assert number_after("held-out perplexity", ended.out) < 10  # of 256 tokens
 
 
 @pytest.mark.parametrize(
