@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PRELOADED = (
-    *("numpy", "sklearn.datasets", "rich.console", "rich.table", "psutil", "mpi4py"),
+    *("numpy", "pytest", "sklearn.datasets", "rich.console", "rich.table", "psutil", "mpi4py"),
     *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.nn.parallel"),
     *("torch.distributed._functional_collectives", "torch.utils.data"),
 )

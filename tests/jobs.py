@@ -113,7 +113,9 @@ def forked(command: Sequence[str]) -> list[str]:
 
 @cache
 def _fork_server() -> str:
-    """Return the socket of a `fork_server.py` that runs until this process ends."""
+    """Return the socket of a `fork_server.py`: a given one, or one that ends with this process."""
+    if given := os.environ.get("KAITIAN_FORK_SERVER"):
+        return given
     folder = tempfile.mkdtemp(prefix="kaitian-fork-server-")  # only this user may enter it
     atexit.register(shutil.rmtree, folder)
     path = f"{folder}/socket"

@@ -21,6 +21,7 @@ def slowed(tmp_path_factory):
     return folder, ended
 
 
+@pytest.mark.serial
 def test_plan_follows_a_rank_that_becomes_slow(slowed):
     folder, ended = slowed
     plans = read_lines(folder / "run" / "plan.jsonl")
@@ -41,6 +42,7 @@ def test_plan_follows_a_rank_that_becomes_slow(slowed):
     assert summary["emulated"] is True
 
 
+@pytest.mark.serial
 def test_slow_rank_is_named_with_the_reason(slowed):
     folder, ended = slowed
     found = json.loads((folder / "run" / "summary.json").read_text())["slow_ranks"]
@@ -52,6 +54,7 @@ def test_slow_rank_is_named_with_the_reason(slowed):
     assert "(compute): it" in ended.out
 
 
+@pytest.mark.serial
 def test_second_job_uses_the_benchmark_cache(slowed):
     folder, first = slowed
     files = sorted((folder / "cache").iterdir())

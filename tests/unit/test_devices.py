@@ -101,6 +101,7 @@ def test_emulated_slowdown():
             parse_slowdown(wrong, 4)
 
 
+@pytest.mark.serial
 def test_slowdown_sleeps_in_proportion():
     slowdown = Slowdown(((0, 3.0),))
     slowdown.start()

@@ -301,6 +301,7 @@ def test_help_needs_no_file(run, capsys):
     assert "--world LIST" in shown
 
 
+@pytest.mark.serial
 def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
     script = (
         "import sys; from kaitian_mpi.cli.plan import main; main(); "

@@ -346,6 +346,7 @@ print(time.monotonic() - began < 10, os.path.exists(f"/proc/{watchdog._process.p
     assert rank(body).wait() == (0, "True False\n", "")
 
 
+@pytest.mark.serial
 def test_a_full_pipe_or_a_dead_watchdog_does_not_block_the_rank(rank):
     body = """
 import signal
