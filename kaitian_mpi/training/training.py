@@ -84,7 +84,8 @@ class Training:
         self._is_closed = True
         if _open:
             raise UserError("found a Training that is still open, needed it closed; call close()")
-        if not isinstance(task, Task) and not callable(task):
+        is_task_or_function = isinstance(task, Task) or callable(task)
+        if isinstance(task, nn.Module) or not is_task_or_function:
             raise UserError(f"Training: found a {type(task).__name__}, needed a Task")
         config = _make_config(config, settings)
         world = current_world() or init()

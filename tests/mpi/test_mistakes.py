@@ -1,0 +1,225 @@
+"""Mistakes in a task, or in the loop over a Training: one line on every rank, and nothing stays.
+
+Each case makes its mistake on all ranks; afterwards a Training still opens and trains.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import IterableDataset
+
+from kaitian_mpi import Task, Training
+from kaitian_mpi.errors import UserError
+
+pytestmark = pytest.mark.sizes(2)
+
+DATA = torch.arange(24.0).reshape(12, 2)
+QUIET = {"global_batch_size": 4, "epochs": 1, "balance": "off", "log_interval": 60.0}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+def make_task(**parts):
+    usual = {
+        "model": nn.Linear(2, 3),
+        "optimizer": lambda model: SGD(model.parameters(), lr=0.01),
+        "data": DATA,
+        "loss": lambda model, batch: model(batch).square().mean(),
+    }
+    return Task(**{**usual, **parts})
+
+
+def train(**parts):
+    with Training(make_task(**parts), **QUIET) as training:
+        return sum(1 for _ in training)
+
+
+def set_to(**settings):
+    with Training(make_task(), **{**QUIET, **settings}) as training:
+        return sum(1 for _ in training)
+
+
+def loop(body):
+    """Run `body(training, loss)` for each batch in the open form."""
+    with Training(make_task(loss=None), **QUIET) as training:
+        for batch in training.batches():
+            body(training, training.model(batch).square().mean())
+
+
+def twice_backward(training, loss):
+    training.backward(loss)
+    training.backward(loss)
+
+
+def evaluate(**parts):
+    with Training(make_task(**parts), **QUIET) as training:
+        training.evaluate()
+
+
+def closed_training():
+    training = Training(make_task(), **QUIET)
+    training.close()
+    return training
+
+
+def two_trainings():
+    with Training(make_task(), **QUIET):
+        Training(make_task(), **QUIET)
+
+
+def batches_of_a_task_with_a_loss():
+    with Training(make_task(), **QUIET) as training:
+        next(training.batches())
+
+
+def steps_without_a_batch():
+    with Training(make_task(loss=None), **QUIET) as training:
+        training.step()
+
+
+def logs_text():
+    with Training(make_task(), **QUIET) as training:
+        training.log(note="a word")
+
+
+def of_another_model(_):
+    return SGD(nn.Linear(2, 3).parameters(), lr=0.1)
+
+
+def twice_the_same(model):
+    return [SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.2)]
+
+
+MISTAKES = {
+    "a stream": (lambda: train(data=Stream()), "found data of type Stream, needed a dataset with"),
+    "no sample": (lambda: train(data=DATA[:0]), "found no sample in data, needed at least 1"),
+    "no held-out sample": (
+        lambda: train(validation=DATA[:0]),
+        "found no sample in validation, needed at least 1",
+    ),
+    "a model that is none": (
+        lambda: train(model=lambda x: x),
+        "found model of type function, needed a torch.nn.Module",
+    ),
+    "a frozen model": (
+        lambda: train(model=nn.Linear(2, 3).requires_grad_(False)),
+        "no parameter that requires a gradient, needed one or more; unfreeze some",
+    ),
+    "an optimizer, not a function": (
+        lambda: train(optimizer=SGD(nn.Linear(2, 3).parameters(), lr=0.1)),
+        "found optimizer of type SGD, needed a function",
+    ),
+    "an optimizer of another model": (
+        lambda: train(optimizer=of_another_model),
+        "found an optimizer of parameters that are not the model's",
+    ),
+    "two optimizers of one parameter": (
+        lambda: train(optimizer=twice_the_same),
+        "found a parameter in two optimizers",
+    ),
+    "a loss per sample": (
+        lambda: train(loss=lambda model, batch: model(batch).square().mean(1)),
+        "found a tensor of shape [2], needed a tensor of one element: the mean loss",
+    ),
+    "a loss that is a number": (
+        lambda: train(loss=lambda model, batch: model(batch).square().mean().item()),
+        "found a float, needed a tensor of one element",
+    ),
+    "a detached loss": (
+        lambda: train(loss=lambda model, batch: model(batch).square().mean().detach()),
+        "found a loss without a gradient",
+    ),
+    "a weight below 0": (lambda: train(weight=lambda _: -2), "weight returned -2, needed a number"),
+    "a weight that is NaN": (
+        lambda: train(weight=lambda _: float("nan")),
+        "weight returned nan, needed a number of at least 0",
+    ),
+    "a weight per sample": (
+        lambda: train(weight=lambda batch: batch[:, 0]),
+        "needed a number of at least 0: how many terms",
+    ),
+    "no clipping": (lambda: train(clip_norm=0), "found clip_norm=0, needed a number above 0"),
+    "extra state without a state": (
+        lambda: train(extra_state={"ema": 1.0}),
+        "needed objects with state_dict and load_state_dict",
+    ),
+    "metrics without names": (
+        lambda: evaluate(validation=DATA, metrics=lambda model, batch: 1.0),
+        "metrics returned a float, needed a dict",
+    ),
+    "nothing to evaluate on": (evaluate, "found a Task without validation data"),
+    "no task": (lambda: Training(nn.Linear(2, 3), **QUIET), "found a Linear, needed a Task"),
+    "no task at all": (lambda: Training(3, **QUIET), "found a int, needed a Task"),
+    "a function without a task": (
+        lambda: Training(lambda: 3, **QUIET),
+        "found a function that returned a int, needed one that returns a Task",
+    ),
+    "an unknown setting": (
+        lambda: set_to(globalbatch=4),
+        "found a setting 'globalbatch', needed one of allreduce, balance,",
+    ),
+    "a setting of another type": (lambda: set_to(epochs="3"), "--epochs: found '3', needed"),
+    "a setting out of range": (lambda: set_to(epochs=0), "--epochs"),
+    "a setting that is no choice": (lambda: set_to(precision="fp8"), "--precision: found 'fp8'"),
+    "two trainings at once": (two_trainings, "found a Training that is still open"),
+    "a loop after the end": (
+        lambda: next(iter(closed_training())),
+        "found a Training that is closed, needed an open one",
+    ),
+    "batches after the end": (
+        lambda: next(closed_training().batches()),
+        "found a Training that is closed",
+    ),
+    "figures after the end": (
+        lambda: closed_training().log(a=1.0),
+        "found a Training that is closed",
+    ),
+    "an evaluation after the end": (
+        lambda: closed_training().evaluate(),
+        "found a Training that is closed",
+    ),
+    "batches of a task with a loss": (
+        batches_of_a_task_with_a_loss,
+        "found a Task with a loss, needed one without for training.batches()",
+    ),
+    "a loop over a task without a loss": (
+        lambda: train(loss=None),
+        "found a Task without loss, needed one to iterate",
+    ),
+    "a step without a gradient": (
+        lambda: loop(lambda training, loss: training.step()),
+        "found training.step() without a gradient, needed training.backward(loss) before it",
+    ),
+    "two gradients of one batch": (
+        lambda: loop(twice_backward),
+        "found a second training.backward() for one batch",
+    ),
+    "a batch without a step": (
+        lambda: loop(lambda training, loss: training.backward(loss)),
+        "found a batch of which no step was made",
+    ),
+    "a step without a batch": (steps_without_a_batch, "found training.step() without a batch"),
+    "a figure that is none": (logs_text, "needed numbers or tensors of one element"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_nothing_stays(world, mistake):
+    make, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+    assert train() == 3
+
+
+@pytest.mark.ranks(2)
+def test_models_that_differ_between_ranks_are_a_mistake(world):
+    with pytest.raises(UserError, match="the model differs between ranks"):
+        train(model=nn.Linear(2, 3 + world.rank))
+    assert train() == 3
