@@ -185,7 +185,7 @@ def _needs_training(emulation: Emulation) -> str:
     return (
         f"{emulation.slowdown_name}: found {emulation.slowdown!r} in a script that communicates "
         "outside of a Training, needed rank:factor without @step, since only a Training has steps; "
-        "omit the steps"
+        "omit the steps, or give them to Training(emulate_slowdown=...)"
     )
 
 
