@@ -11,16 +11,21 @@ import torch.distributed as dist
 
 from kaitian_mpi.backend import BACKEND, SCHEME, registration
 from kaitian_mpi.backend.registration import replace
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.job_store import close_job_store_after_loss
-from kaitian_mpi.mpi.world import World, join_world, set_current_world
+from kaitian_mpi.mpi.world import World, current_world, join_world, set_current_world
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
+
+_requested = ""  # the arguments of the first `init`
 
 
 def init(devices: str = "auto", emulate_kinds: str = "", emulate_slowdown: str = "") -> World:
     """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
 
-    Collective over all ranks that mpirun started; without mpirun, a job of one rank.
+    Collective over all ranks that mpirun started; without mpirun, a job of one rank. Called again
+    with the same arguments, it returns the ranks of the default process group, without
+    communication.
 
     Args:
         devices: `auto`, `cpu`, or a list by local rank such as `cuda:0,cuda:1,cpu`.
@@ -30,13 +35,40 @@ def init(devices: str = "auto", emulate_kinds: str = "", emulate_slowdown: str =
             `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
 
     Raises:
-        UserError: a device is missing, a host has more ranks than devices, there is no MPI, or what
-            is to be emulated is malformed.
+        UserError: a device is missing, a host has more ranks than devices, there is no MPI, what is
+            to be emulated is malformed, or torch.distributed is initialized already over another
+            backend or with other arguments.
     """
+    global _requested
     install_abort_hook()
+    given = {
+        "devices": devices,
+        "emulate_kinds": emulate_kinds,
+        "emulate_slowdown": emulate_slowdown,
+    }
+    requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if dist.is_initialized():
+        return _initialized_world(requested)
     world = join_world(initialize_mpi(), devices, emulate_kinds, emulate_slowdown)
     registration.register()
     open_process_group(world)
+    _requested = requested
+    return world
+
+
+def _initialized_world(requested: str) -> World:
+    """Return the ranks of the default process group that there is already."""
+    world, backend = current_world(), dist.get_backend()
+    if world is None or BACKEND not in backend:
+        raise UserError(
+            f"init: found torch.distributed initialized over {backend}, needed this call in place "
+            "of init_process_group"
+        )
+    if _requested and requested != _requested:
+        raise UserError(
+            f"init: found a second call with {requested}, needed the first one's {_requested}; "
+            "call it once"
+        )
     return world
 
 

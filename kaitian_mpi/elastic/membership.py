@@ -16,6 +16,7 @@ from kaitian_mpi.backend.startup import close_process_group, open_process_group
 from kaitian_mpi.elastic.standby import Standby, plan_standby, replace_lost
 from kaitian_mpi.errors import CollectiveError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.job_store import open_job_store
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World, keep_ranks, survivors_of
 from kaitian_mpi.runtime import ulfm
@@ -206,19 +207,24 @@ class Membership:
             loss.is_logged = loss.recovery_sec is not None
 
     def release(self) -> None:
-        """Release the ranks on standby: the work is done. Collective over all ranks."""
+        """Release the ranks on standby: the work is done. Collective over all ranks.
+
+        The default process group is then of all ranks again.
+        """
         if self._is_released or self._standby == Standby():
             return
         self._is_released = True
-        if self.active is None:
-            return  # it has been on standby until now
         if self.survives:
             # By regrouping, so that all or none are released, whichever rank dies at this moment.
             self._false_alarms = 0
             self._regroup(NotCommittedError("the work is done"))
-        elif self.active.rank == 0:
+            return
+        if self.active is not None and self.active.rank == 0:
             active = self._standby.active(self.all_ranks.infos)
             wake_up(self.all_ranks.comm, set(range(self.all_ranks.size)).difference(active))
+        close_process_group()
+        open_job_store(self.all_ranks.comm)  # the old one has counted the active ranks' groups only
+        self.active = _activate(self.all_ranks, Standby())
 
     def _may_be_loss(self, error: Exception, world: World) -> bool:
         """Return whether an error may be caused by the loss of a rank of this world."""
@@ -266,8 +272,7 @@ class Membership:
             active, is_released, ok = None, False, True
             try:
                 is_released = any(gather_values(alive.comm, self._is_released))
-                if not is_released:
-                    active = _activate(alive, standby)
+                active = _activate(alive, Standby() if is_released else standby)
             except Exception as error:
                 if not self._may_be_loss(error, alive):
                     raise

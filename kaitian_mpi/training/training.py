@@ -331,6 +331,7 @@ class Training:
         self._membership.release()
         if self._membership.has_standby:
             self._share_results(run)
+            self._membership.commit()
         self._is_done = True
         if run.fault:  # only now, for the ranks on standby would wait for ever
             raise AgreedError(run.fault, StorageError.exit_code)

@@ -70,3 +70,19 @@ def test_a_spare_takes_over_and_one_stands_by(survivors):
     for result in results.values():
         assert result["ranks"] == [0, 2, 3]
         assert result["lost"] == [[1]]
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_ranks_that_stood_by_take_part_in_what_follows(tmp_path, survives):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    words = ("--with-ft", "ulfm") if survives else ()
+    ended = run_ranks(3, *words, PYTHON, str(PLANTED / "planted_twice.py"), str(seen), cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    results = results_in(seen)
+    assert len(results) == 3
+    for rank, result in results.items():
+        assert result["standby"] == [[] if rank == 2 else [1, 2, 3, 4, 5], [0, 1], True]
+        assert result["all"] == [[1, 2, 3, 4, 5], [0, 1, 2], True]
+        assert result["sum"] == 3
+        assert result["second"].startswith("init: found a second call with devices='cpu', ")
