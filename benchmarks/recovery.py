@@ -1,9 +1,10 @@
 """All figures of recovery from killed ranks, measured on one machine with two cores.
 
-    python benchmarks/recovery.py [kills agreement checkpoint writing soak] [--json FILE]
+    python benchmarks/recovery.py [PART ...] [--json FILE]
 
-Twelve minutes in all; nothing else may run meanwhile. On three hosts, which are emulated by network
-namespaces of this machine and share its cores, and so as root:
+The parts are kills, closed, open, agreement, checkpoint, writing and soak. Twenty minutes in all;
+nothing else may run meanwhile. On three hosts, which are emulated by network namespaces of this
+machine and share its cores, and so as root:
 
     python benchmarks/recovery.py hosts host-losses
 """
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,28 @@ def run_kills(options: argparse.Namespace) -> Result:
     """Time from the kill of a rank to the next step of the others."""
     launch = Launch(options.ranks)
     result = kills.measure(launch, arguments_of(options), options.trials, options.seed)
+    kills.show(result)
+    return result
+
+
+def run_closed(options: argparse.Namespace) -> Result:
+    """The same for a script in the closed form; its final weights are compared, too."""
+    return run_script("closed", options)
+
+
+def run_open(options: argparse.Namespace) -> Result:
+    """The same for a script in the open form; its final weights are compared, too."""
+    return run_script("open", options)
+
+
+def run_script(form: str, options: argparse.Namespace) -> Result:
+    """Time from the kill of a rank to the next step of a script."""
+    launch = Launch(options.ranks, script=(str(HERE / "own_training.py"), form))
+    arguments = [f"--global-batch-size={options.batch}"]
+    with tempfile.TemporaryDirectory(prefix="kaitian-undisturbed-") as folder:
+        weights = kills.train_undisturbed(launch, arguments, Path(folder))
+        is_same = partial(kills.has_weights, weights)
+        result = kills.measure(launch, arguments, options.trials, options.seed, is_same)
     kills.show(result)
     return result
 
@@ -138,6 +162,8 @@ def run_soak(options: argparse.Namespace) -> Result:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "kills": run_kills,
+    "closed": run_closed,
+    "open": run_open,
     "agreement": run_agreement,
     "checkpoint": run_checkpoint,
     "writing": run_writing,

@@ -57,6 +57,8 @@ class Launch:
     """None: all ranks on this machine."""
     restarts: int = 0
     """Restarts allowed to kaitian-supervise; 0: no supervisor."""
+    script: tuple[str, ...] = ()
+    """A Python script with its first arguments, in place of kaitian-train."""
 
     def command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a job that survives the loss of ranks."""
@@ -71,12 +73,13 @@ class Launch:
             start += ["--hostfile", str(self.hosts.hostfile), "--bind-to", "none"]
             for name in sorted(os.environ):
                 start += ["-x", name] if name.startswith("OMPI_ALLOW_RUN_AS_ROOT") else []
-        words = [*start, str(scripts / "kaitian-train"), *arguments]
+        script = [sys.executable, *self.script] if self.script else [str(scripts / "kaitian-train")]
+        words = [*start, *script, *arguments]
         return words if self.hosts is None else self.hosts.on_first(*words)
 
 
 class Job:
-    """A run of kaitian-train; leaving the context terminates it."""
+    """A run of kaitian-train or of a script; leaving the context terminates it."""
 
     def __init__(self, launch: Launch, run_dir: Path, arguments: list[str]) -> None:
         self.run_dir = run_dir

@@ -7,17 +7,23 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from recovering.figures import in_seconds, middle_and_worst
 from recovering.job import Job, Launch, Line, is_whole, kill, recovery_after
 
 _STARTING_SEC, _TRAINING_SEC = 90.0, 40.0
 _FIRST_STEPS = 2  # not counted: warm-up
 _STEPS_BEFORE, _STEPS_TO_KILL_IN, _STEPS = 7, 4, 15
+WEIGHTS_TOLERANCE = 1e-9  # relative to a tensor's largest weight
 MEDIAN_TARGET_SEC, WORST_TARGET_SEC = 0.5, 2.0
+
+
+Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Trial:
     """The run finished with exit code 0 and reported the lost rank."""
     is_whole: bool
     """No step was lost or repeated."""
+    is_same: bool = True
+    """The results equal those of a run without a kill, where they are compared."""
 
     @property
     def over(self) -> float | None:
@@ -46,21 +54,59 @@ class Trial:
         return None if self.to_step is None else self.to_step - self.normal_step
 
 
-def measure(launch: Launch, arguments: list[str], trials: int, seed: int) -> dict[str, Any]:
-    """Kill a random rank at a random moment, in each of `trials` jobs."""
+def measure(
+    launch: Launch,
+    arguments: list[str],
+    trials: int,
+    seed: int,
+    is_same: Callable[[Path], bool] | None = None,
+) -> dict[str, Any]:
+    """Kill a random rank at a random moment, in each of `trials` jobs.
+
+    Args:
+        launch: how to start the ranks.
+        arguments: the program's.
+        trials: how many jobs.
+        seed: determines which ranks are killed and when.
+        is_same: whether the results in a run folder equal those of a run without a kill.
+    """
     choice, done = random.Random(seed), []
-    print("  killed rank  after step  normal step  to recover  to the next step  over  whole")
+    print("  killed rank  after step  normal step  to recover  to the next step  over  whole  same")
     for _ in range(trials):
-        done.append(_try(launch, arguments, choice))
+        done.append(_try(launch, arguments, choice, is_same))
         print(_row(done[-1]), flush=True)
     return _result(done)
+
+
+def train_undisturbed(launch: Launch, arguments: list[str], folder: Path) -> Weights:
+    """Return the weights after the same training without a kill."""
+    run_dir = folder / "run"
+    with Job(launch, run_dir, [*arguments, f"--max-steps={_STEPS}"]) as job:
+        if job.wait(_STARTING_SEC + _TRAINING_SEC) != 0:
+            raise RuntimeError(f"the run without a kill failed: see {job.keep_output()}")
+    return _weights_of(run_dir)
+
+
+def has_weights(expected: Weights, run_dir: Path) -> bool:
+    """Return whether a run's final weights are these, up to rounding."""
+    found = _weights_of(run_dir)
+    off = [
+        (found[name] - value).abs().max() / value.abs().max() for name, value in expected.items()
+    ]
+    return bool(torch.stack(off).max() <= WEIGHTS_TOLERANCE)
+
+
+def _weights_of(run_dir: Path) -> Weights:
+    weights: Weights = torch.load(run_dir / "checkpoints" / "model.pt", weights_only=True)
+    return weights
 
 
 def show(result: dict[str, Any]) -> None:
     """Print a summary of the trials."""
     print(
         f"{result['recovered']} of {result['trials']} recovered, {result['whole']} without a step "
-        f"lost or repeated\nkill to the next step, over a normal one of "
+        f"lost or repeated, {result['same']} with the same results as without a kill, where they "
+        f"are compared\nkill to the next step, over a normal one of "
         f"{result['normal_step_sec']:.2f} s: median {result['over_sec'][0]:.2f} s, worst "
         f"{result['over_sec'][1]:.2f} s (target: {MEDIAN_TARGET_SEC} s, {WORST_TARGET_SEC} s)\n"
         f"kill to that step: median {result['to_step_sec'][0]:.2f} s, worst "
@@ -69,7 +115,12 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def _try(launch: Launch, arguments: list[str], choice: random.Random) -> Trial:
+def _try(
+    launch: Launch,
+    arguments: list[str],
+    choice: random.Random,
+    is_same: Callable[[Path], bool] | None,
+) -> Trial:
     rank = choice.randrange(launch.ranks)
     with tempfile.TemporaryDirectory(prefix="kaitian-kills-") as folder:
         given = [*arguments, f"--max-steps={_STEPS}"]
@@ -79,7 +130,13 @@ def _try(launch: Launch, arguments: list[str], choice: random.Random) -> Trial:
             time.sleep(choice.uniform(0, _STEPS_TO_KILL_IN * normal))
             at = kill(pid)
             code = job.wait(_TRAINING_SEC)
-            return _judge(job, rank, at, code)
+            trial = _judge(job, rank, at, code)
+            if is_same is not None:
+                trial = replace(trial, is_same=trial.has_recovered and is_same(job.run_dir))
+            if not (trial.has_recovered and trial.is_whole and trial.is_same):
+                seconds, kept = at - job.began, job.keep_output()
+                print(f"killed after {seconds:.2f} s, exit code {code}: see {kept}")
+            return trial
 
 
 def _normal_step(lines: list[Line]) -> float:
@@ -93,7 +150,7 @@ def _judge(job: Job, rank: int, at: float, code: int | None) -> Trial:
     summary = job.summary()
     failures = summary.get("failures", [])
     named = [lost["rank"] for failure in failures for lost in failure["ranks"]]
-    trial = Trial(
+    return Trial(
         rank,
         max(line.step or 0 for line in before),
         _normal_step(before),
@@ -103,16 +160,14 @@ def _judge(job: Job, rank: int, at: float, code: int | None) -> Trial:
         code == 0 and summary.get("finished", False) and named == [rank],
         is_whole(job.lines, _STEPS),
     )
-    if not (trial.has_recovered and trial.is_whole):
-        print(f"killed after {at - job.began:.2f} s, exit code {code}: see {job.keep_output()}")
-    return trial
 
 
 def _row(trial: Trial) -> str:
     return (
         f"{trial.rank:13} {trial.after_step:11} {in_seconds(trial.normal_step):>12} "
         f"{in_seconds(trial.to_regroup):>11} {in_seconds(trial.to_step):>17} "
-        f"{'' if trial.over is None else f'{trial.over:.2f}':>5}  {trial.is_whole}"
+        f"{'' if trial.over is None else f'{trial.over:.2f}':>5}  {trial.is_whole!s:5}  "
+        f"{trial.is_same}"
     )
 
 
@@ -121,6 +176,7 @@ def _result(trials: list[Trial]) -> dict[str, Any]:
         "trials": len(trials),
         "recovered": sum(trial.has_recovered for trial in trials),
         "whole": sum(trial.is_whole for trial in trials),
+        "same": sum(trial.is_same for trial in trials),
         "normal_step_sec": statistics.median(trial.normal_step for trial in trials),
         "over_sec": middle_and_worst([trial.over for trial in trials]),
         "to_step_sec": middle_and_worst([trial.to_step for trial in trials]),
