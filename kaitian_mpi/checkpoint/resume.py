@@ -46,7 +46,7 @@ def find_checkpoint(
     Args:
         config: `--keep-checkpoints` and `--snapshots`.
         world: the ranks.
-        run_folder: the run folder on world rank 0.
+        run_folder: the run folder on world rank 0; None where nothing is written.
         resume: `auto`, a checkpoint's .pt file, or empty for none.
 
     Raises:
@@ -67,7 +67,8 @@ def find_checkpoint(
         if candidates[0]["damaged"]:
             raise AgreedError(candidates[0]["damaged"])
         if resume:
-            print_rank_0(world, f"found no checkpoint in {run_folder}: starting from scratch")
+            where = "without a run folder" if run_folder is None else f"in {run_folder}"
+            print_rank_0(world, f"found no checkpoint {where}: starting from scratch")
         return FoundCheckpoint()
     best = candidates[source]
     return FoundCheckpoint(
@@ -222,7 +223,8 @@ def _on_disk(
                 f"--resume: found no file {path}, needed auto or a checkpoint's .pt file"
             )
         return CheckpointFiles.load(path), ""
-    assert run_folder is not None, "--resume auto needs one"
+    if run_folder is None:  # a rank was lost before the first step
+        return None, ""
     files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
     try:
         found, steps = files.newest_good(), files.steps()

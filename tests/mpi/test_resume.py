@@ -118,6 +118,14 @@ def weights_in(folder):
     return torch.cat([value.flatten() for value in state.values()])
 
 
+def test_a_rank_lost_before_the_first_step_needs_no_run_folder(world, capfd):
+    """The survivors then look for a checkpoint, since the lost rank may have held it."""
+    config = TrainConfig(model="cnn")
+    assert find_checkpoint(config, world, None, "auto").metadata is None
+    said = "found no checkpoint without a run folder: starting from scratch"
+    assert (said in capfd.readouterr().out) == (world.rank == 0)
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -11,7 +11,7 @@ from kaitian_mpi import Task, Training
 from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.mpi.exchange import gather_values
 
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.sizes(3)
 
 QUIET = {
     "global_batch_size": 12,
