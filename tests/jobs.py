@@ -165,14 +165,22 @@ def steps_shown(ended: Ended) -> list[int]:
 class Job:
     """A job under mpirun whose lines are heard as they come; its ranks can be sent signals.
 
-    Its stderr goes with its output. Leaving it as a context ends it, if it has not ended.
+    Its stderr goes with its output. Leaving it as a context ends it, if it has not ended. A rank
+    that is not `fresh` can be killed, but not stopped.
     """
 
     def __init__(
-        self, ranks: int, *command: str, cwd: Path, survives: bool = True, **env: str
+        self,
+        ranks: int,
+        *command: str,
+        cwd: Path,
+        survives: bool = True,
+        fresh: bool = True,
+        **env: str,
     ) -> None:
         words = ("mpirun", *(("--with-ft", "ulfm") if survives else ()), "-np", str(ranks))
-        self._start(*words, *command, cwd=cwd, env=env)
+        words += command if fresh else tuple(forked(command))
+        self._start(*words, cwd=cwd, env=env)
 
     def _start(self, *command: str, cwd: Path, env: dict[str, str]) -> None:
         self.started_at = time.time()
@@ -208,7 +216,7 @@ class Job:
                 return match
 
     def rank_pids(self) -> dict[int, int]:
-        """Return the processes of the ranks that live, by world rank."""
+        """Return the processes of the ranks that live, or that stand for them, by world rank."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         own = {rank_of(pid): pid for pid in pids if parent_of(pid) == self.process.pid}
         return {rank: pid for rank, pid in own.items() if rank is not None}

@@ -117,7 +117,7 @@ def assert_user_error(result, message):
 @WITH_AND_WITHOUT_ULFM
 def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
     command = f"kaitian-train --model planted:{model} --balance off --epochs 50".split()
-    ended = mpirun(4, *options, *command, fresh=model == "raising")
+    ended = mpirun(4, *options, *command, fresh=model == "raising" and not options)
     assert ended.code == code, ended.text
     assert re.search(message, ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
@@ -187,7 +187,7 @@ def test_a_failing_rank_of_a_users_script_ends_the_job(mpirun, options, tmp_path
         "    raise RuntimeError('planted')\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    ended = mpirun(3, *options, PYTHON, "script.py", fresh=True)
+    ended = mpirun(3, *options, PYTHON, "script.py", fresh=not options)
     assert ended.code != 0
     assert re.search(r"^\[1@[^\]]+\] RuntimeError: planted$", ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])

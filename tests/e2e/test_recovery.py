@@ -149,7 +149,7 @@ def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed
 def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
     command = "kaitian-train --model planted:slow_to_evaluate --epochs 2".split()
     kinds = "--emulate-kinds gpu,gpu,mlu,mlu".split()
-    with Job(4, *command, *EVEN, *kinds, cwd=tmp_path) as job:
+    with Job(4, *command, *EVEN, *kinds, cwd=tmp_path, fresh=False) as job:
         job.wait_for(r"step 2/")
         job.kill(0, 1)
         job.wait_for(rf"step {STEPS_PER_EPOCH}/")
@@ -174,7 +174,9 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
 def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
     command = "kaitian-train --model planted:prints_first_step --epochs 5 --run-dir run".split()
     flags = "--spares 2 --benchmark-seconds 3 --log-interval 0".split()
-    with Job(5, *command, *flags, cwd=tmp_path) as job:  # the second spare is never needed
+    with Job(
+        5, *command, *flags, cwd=tmp_path, fresh=False
+    ) as job:  # the second spare is never needed
         job.wait_for("rank 1 computes")
         job.kill(1)
         job.wait_for(r"step 3/")
@@ -209,7 +211,7 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     ended = run_ranks(2, *command, *EVEN, cwd=whole)
     assert ended.code == 0, ended.text
 
-    with Job(2, *often, cwd=cut, survives=False) as job:
+    with Job(2, *often, cwd=cut, survives=False, fresh=False) as job:
         job.wait_for("fault tolerance: off")
         job.wait_for("found no checkpoint in run: starting from scratch")
         job.wait_for(r"step 18/")
