@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-
-from kaitian_mpi.collectives.validation import not_dense
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -50,6 +48,8 @@ class Collective(_Fields, ABC):
     """The operator's name in `torch.ops.c10d`."""
     may_be_uneven: ClassVar[bool] = False
     """Whether shapes may differ between ranks."""
+    takes_sparse: ClassVar[bool] = False
+    """Whether the tensors may be sparse."""
 
     @property
     def result(self) -> Tensors:
@@ -57,14 +57,11 @@ class Collective(_Fields, ABC):
         return self.outputs or self.inputs
 
     def check(self, rank: int, size: int) -> None:
-        """Check the arguments on rank `rank` of `size`, before anything is sent.
+        """Check whether the arguments fit together on rank `rank` of `size`.
 
         Raises:
-            UnsupportedError: their shapes or dtypes do not match, or a tensor is sparse.
+            UnsupportedError: their shapes or dtypes do not match.
         """
-        for tensor in self.result:
-            if tensor.layout is not torch.strided:
-                raise not_dense(tensor, self.name)
 
     @abstractmethod
     def on_host(self, host: HostOperations) -> Call:
@@ -95,12 +92,11 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return [_changed(item, change) for item in value] if isinstance(value, list) else value
 
 
-def call_for_each(method: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> Call:
+def call_for_each(method: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Call:
     """Return a function that calls `method` with each tuple of arguments, in order."""
-    calls = list(arguments)
-    if len(calls) == 1:
-        return partial(method, *calls[0])
-    return partial(_call_each, method, calls)
+    if len(arguments) == 1:
+        return partial(method, *arguments[0])
+    return partial(_call_each, method, arguments)
 
 
 def _call_each(method: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:

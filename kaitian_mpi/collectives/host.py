@@ -41,7 +41,7 @@ class HostOperations:
             host = to_host(tensor)
             wide = op.in_supported_dtype(host)
             self._complete(nonblocking.allreduce(self._comm, wide, op), wide)
-            op.divide_average(wide, self._comm.size)
+            op.divide_average(wide, self.size)
             if wide is not host:
                 host.copy_(wide)
             from_host(host, tensor)
@@ -58,7 +58,7 @@ class HostOperations:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""
-        is_root = self._comm.rank == root
+        is_root = self.rank == root
         host = to_host(tensor, read=is_root)
         self._complete(nonblocking.broadcast(self._comm, host, root), host)
         if not is_root:
@@ -69,14 +69,14 @@ class HostOperations:
         self._arrive()
         host = to_host(tensor)
         host_collectives.reduce(self._comm, host, root, op)
-        if self._comm.rank == root:
+        if self.rank == root:
             from_host(host, tensor)
 
     def sum_sparse(self, tensor: torch.Tensor) -> None:
         """Sum `torch.sparse_coo` tensors over all ranks, in place; the result is coalesced."""
         own = tensor.detach().coalesce()
         indices, entries = own.indices(), own.values()
-        counts = torch.zeros(self._comm.size, dtype=torch.int64)
+        counts = torch.zeros(self.size, dtype=torch.int64)
         self.all_gather_single(counts, torch.tensor([indices.size(1)]))
         # Transposed to one row per entry, so that each rank's piece is contiguous.
         rows = [indices.new_empty((count, indices.size(0))) for count in counts.tolist()]
@@ -89,7 +89,7 @@ class HostOperations:
 
     def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into `pieces`."""
-        self._exchange([to_host(tensor)] * self._comm.size, pieces)
+        self._exchange([to_host(tensor)] * self.size, pieces)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
@@ -103,15 +103,15 @@ class HostOperations:
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
         """Gather every rank's tensor into `pieces` on rank `root`; `pieces` is empty elsewhere."""
-        sent: list[torch.Tensor | None] = [None] * self._comm.size
+        sent: list[torch.Tensor | None] = [None] * self.size
         sent[root] = to_host(tensor)
         self._exchange(sent, pieces)
 
     def scatter(self, tensor: torch.Tensor, pieces: Tensors, root: int) -> None:
         """Scatter rank `root`'s `pieces` into each rank's `tensor`; `pieces` is empty elsewhere."""
-        received: list[torch.Tensor | None] = [None] * self._comm.size
+        received: list[torch.Tensor | None] = [None] * self.size
         received[root] = tensor
-        sent: list[torch.Tensor | None] = [None] * self._comm.size
+        sent: list[torch.Tensor | None] = [None] * self.size
         if pieces:
             sent = [to_host(piece) for piece in pieces]
         self._exchange(sent, received)
@@ -134,7 +134,7 @@ class HostOperations:
             wide = host if wide_source is source else host.to(wide_source.dtype)
             request = nonblocking.reduce_scatter(self._comm, wide, wide_source, op)
             self._complete(request, wide, wide_source)
-            op.divide_average(wide, self._comm.size)
+            op.divide_average(wide, self.size)
             if wide is not host:
                 host.copy_(wide)
         else:
@@ -164,7 +164,7 @@ class HostOperations:
     ) -> None:
         """Send host tensors, and receive into tensors on any device."""
         self._arrive()
-        received = received or [None] * self._comm.size
+        received = received or [None] * self.size
         hosts = [None if piece is None else to_host(piece, read=False) for piece in received]
         pairwise.exchange(self._comm, sent, hosts)
         for host, piece in zip(hosts, received, strict=True):

@@ -13,9 +13,14 @@ from kaitian_mpi.collectives.collective import (
     Tensors,
     call_for_each,
 )
-from kaitian_mpi.collectives.validation import check_pieces, check_whole, element_counts
+from kaitian_mpi.collectives.validation import (
+    check_pieces,
+    check_splits,
+    check_whole,
+    element_counts,
+)
 from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi.datatypes import Reduction, reduction
+from kaitian_mpi.mpi.datatypes import reduction
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -23,17 +28,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.collectives.host import HostOperations
 
 
-class Reducing(LibraryCollective):
-    """A collective with a reduce operation."""
-
-    __slots__ = ()
-
-    def _reductions(self) -> list[Reduction]:
-        """Return the reduction of each output's dtype."""
-        return [reduction(tensor.dtype, self.op) for tensor in self.outputs]
-
-
-class AllReduce(Reducing):
+class AllReduce(LibraryCollective):
     """Reduce each tensor over all ranks, in place."""
 
     __slots__ = ()
@@ -41,7 +36,8 @@ class AllReduce(Reducing):
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
-        return call_for_each(host.allreduce, zip(self.outputs, self._reductions(), strict=True))
+        op = self.op
+        return call_for_each(host.allreduce, [(t, reduction(t.dtype, op)) for t in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
         """Start one call per tensor, because libraries take only one."""
@@ -53,16 +49,14 @@ class SparseSum(Collective):
 
     __slots__ = ()
     name, operator = AllReduce.name, AllReduce.operator
-
-    def check(self, rank: int, size: int) -> None:
-        """Accept any shape."""
+    takes_sparse = True
 
     def on_host(self, host: HostOperations) -> Call:
         """Sum one tensor after the other."""
         return call_for_each(host.sum_sparse, [(tensor,) for tensor in self.outputs])
 
 
-class Reduce(Reducing):
+class Reduce(LibraryCollective):
     """Reduce each tensor to rank `root`, in place."""
 
     __slots__ = ()
@@ -70,8 +64,8 @@ class Reduce(Reducing):
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
-        roots = [self.root] * len(self.outputs)
-        return call_for_each(host.reduce, zip(self.outputs, roots, self._reductions(), strict=True))
+        op, root = self.op, self.root
+        return call_for_each(host.reduce, [(t, root, reduction(t.dtype, op)) for t in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it on the library."""
@@ -114,11 +108,10 @@ class AllGather(LibraryCollective):
                     f"{self.name}: found {pieces[rank].numel()} elements for this rank's own "
                     f"piece, needed {tensor.numel()} as in its input"
                 )
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Gather one tensor after the other."""
-        return call_for_each(host.all_gather, zip(self.outputs, self.inputs, strict=True))
+        return call_for_each(host.all_gather, [*zip(self.outputs, self.inputs, strict=True)])
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it on the library."""
@@ -136,11 +129,10 @@ class AllGatherSingle(LibraryCollective):
         """Check that each output has room for all ranks."""
         for output, tensor in zip(self.outputs, self.inputs, strict=True):
             check_whole(output, tensor, size, "all_gather_single")
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Gather one tensor after the other."""
-        return call_for_each(host.all_gather_single, zip(self.outputs, self.inputs, strict=True))
+        return call_for_each(host.all_gather_single, [*zip(self.outputs, self.inputs, strict=True)])
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it on the library."""
@@ -157,7 +149,6 @@ class Gather(LibraryCollective):
         """Check that there is a piece for each rank."""
         if self.outputs:
             check_pieces(self.outputs, self.inputs[0], size, self.name, equal=True)
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Gather the tensor."""
@@ -179,7 +170,6 @@ class Scatter(LibraryCollective):
         """Check that there is a piece for each rank."""
         if self.inputs:
             check_pieces(self.inputs, self.outputs[0], size, self.name, equal=True)
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Scatter the pieces."""
@@ -191,7 +181,7 @@ class Scatter(LibraryCollective):
         return [library.scatter(self.outputs, inputs, self.options)]
 
 
-class ReduceScatter(Reducing):
+class ReduceScatter(LibraryCollective):
     """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
 
     __slots__ = ()
@@ -202,19 +192,20 @@ class ReduceScatter(Reducing):
         """Check that there is a piece for each rank."""
         for output, pieces in zip(self.outputs, self.inputs, strict=True):
             check_pieces(pieces, output, size, self.name)
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one list of pieces after the other."""
-        arguments = zip(self.outputs, self.inputs, self._reductions(), strict=True)
-        return call_for_each(host.reduce_scatter, arguments)
+        op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
+        return call_for_each(
+            host.reduce_scatter, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
+        )
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it on the library."""
         return [library.reduce_scatter(self.outputs, self.inputs, self.options)]
 
 
-class ReduceScatterSingle(Reducing):
+class ReduceScatterSingle(LibraryCollective):
     """Reduce each of `inputs`; each rank gets its part of the first dimension in `outputs`."""
 
     __slots__ = ()
@@ -225,12 +216,13 @@ class ReduceScatterSingle(Reducing):
         """Check that each input has a part for each rank."""
         for output, tensor in zip(self.outputs, self.inputs, strict=True):
             check_whole(tensor, output, size, "reduce_scatter_single")
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
-        arguments = zip(self.outputs, self.inputs, self._reductions(), strict=True)
-        return call_for_each(host.reduce_scatter_single, arguments)
+        op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
+        return call_for_each(
+            host.reduce_scatter_single, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
+        )
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it on the library."""
@@ -249,7 +241,6 @@ class AllToAll(LibraryCollective):
         """Check that there is a piece for each rank."""
         for pieces in (self.outputs, self.inputs):
             check_pieces(pieces, self.inputs[0], size, self.name)
-        super().check(rank, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Exchange the pieces."""
@@ -269,22 +260,22 @@ class AllToAllSingle(LibraryCollective):
 
     def check(self, rank: int, size: int) -> None:
         """Check that the splits make up the first dimensions."""
-        self._counts(size)
-        super().check(rank, size)
+        received, sent = self.splits
+        check_splits(self.outputs[0], received, size)
+        check_splits(self.inputs[0], sent, size)
 
     def on_host(self, host: HostOperations) -> Call:
         """Exchange the parts."""
-        received, sent = self._counts(host.size)
-        return partial(host.all_to_all_single, self.outputs[0], received, self.inputs[0], sent)
+        output, tensor = self.outputs[0], self.inputs[0]
+        received, sent = self.splits
+        received = element_counts(output, received, host.size)
+        sent = element_counts(tensor, sent, host.size)
+        return partial(host.all_to_all_single, output, received, tensor, sent)
 
     def on_library(self, library: Any) -> list[Work]:
         """Start it on the library."""
         output, tensor = self.outputs[0], self.inputs[0]
         return torch_releases.all_to_all_single(library, output, tensor, *self.splits, self.options)
-
-    def _counts(self, size: int) -> tuple[list[int], list[int]]:
-        received = element_counts(self.outputs[0], self.splits[0], size)
-        return received, element_counts(self.inputs[0], self.splits[1], size)
 
 
 class Barrier(Collective):
@@ -292,9 +283,6 @@ class Barrier(Collective):
 
     __slots__ = ()
     name = operator = "barrier"
-
-    def check(self, rank: int, size: int) -> None:
-        """Accept any arguments."""
 
     def on_host(self, host: HostOperations) -> Call:
         """Wait."""

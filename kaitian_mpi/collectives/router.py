@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.collective import Collective, LibraryCollective, Tensors
@@ -12,6 +13,7 @@ from kaitian_mpi.collectives.host import HostOperations
 from kaitian_mpi.collectives.hybrid import HybridOperations
 from kaitian_mpi.collectives.observation import is_observed, observed
 from kaitian_mpi.collectives.staging import SideStreams
+from kaitian_mpi.collectives.validation import not_dense
 from kaitian_mpi.collectives.vendor import VendorGroup, VendorLibrary
 from kaitian_mpi.collectives.work import Finished
 from kaitian_mpi.collectives.worker import Worker
@@ -55,11 +57,15 @@ class Router:
         """Start a collective, which runs after those started before it.
 
         Raises:
-            UnsupportedError: its arguments do not match, or the reduction is not supported.
+            UnsupportedError: its arguments do not match, a tensor is sparse, or the reduction is
+                not supported.
             CollectiveError: it failed in the caller's thread.
         """
         collective.check(self._rank, self._size)
         result = collective.result
+        for tensor in result:
+            if tensor.layout is not torch.strided and not collective.takes_sparse:
+                raise not_dense(tensor, collective.name)
         if result and result[0].is_meta:
             return Finished(result)  # no data to move; torch's other backends do the same
         if is_observed():

@@ -14,6 +14,9 @@ _BUFFERS = 3  # of a relay: one is copied to the host, one exchanged, one copied
 
 Streams = AbstractContextManager[None]
 
+NO_STREAMS: Streams = nullcontext()
+"""Where all tensors are on the host."""
+
 
 class SideStreams:
     """Streams on which a thread other than the caller's works on tensors of an accelerator.
@@ -44,7 +47,7 @@ class SideStreams:
         device = on_device[0].device if on_device else self._device
         module = None if device is None else device_of(device).streams()
         if device is None or module is None:
-            return nullcontext()
+            return NO_STREAMS
         if device not in self._streams:
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
@@ -79,13 +82,15 @@ def _record(tensor: torch.Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in lists and tuples of any depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors in lists and tuples of any depth."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
 
 
 def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
@@ -118,7 +123,7 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
         tensor: on any device.
         read: whether the tensor's values are needed in the copy.
     """
-    if is_plain(tensor) and tensor.is_cpu:
+    if tensor.is_cpu and is_plain(tensor):
         return tensor.detach() if tensor.requires_grad else tensor
     pins = device_of(tensor.device).pins_memory
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
@@ -132,7 +137,7 @@ def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = 
 
     With `non_blocking`, the current stream of an accelerator copies them later.
     """
-    if host.device == tensor.device and is_plain(tensor):
+    if host is tensor or (host.device == tensor.device and is_plain(tensor)):
         return
     with writing([tensor]) or nullcontext():
         tensor.detach().copy_(host, non_blocking=non_blocking)

@@ -64,24 +64,30 @@ def check_whole(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -
         )
 
 
-def element_counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return the number of elements of each rank's part of a tensor's first dimension.
+def check_splits(tensor: torch.Tensor, splits: Sequence[int], size: int) -> None:
+    """Check that the ranks' splits sum to a tensor's first dimension; no splits mean equal parts.
 
     Raises:
-        UnsupportedError: the splits do not sum to the dimension.
+        UnsupportedError: they do not.
     """
-    length = tensor.size(0) if tensor.ndim else 1
+    shape = tensor.shape
+    length = shape[0] if shape else 1
     if not splits:
         if length % size:
             raise UnsupportedError(
                 f"all_to_all_single: found a first dimension of {length}, needed a multiple of "
                 f"{size}, or split sizes"
             )
-        return [tensor.numel() // size] * size
-    if len(splits) != size or sum(splits) != length:
+    elif len(splits) != size or sum(splits) != length:
         raise UnsupportedError(
             f"all_to_all_single: found split sizes {list(splits)}, needed {size} that sum to "
             f"{length}"
         )
+
+
+def element_counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Return the number of elements of each rank's part of a tensor's first dimension."""
+    if not splits:
+        return [tensor.numel() // size] * size
     row = math.prod(tensor.shape[1:])
     return [split * row for split in splits]

@@ -43,6 +43,9 @@ class OrderedFuture(torch.futures.Future):
     collectives called before it was attached, and before those called later.
     """
 
+    # Without a dictionary, because each queued collective creates one.
+    __slots__ = ("_queue", "_tensors")
+
     def __init__(self, queue: CallbackQueue | None, tensors: list[torch.Tensor]) -> None:
         """Create a future of a collective's result.
 
@@ -129,6 +132,8 @@ def _raise(value: Any) -> None:
 class Finished(Work):
     """The work of a collective that is already done."""
 
+    __slots__ = ("_result",)
+
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result = result
@@ -163,6 +168,8 @@ class Finished(Work):
 @not_compiled
 class Queued(Work):
     """The work of a collective that another thread executes."""
+
+    __slots__ = ("_error", "_future", "_has_future_reader", "_records", "_result", "is_error_seen")
 
     def __init__(self, result: list[torch.Tensor], queue: CallbackQueue | None = None) -> None:
         """Create it, with its future.
@@ -252,10 +259,10 @@ class Queued(Work):
         self._end_records()  # of one that was added meanwhile
 
     def _end_records(self) -> None:
-        while True:
+        while self._records:
             try:
                 self._records.pop().set_result(None)
-            except IndexError:
+            except IndexError:  # another thread has just ended the last one
                 return
 
     def _wait_at_most(self, limit_sec: float) -> None:

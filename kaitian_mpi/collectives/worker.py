@@ -6,15 +6,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.collective import Call
-from kaitian_mpi.collectives.staging import SideStreams, Streams, writing
+from kaitian_mpi.collectives.staging import NO_STREAMS, SideStreams, Streams, writing
 from kaitian_mpi.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
@@ -27,8 +25,7 @@ _KEPT_WORKS = 16
 _ARGUMENT_ERRORS = (UnsupportedError, TypeError, ValueError, NotImplementedError)
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):  # faster to create than a frozen dataclass
     run: Call
     streams: Streams
     is_callback: bool = False
@@ -58,6 +55,7 @@ class Worker:
         self._kept: deque[Queued] = deque(maxlen=_KEPT_WORKS)
         self._failed: Queued | None = None
         self._thread: threading.Thread | None = None
+        self._thread_id = 0
         # Used by the worker's thread only:
         self._in_callback = False
         self._is_closing = False
@@ -154,9 +152,9 @@ class Worker:
     def close(self) -> None:
         """Finish what is queued, end the thread, and report an error that no caller waited for."""
         if self._thread is not None:
-            self._put(_Task(self._begin_closing, nullcontext()))
+            self._put(_Task(self._begin_closing, NO_STREAMS))
             self._thread.join()
-            self._thread, self._is_closing = None, False
+            self._thread, self._thread_id, self._is_closing = None, 0, False
         failed, self._failed = self._failed, None
         if failed is not None and not failed.is_error_seen:
             write_labelled(
@@ -164,7 +162,7 @@ class Worker:
             )
 
     def _is_own_thread(self) -> bool:
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._thread_id == threading.get_ident()
 
     def _is_in_callback(self) -> bool:
         return self._in_callback and self._is_own_thread()
@@ -198,6 +196,7 @@ class Worker:
             self._waiting += change
 
     def _loop(self) -> None:
+        self._thread_id = threading.get_ident()
         try:
             while not self._is_closing or not self._tasks.empty():
                 task = self._tasks.get()
