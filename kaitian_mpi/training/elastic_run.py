@@ -1,0 +1,236 @@
+"""A run that goes on with the surviving ranks, attempt after attempt, until it is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.batches import MicroBatch
+from kaitian_mpi.elastic.membership import Membership
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import AgreedError, StorageError, UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.signals import handle_signals, is_handled
+from kaitian_mpi.runtime.watchdog import is_watched, setup_limit, start_watchdog, stop_watchdog
+from kaitian_mpi.training.attempt import Attempt
+from kaitian_mpi.training.run import Run
+from kaitian_mpi.training.session import open_run
+from kaitian_mpi.training.summary import Summary
+
+Result = TypeVar("Result")
+
+
+class ElasticRun:
+    """Trains a run on whichever ranks are left, until it is done or stopped.
+
+    After a loss the attempt at hand is given up, the surviving ranks regroup, and the next attempt
+    goes on from the last step that is done. Every method is collective, unless stated otherwise.
+
+    Attributes:
+        task: what is trained.
+        membership: the ranks.
+        attempt: at training on the active ranks; None before it begins, and after a loss.
+        is_done: whether the run is finished, or stopped for good.
+        is_closed: whether everything is let go of.
+    """
+
+    def __init__(
+        self,
+        make_task: Callable[[], Task],
+        config: TrainingConfig,
+        world: World,
+        on_close: Callable[[], None],
+    ) -> None:
+        """Load the task, and begin or resume its run.
+
+        Args:
+            make_task: returns the task.
+            config: the settings.
+            world: all ranks.
+            on_close: called once, when everything is let go of.
+
+        Raises:
+            UserError: the task or a setting cannot be used.
+        """
+        slowdown = config.emulate_slowdown or world.emulation.slowdown
+        config = replace(config, emulate_slowdown=slowdown)
+        self.is_closed = False
+        self.attempt: Attempt | None = None
+        self._on_close = on_close
+        self._unrecorded: dict[str, float] = {}
+        self._script_slowdown = world.script_slowdown
+        self._script_slowdown.pause()  # the trainer slows down each of its steps itself
+        self._owns_watchdog = _watch_process(config)
+        self.membership = Membership(world)
+        try:
+            run = open_run(make_task, config, self.membership)
+        except BaseException:
+            self.leave()
+            raise
+        self.task, self._run, self._summary = run
+        self.is_done = self._run is None
+
+    @property
+    def summary(self) -> Summary:
+        """How the run stands. Not collective."""
+        return self._summary if self._run is None else self._run.summary
+
+    @property
+    def computation(self) -> Computation:
+        """How this rank computes. Not collective."""
+        return self._unfinished.state.computation
+
+    @property
+    def _unfinished(self) -> Run:
+        assert self._run is not None, "a finished run trains no batch"
+        return self._run
+
+    def guarded(self, work: Callable[..., Result], *arguments: object) -> Result | None:
+        """Do something collective; after a loss, regroup and return None."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            failure = error
+        self.recover(failure)  # outside the handler, which would keep what the error refers to
+        return None
+
+    def recover(self, failure: Exception) -> None:
+        """Give up the attempt, and regroup with the surviving ranks.
+
+        Raises:
+            Exception: the failure, if no rank is lost; then everything is let go of.
+        """
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.close(failure)
+        try:
+            self.membership.recover(failure)
+        except Exception:
+            self.leave(failure)
+            raise
+
+    def next_share(self) -> Sequence[MicroBatch] | None:
+        """Return this rank's share of the next step; None where the run is done.
+
+        Raises:
+            AgreedError: it is done, but its results could not be written.
+        """
+        while not self.is_done:
+            share = self.guarded(self._advance)
+            if share is not None:
+                return share
+        return None
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the means of the task's metrics; of a run that is done, those found at its end."""
+        while not self.is_done:
+            means = self.guarded(self._evaluate)
+            if means is not None:
+                return means
+        return dict(self.summary.validation or {})
+
+    def record(self, figures: Mapping[str, float]) -> None:
+        """Add figures to the next line of metrics. Not collective."""
+        if self.attempt is None:
+            self._unrecorded.update(figures)
+        else:
+            self.attempt.record(figures)
+
+    def stop(self) -> None:
+        """Save the run as it stands, for another job to resume, and let the ranks on standby leave.
+
+        Does nothing to a run that is done.
+        """
+        while not (self.is_closed or self.is_done):
+            self.guarded(self._stop)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Let go of everything. Not collective: no rank is waited for.
+
+        Args:
+            error: why, if it is one.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.close(error or UserError("the training is closed"))
+        if self._owns_watchdog:
+            stop_watchdog()
+        self._script_slowdown.resume()
+        self._on_close()
+
+    def _advance(self) -> Sequence[MicroBatch] | None:
+        attempt = self._ready()
+        share = None if attempt is None else attempt.next_share()
+        if share is None:
+            self._finish(attempt)
+        return share
+
+    def _evaluate(self) -> dict[str, float] | None:
+        attempt = self._ready()
+        if attempt is None:
+            self._finish(None)
+            return None
+        return dict(attempt.trainer.evaluate().means)
+
+    def _ready(self) -> Attempt | None:
+        """Return what trains on the active ranks; None once the work is done without this rank."""
+        if self.attempt is None:
+            world = self.membership.wait_until_active()
+            if world is not None:
+                self.attempt = Attempt(self._unfinished, world)
+                self.attempt.record(self._unrecorded)
+                self._unrecorded = {}
+        return self.attempt
+
+    def _finish(self, attempt: Attempt | None) -> None:
+        """Write the results, and let the ranks on standby leave."""
+        run = self._unfinished
+        if attempt is not None:
+            attempt.finish()
+            self.membership.commit()
+        self.membership.release()
+        if self.membership.has_standby:
+            self._share_results(run)
+            self.membership.commit()
+        self.is_done = True
+        if run.fault:  # only now, for the ranks on standby would wait for ever
+            raise AgreedError(run.fault, StorageError.exit_code)
+
+    def _share_results(self, run: Run) -> None:
+        """Give the ranks that stood by the weights and the summary, for the script may use both."""
+        world = self.membership.all_ranks
+        run.state.sync_to_latest(world)
+        known = gather_values(world.comm, run.summary.to_json())
+        finished = (summary for summary in known if summary.get("finished"))
+        run.summary = Summary.from_json(next(finished, known[world.rank]))
+
+    def _stop(self) -> None:
+        if self.membership.wait_until_active() is not None:
+            if self.attempt is not None or self.membership.losses:
+                attempt = self._ready()
+                assert attempt is not None
+                attempt.save()
+                attempt.close()
+            self.membership.commit()
+        self.membership.release()
+        self.is_done = True
+
+
+def _watch_process(config: TrainingConfig) -> bool:
+    """Have this rank watched, and its signals handled, unless its program does so already.
+
+    Returns:
+        Whether a watchdog has been started.
+    """
+    if not is_handled():
+        handle_signals(Path(sys.argv[0]).name or "python")
+    return not is_watched() and start_watchdog(setup_limit(config.step_timeout)) is not None
