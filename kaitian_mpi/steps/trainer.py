@@ -16,6 +16,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import MicroBatch, StepBatches
 from kaitian_mpi.data.loader import make_loader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.evaluation import Evaluation, evaluate
@@ -261,7 +262,7 @@ class Trainer:
         shares = list(self.sampler.first_shares(count))
         statistics, device = self.state.statistics, self._computation.device
         statistics.before_step(0, sum(map(len, shares)), count)
-        devices = [] if device.type == "cpu" else [device]
+        devices = [] if device_of(device).is_host else [device]
         with torch.random.fork_rng(devices, device_type=device.type):
             for indices in filter(None, shares):
                 enter_phase("getting a batch")
