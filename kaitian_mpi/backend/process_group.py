@@ -29,7 +29,7 @@ from kaitian_mpi.collectives.collective import Collective, Tensors
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.collectives.detail_check import AgreementCheck
 from kaitian_mpi.collectives.host import HostOperations
-from kaitian_mpi.collectives.hybrid import HybridOperations
+from kaitian_mpi.collectives.hybrid import ALGORITHMS, HybridOperations
 from kaitian_mpi.collectives.observation import profile_record
 from kaitian_mpi.collectives.operations import (
     AllGather,
@@ -137,8 +137,13 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         return BACKEND
 
     @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The algorithms that there are for `allreduce` between kinds."""
+        return tuple(ALGORITHMS)
+
+    @property
     def algorithm(self) -> str:
-        """The algorithm of `allreduce` between kinds: a name in `hybrid.ALGORITHMS`; settable.
+        """The algorithm of `allreduce` between kinds, one of `algorithms`; settable.
 
         Must be the same on every rank; has no effect in a group of a single kind.
         """

@@ -5,19 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.backend.process_group import KaitianProcessGroup
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, fit_allreduce
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
+
+if TYPE_CHECKING:
+    # Importing it starts MPI, and a script imports this module before MPI's settings are made.
+    from kaitian_mpi.backend.process_group import KaitianProcessGroup
 
 _REPEATS = 5
 _MAX_SEC = 2.0
@@ -43,11 +46,12 @@ def choose_algorithm(
     if request != "auto":
         group.algorithm = request
         return {}
+    names = group.algorithms
     # All algorithms in each round, so that a temporary load affects all of them.
-    seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     buckets = [torch.zeros(size, device=device) for size in sizes]
     for _ in _rounds(group):
-        for name in ALGORITHMS:
+        for name in names:
             group.algorithm = name
             dist.barrier(group)
             start = time.perf_counter()
@@ -55,9 +59,9 @@ def choose_algorithm(
                 dist.all_reduce(bucket, group=group)
             _synchronize(device)
             seconds[name].append(time.perf_counter() - start)
-    own = [_typical(seconds[name]) for name in ALGORITHMS]
+    own = [_typical(seconds[name]) for name in names]
     slowest = [max(times) for times in zip(*gather_values(group.comms.world, own), strict=True)]
-    measured = dict(zip(ALGORITHMS, slowest, strict=True))
+    measured = dict(zip(names, slowest, strict=True))
     group.algorithm = min(measured, key=lambda name: measured[name])
     return measured
 
@@ -148,10 +152,10 @@ def measure_allreduce(
     sizes = sorted({*_SIZES, max(buckets)})
     seconds = None
     if world.rank in ranks:
-        assert isinstance(group, KaitianProcessGroup)
+        measured = cast("KaitianProcessGroup", group)
         if not is_world:
-            choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
-        seconds = [time_allreduce(group, size // 4, world.device) for size in sizes]
+            choose_algorithm(measured, request, [size // 4 for size in buckets], world.device)
+        seconds = [time_allreduce(measured, size // 4, world.device) for size in sizes]
         if not is_world:
             dist.destroy_process_group(group)
     sleeping_barrier(world.comm)  # ranks that take no part wait here without spinning
@@ -160,6 +164,4 @@ def measure_allreduce(
 
 
 def _group() -> KaitianProcessGroup:
-    group = dist.group.WORLD
-    assert isinstance(group, KaitianProcessGroup)
-    return group
+    return cast("KaitianProcessGroup", dist.group.WORLD)

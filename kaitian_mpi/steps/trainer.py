@@ -258,6 +258,7 @@ class Trainer:
 
         As the training computes them, dropout included; its random numbers are not used up.
         """
+        self._set_epoch()
         count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
         shares = list(self.sampler.first_shares(count))
         statistics, device = self.state.statistics, self._computation.device
@@ -271,10 +272,13 @@ class Trainer:
                     enter_phase("forward")
                     self._computation.loss(self._task, self.state.model, batch)
 
-    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
+    def _set_epoch(self) -> None:
         if (set_epoch := getattr(self._task.data, "set_epoch", None)) is not None:
             set_epoch(self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
+
+    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
+        self._set_epoch()
         self.sampler.position = self.progress.position
         pin_memory = self.world.device_kind.pins_memory
         seed = (self._config.seed + self.progress.step) * self.world.size + self.world.rank

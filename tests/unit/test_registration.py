@@ -100,6 +100,16 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else():
     assert ended.stderr == ""
 
 
+def test_no_public_name_starts_mpi():
+    """MPI starts in `init` or `Training`, once its settings are made and its end is taken over."""
+    ended = run(
+        "import sys, kaitian_mpi\n"
+        "from kaitian_mpi import *\n"
+        "print(kaitian_mpi.Training.__name__, 'mpi4py.MPI' in sys.modules)"
+    )
+    assert ended.stdout == "Training False\n"
+
+
 def test_registering_takes_negligible_time():
     """Compares CPU times: a busy machine slows both imports down by the same factor."""
     tries = []
