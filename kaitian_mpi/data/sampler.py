@@ -170,11 +170,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             self._ran_to_end = False
         order = self._permutation()
         while self.position < len(order):
-            left = len(order) - self.position
-            shares = shares_of_step(left, self._batch_sizes, self.min_batch)
-            start = self.position + sum(shares[: self.rank])
-            self.position += sum(shares)
-            yield order[start : start + shares[self.rank]].tolist()
+            own, self.position = self._share_at(order, self.position)
+            yield own
         self._ran_to_end = True
 
     def first_shares(self, count: int) -> Iterator[list[int]]:
@@ -184,10 +181,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         """
         order, position = self._permutation()[:count], 0
         while position < len(order):
-            shares = shares_of_step(len(order) - position, self._batch_sizes, self.min_batch)
-            start = position + sum(shares[: self.rank])
-            position += sum(shares)
-            yield order[start : start + shares[self.rank]].tolist()
+            own, position = self._share_at(order, position)
+            yield own
 
     def indices(self, position: int, count: int) -> list[int]:
         """Return the `count` sample indices of the epoch from `position` on, of all ranks."""
@@ -218,6 +213,12 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
     def _order_of_samples(self) -> dict[str, Any]:
         return {"seed": self.seed, "shuffle": self.shuffle, "dataset_length": len(self.dataset)}
+
+    def _share_at(self, order: torch.Tensor, position: int) -> tuple[list[int], int]:
+        """Return this rank's indices of the step at `position`, and where the next one starts."""
+        shares = shares_of_step(len(order) - position, self._batch_sizes, self.min_batch)
+        start = position + sum(shares[: self.rank])
+        return order[start : start + shares[self.rank]].tolist(), position + sum(shares)
 
     def _permutation(self) -> torch.Tensor:
         if not self.shuffle:
