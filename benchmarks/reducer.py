@@ -12,6 +12,7 @@ import argparse
 import copy
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,7 @@ def small_layers() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(75)))
 
 
-class Trainer:
+class Trainer(ABC):
     """A model and its optimizer; subclasses compute and sum the gradients."""
 
     def __init__(self, model: nn.Module, inputs: torch.Tensor, weight: float) -> None:
@@ -45,9 +46,9 @@ class Trainer:
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
+    @abstractmethod
     def gradients(self) -> None:
         """Leave the sum over the ranks in the parameters' gradients."""
-        raise NotImplementedError
 
 
 class DDP(Trainer):

@@ -225,13 +225,13 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
 
-        Statistics that lag behind the weights are taken anew before. In the open form they are not,
-        for only the script knows how to compute a batch.
+        Statistics that lag behind the weights are recomputed first; not so in the open form,
+        where only the script knows how to compute a batch.
         """
         shares = self.sampler.batch_sizes
         self.state.begin_unit()
         if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
-            self._renew_statistics()
+            self._recompute_statistics()
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = Evaluation({})
         if self._setup.validation is not None:
@@ -253,8 +253,8 @@ class Trainer:
         return result
 
     @torch.no_grad()
-    def _renew_statistics(self) -> None:
-        """Take batch norm's statistics anew, of the current weights and the epoch's first samples.
+    def _recompute_statistics(self) -> None:
+        """Recompute batch norm's statistics from the epoch's first samples and current weights.
 
         As the training computes them, dropout included; its random numbers are not used up.
         """
