@@ -6,7 +6,8 @@
 With --slowdown the last rank is that many times slower (emulated), the bare loop gives every rank
 equal shares, and the ratio is that of the samples per second: what load-adaptive shares gain.
 Without it the shares are equal in both, and the ratio is that of the step times: what `Training`
-costs. --open measures the open form. World rank 0 prints medians and quartiles over blocks.
+costs. --shares gives the bare loop other shares, such as the best ones known, to compare with.
+--open measures the open form. World rank 0 prints medians and quartiles over blocks.
 """
 
 from __future__ import annotations
@@ -58,17 +59,18 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Bare:
-    """A loop over stock DDP with the same number of samples on each rank."""
+    """A loop over stock DDP with fixed shares."""
 
-    def __init__(self, world: World, data: torch.Tensor, batch: int, factor: float) -> None:
+    def __init__(self, world: World, data: torch.Tensor, shares: list[int], factor: float) -> None:
         torch.manual_seed(0)
         self.model = kaitian_mpi.data_parallel(GPT())
         self.optimizer = make_optimizer(self.model)
         schedule = ((0, factor),) if world.rank == world.size - 1 else ()
         self.slowdown = Slowdown(schedule)
-        self.sampler = kaitian_mpi.LoadAdaptiveSampler(
-            range(len(data)), [batch // world.size] * world.size, world.rank
-        )
+        # Of the gradients it is the last that is computed: a slow rank is late for their sum.
+        tokens = self.model.get_parameter("module.tokens.weight")
+        tokens.register_hook(lambda gradient: self.slowdown.catch_up())
+        self.sampler = kaitian_mpi.LoadAdaptiveSampler(range(len(data)), shares, world.rank)
         self.data, self.indices = data, iter(self.sampler)
 
     def step(self) -> None:
@@ -76,6 +78,7 @@ class Bare:
         batch = self.data[next(self.indices)]
         self.slowdown.start()
         loss_of(self.model, batch).backward()
+        self.slowdown.start()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -105,6 +108,7 @@ def main() -> None:
     parser.add_argument("--slowdown", type=float, default=1.0, help="of the last rank (emulated)")
     parser.add_argument("--open", action="store_true", help="measure the open form")
     parser.add_argument("--batch", type=int, default=32, help="samples per step over all ranks")
+    parser.add_argument("--shares", help="the bare loop's, such as 24,8; default: equal")
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--steps", type=int, default=6, help="per block")
     parser.add_argument("--settle", type=int, default=25, help="steps before the first block")
@@ -122,7 +126,10 @@ def main() -> None:
         loss=None if options.open else loss_of,
         clip_norm=1.0,
     )
-    bare = Bare(world, data, options.batch, options.slowdown)
+    shares = [options.batch // world.size] * world.size
+    if options.shares:
+        shares = [int(share) for share in options.shares.split(",")]
+    bare = Bare(world, data, shares, options.slowdown)
     with kaitian_mpi.Training(
         task,
         global_batch_size=options.batch,
@@ -142,15 +149,16 @@ def main() -> None:
                 times.append(seconds_per_step(world, step, options.steps))
         last = training.last_step
         assert last is not None
-        shares = last.batch_sizes
+        adapted = last.batch_sizes
     if world.rank == 0:
         pairs = list(zip(ours, theirs, strict=True))
         ratios = [theirs / ours if is_slowed else ours / theirs for ours, theirs in pairs]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        what = "samples/s, Training / equal shares" if is_slowed else "step, Training / bare loop"
+        others = f"shares {options.shares}" if options.shares else "equal shares"
+        what = f"samples/s, Training / {others}" if is_slowed else "step, Training / bare loop"
         form = "open" if options.open else "closed"
         emulated = f", one {options.slowdown:g}x slower (emulated)" if is_slowed else ""
-        print(f"{form} form, {world.size} ranks{emulated}, shares {shares}")
+        print(f"{form} form, {world.size} ranks{emulated}, shares {adapted}")
         step, bare_step = (1e3 * statistics.median(times) for times in (ours, theirs))
         print(f"step {step:.1f} ms, bare {bare_step:.1f} ms")
         print(f"{what} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
