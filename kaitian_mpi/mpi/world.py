@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from kaitian_mpi.checks.collect import collect, collect_mpi
+from kaitian_mpi.checks.facts import JobFacts, RankFacts
+from kaitian_mpi.checks.registry import judge
+from kaitian_mpi.checks.verdict import Level
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.emulation import check_slowdown_on
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
-from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, translate_ranks
 from kaitian_mpi.runtime.launcher import read_launch
@@ -154,19 +159,31 @@ def join_world(
         torch_version=torch.__version__,
         emulated=bool(labels),
     )
-    check_same(
-        own,
-        "the version of torch",
-        # The part after + names the vendor's build, which differs in a mixed job.
-        torch.__version__.partition("+")[0],
-        "install the same version on every host",
-    )
-    infos = tuple(RankInfo(**fields) for fields in gather_values(own, asdict(info)))
+    facts = replace(collect(host, own.rank), mpi=collect_mpi(own))
+    gathered = gather_values(own, (asdict(info), facts.to_json()))
+    _check_before_job([RankFacts.from_json(each) for _, each in gathered], own.rank)
+    infos = tuple(RankInfo(**fields) for fields, _ in gathered)
     open_job_store(own)
     _log_emulation(emulation, own.rank)
     slowdown = ScriptSlowdown(schedules[own.rank], _needs_training(emulation))
     threads = _use_cores(own)
     return World(own, infos, device, choice.index, threads, own.size, emulation, slowdown)
+
+
+def _check_before_job(ranks: Sequence[RankFacts], rank: int) -> None:
+    """Make the checks of `kaitian-doctor` that cost nothing; all ranks have the same facts.
+
+    Raises:
+        AgreedError: training would fail.
+    """
+    problems = []
+    for _, verdict in judge(JobFacts(ranks=tuple(ranks)), before_job=True):
+        if verdict.level is Level.PROBLEM:
+            problems.append(str(verdict))
+        elif verdict.level is Level.WARNING and rank == 0 and _current is None:
+            _log.warning("%s", verdict)
+    if problems:
+        raise AgreedError("; ".join(problems))
 
 
 def _log_emulation(emulation: Emulation, rank: int) -> None:

@@ -97,7 +97,7 @@ def _abort_on_uncaught(
         sys.__excepthook__(kind, error, trace)
         return
     if isinstance(error, UserError):
-        if _mpi_is_running() and not isinstance(error, AgreedError):
+        if is_mpi_running() and not isinstance(error, AgreedError):
             _let_rank_0_print()
         _exit_on_user_error(Path(sys.argv[0]).name or "python", error)
     if read_launch(os.environ).world_size == 1:
@@ -132,7 +132,7 @@ def abort_with_traceback(what: str = "") -> None:
 
 def abort_job(code: int) -> None:
     """End every rank of the job with this exit code; does not return."""
-    if _mpi_is_running():
+    if is_mpi_running():
         from mpi4py import MPI
 
         # Give the launcher time to forward our message before it prints its own.
@@ -145,7 +145,7 @@ def abort_job(code: int) -> None:
 
 def _exit_on_user_error(program: str, error: UserError) -> None:
     launch = read_launch(os.environ)
-    started = _mpi_is_running()
+    started = is_mpi_running()
     if not started:
         _let_rank_0_print()
     if launch.world_rank == 0 or not isinstance(error, AgreedError):
@@ -165,7 +165,8 @@ def _let_rank_0_print() -> None:
         time.sleep(_WAIT_FOR_RANK_0_SEC)
 
 
-def _mpi_is_running() -> bool:
+def is_mpi_running() -> bool:
+    """Return whether MPI is initialized, and not finalized."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI

@@ -18,6 +18,9 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
+# Set in srun's steps, where MPI may or may not find the other ranks.
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 """The variable that `mpirun --with-ft ulfm` sets."""
 
@@ -41,6 +44,35 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         if all(environ.get(name, "").isdigit() for name in names):
             return Launch(*(int(environ[name]) for name in names))
     return Launch()
+
+
+def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return this process's number and how many there are, as the launcher counts them.
+
+    Returns:
+        None where no launcher has started this process.
+    """
+    if any(all(name in environ for name in names) for names in _LAUNCHERS):
+        launch = read_launch(environ)
+        return launch.world_rank, launch.world_size
+    rank, size = (environ.get(name, "") for name in _SRUN)
+    return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
+
+
+def different_mpi(launched: int, size: int) -> tuple[str, str] | None:
+    """Return what is wrong, and what to do, if the launcher's ranks do not see each other.
+
+    Args:
+        launched: how many ranks the launcher says it has started.
+        size: how many MPI sees.
+    """
+    if launched <= size:
+        return None
+    return (
+        f"the launcher started {launched} ranks, but MPI sees {size}: mpirun and mpi4py use "
+        "different MPI libraries",
+        "use the mpirun of this environment",
+    )
 
 
 def usable_cores() -> int:

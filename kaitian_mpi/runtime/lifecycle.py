@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime import shutdown, ulfm
-from kaitian_mpi.runtime.launcher import prepare_environment, read_launch, usable_cores
+from kaitian_mpi.runtime.launcher import (
+    different_mpi,
+    prepare_environment,
+    read_launch,
+    usable_cores,
+)
 from kaitian_mpi.runtime.polling import reduce_timer_slack
 
 if TYPE_CHECKING:
@@ -52,11 +57,8 @@ def initialize_mpi() -> MPI.Intracomm:
             "MPI was initialized without MPI_THREAD_MULTIPLE; import kaitian_mpi before mpi4py, or "
             "leave mpi4py.rc.threads and mpi4py.rc.thread_level at their defaults"
         )
-    if launch.world_size > MPI.COMM_WORLD.size:
-        raise UserError(
-            f"the launcher started {launch.world_size} ranks, but MPI sees {MPI.COMM_WORLD.size}: "
-            "mpirun and mpi4py use different MPI libraries; use the mpirun of this environment"
-        )
+    if fault := different_mpi(launch.world_size, MPI.COMM_WORLD.size):
+        raise UserError("; ".join(fault))
     if ulfm.is_enabled() and not shutdown.is_listening():
         register_close(shutdown.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD

@@ -18,3 +18,7 @@ STORE_REPLIES = range(2, 2 + 16_384)
 PAIRWISE = 1
 WAKE_UP = 2
 MONITORED_BARRIERS = range(1_000, 31_000)
+
+# MPI's own world, on which nothing but kaitian-doctor communicates
+DOCTOR_VALUES = 1
+DOCTOR_PROBE = 2

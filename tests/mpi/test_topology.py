@@ -1,8 +1,10 @@
 import pytest
+import torch
 
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
+from kaitian_mpi.mpi.world import join_world
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
 
@@ -11,6 +13,16 @@ def test_every_rank_knows_every_rank(world):
     assert world.kinds == tuple("even" if r % 2 == 0 else "odd" for r in range(world.size))
     assert all(info.emulated and info.memory_bytes > 0 for info in world.infos)
     assert world.threads >= 1
+
+
+@pytest.mark.sizes(3)
+def test_ranks_with_different_versions_do_not_start(world, monkeypatch):
+    own = torch.__version__.partition("+")[0]
+    if world.rank == 1:
+        monkeypatch.setattr(torch, "__version__", "1.0+acme")
+    message = rf"the version of torch differs between ranks: {own} on ranks 0, 2, 1.0 on rank 1;"
+    with pytest.raises(AgreedError, match=message):
+        join_world(world.comm)
 
 
 @pytest.mark.ranks(3)

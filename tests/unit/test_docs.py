@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.cli import bench, flags, plan, run, supervise, train
+from kaitian_mpi.cli import bench, doctor, flags, plan, run, supervise, train
 from kaitian_mpi.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +42,7 @@ PARSERS = {
     bench.PROGRAM: bench.make_parser(),
     plan.PROGRAM: plan.make_parser(),
     supervise.PROGRAM: supervise.make_parser(),
+    doctor.PROGRAM: doctor.make_parser(),
 }
 
 
@@ -64,7 +65,7 @@ def commands(path):
     for line in lines:
         words = line.replace("$(which kaitian-train)", train.PROGRAM)
         match = re.search(
-            r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise)) \S", words
+            r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise|doctor)) \S", words
         )
         if match and "…" not in line and not line.startswith(("#", " ", "│")):
             yield words[match.start(1) if words.startswith("mpirun") else 0 :]

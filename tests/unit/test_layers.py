@@ -12,6 +12,7 @@ ROOT = Path(kaitian_mpi.__file__).parent
 # From the top; a package imports only from those below it.
 FLOORS = (
     "cli",
+    "doctor",
     "recipes",
     "supervision",
     "training",
@@ -27,6 +28,7 @@ FLOORS = (
     "backend",
     "collectives",
     "mpi",
+    "checks",
     "runtime",
     "devices",
     "balance",

@@ -1,0 +1,96 @@
+"""Gathers the facts that cost nothing: neither a device nor a disk is used. Takes milliseconds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from kaitian_mpi.checks.facts import Machine, Mpi, RankFacts, Software
+from kaitian_mpi.checks.machine import SHM
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.launcher import read_launch, usable_cores
+from kaitian_mpi.runtime.mpi_settings import read_flag, read_settings, read_text
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PACKAGES = ("kaitian-mpi", "torch", "mpi4py", "numpy", "psutil", "rich")
+
+_THREADS = ("single", "funneled", "serialized", "multiple")
+_COMPONENTS = ("pml", "btl", "mtl", "osc", "coll")
+_SURVIVES, _YIELDS = "mpi_ft_enable", "mpi_yield_when_idle"
+_DEVICE_AWARE = ("opal_built_with_cuda_support", "opal_built_with_rocm_support")
+
+
+def collect(host: str, rank: int) -> RankFacts:
+    """Return what is known of this process without MPI, torch and devices."""
+    launch = read_launch(os.environ)
+    return RankFacts(
+        rank=rank,
+        host=host,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        software=Software(
+            python=platform.python_version(),
+            packages={name: _version(name) for name in PACKAGES},
+        ),
+        machine=_machine(),
+    )
+
+
+def collect_mpi(comm: MPI.Comm) -> Mpi:
+    """Return what is known of MPI, which must be initialized. Not collective."""
+    from mpi4py import MPI
+
+    names = (_SURVIVES, _YIELDS, *_DEVICE_AWARE, *_COMPONENTS)
+    settings = read_settings(names)
+    aware = [read_flag(settings, name) for name in _DEVICE_AWARE if name in settings]
+    return Mpi(
+        library=_library_name(),
+        threads=_THREADS[MPI.Query_thread()],
+        size=comm.size,
+        launched=read_launch(os.environ).world_size,
+        survives_requested=ulfm.is_enabled(),
+        survives=read_flag(settings, _SURVIVES),
+        yields=read_flag(settings, _YIELDS),
+        device_aware=any(aware) if aware else None,
+        transports={name: text for name in _COMPONENTS if (text := read_text(settings, name))},
+    )
+
+
+def _library_name() -> str:
+    """Return the name and release of the MPI library."""
+    from mpi4py import MPI
+
+    name, release = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, release))}"
+
+
+def _version(package: str) -> str:
+    """Return a package's version, of its module if that is loaded; empty if it is not installed."""
+    module = sys.modules.get(package.replace("-", "_"))
+    if module is not None and hasattr(module, "__version__"):
+        return str(module.__version__)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _machine() -> Machine:
+    try:
+        shm = os.statvfs(SHM)
+    except OSError:
+        shm = None
+    return Machine(
+        cores=usable_cores(),
+        shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
+        shm_free_bytes=None if shm is None else shm.f_bavail * shm.f_frsize,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        is_root=os.geteuid() == 0,
+    )

@@ -1,0 +1,99 @@
+"""Verdicts on devices: which there are, which cannot be used, and how fast memory is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kaitian_mpi.checks.facts import JobFacts
+from kaitian_mpi.checks.verdict import Verdict, at, by_value, ok, problem_from, ranks_text, warning
+
+_SLOW_COPIES = 1_000.0  # MB/s: an eighth of the slowest PCIe in use
+_UNEVEN = 2.0
+
+
+def judge_devices(job: JobFacts) -> Iterator[Verdict]:
+    """Every rank has a device."""
+    for facts in job.ranks:
+        devices = facts.devices
+        if devices is not None and devices.error:
+            where = f"{ranks_text([facts.rank])}: " if len(job.ranks) > 1 else ""
+            yield problem_from(devices.error, where, "see docs/devices.md")
+    for host, ranks in job.hosts.items():
+        devices = ranks[0].devices
+        if devices is None:
+            continue
+        counts = [f"{kind.count} {kind.name}" for kind in devices.kinds if kind.count]
+        yield ok(f"{', '.join(counts)}{at(job, host)}")
+        for kind in devices.kinds:
+            if kind.count and kind.note:
+                yield warning(
+                    f"kind {kind.name}: {kind.note}", "compare its results with the CPU's"
+                )
+
+
+def judge_unusable(job: JobFacts) -> Iterator[Verdict]:
+    """Nothing is installed that cannot be used, and no driver lies idle."""
+    for host, ranks in job.hosts.items():
+        devices = ranks[0].devices
+        if devices is None:
+            continue
+        for fault in devices.faults.values():
+            what, _, advice = fault.rpartition("; ")
+            yield warning(f"{what or fault}{at(job, host)}", advice if what else "")
+        accelerators = [kind for kind in devices.kinds if kind.count and not kind.is_host]
+        if devices.drivers and not (accelerators or devices.faults):
+            yield warning(
+                f"the driver {_versions(devices.drivers)} is loaded{at(job, host)}, but torch "
+                "finds no accelerator",
+                "install torch's build, or the vendor's plug-in, for it; in a container, pass the "
+                "devices in",
+            )
+        elif devices.drivers:
+            yield ok(f"driver {_versions(devices.drivers)}{at(job, host)}")
+
+
+def judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
+    """Hosts with devices of one kind have the same vendor packages and drivers."""
+    by_kind: dict[str, dict[str, dict[int, str]]] = {}
+    for facts in job.ranks:
+        if facts.devices is not None and not facts.devices.is_host:
+            of_kind = by_kind.setdefault(facts.devices.kind, {})
+            for name, version in {**facts.devices.packages, **facts.devices.drivers}.items():
+                of_kind.setdefault(name, {})[facts.rank] = version
+    for kind, packages in by_kind.items():
+        for name, versions in packages.items():
+            if len(set(versions.values())) > 1:
+                yield warning(
+                    f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
+                    "install the same release: the vendor's libraries may not talk to each other",
+                )
+
+
+def judge_copies(job: JobFacts) -> Iterator[Verdict]:
+    """Copies to and from host memory are about as fast everywhere."""
+    copied = [
+        (facts, facts.devices.to_host_mb_per_sec, facts.devices.to_device_mb_per_sec)
+        for facts in job.ranks
+        if facts.devices is not None
+        and facts.devices.to_host_mb_per_sec is not None
+        and facts.devices.to_device_mb_per_sec is not None
+    ]
+    if not copied:
+        if any(facts.devices is not None and facts.devices.chosen for facts in job.ranks):
+            yield ok("none needed: every rank computes in host memory")
+        return
+    fastest = max(min(out, back) for _, out, back in copied)
+    for facts, out, back in copied:
+        assert facts.devices is not None
+        found = (
+            f"{ranks_text([facts.rank])} ({facts.devices.chosen}): {out:,.0f} MB/s to the host, "
+            f"{back:,.0f} MB/s back"
+        )
+        if min(out, back) < max(_SLOW_COPIES, fastest / _UNEVEN / 2):
+            yield warning(found, "look at the slot's PCIe width, and bind the rank to its socket")
+        else:
+            yield ok(found)
+
+
+def _versions(named: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}".rstrip() for name, version in named.items())

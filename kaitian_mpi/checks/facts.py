@@ -1,0 +1,216 @@
+"""Facts about the ranks and hosts of a job, as gathered; `Verdict` says what they mean.
+
+Everything here can be written as JSON: `kaitian-doctor --json` prints these fields by their names,
+and ranks send them to rank 0. A fact that could not be found is None, and `RankFacts.faults` says
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Versions on a rank."""
+
+    python: str
+    packages: Mapping[str, str]
+    """By distribution, such as `torch`; empty for one that is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A rank's host, as the rank sees it."""
+
+    cores: int
+    """Cores that the rank may run on."""
+    shm_bytes: int | None
+    """Size of /dev/shm; None if there is none."""
+    shm_free_bytes: int | None
+    open_files: int
+    """How many files the rank may have open; -1 for no limit."""
+    locked_memory_bytes: int
+    """How much memory the rank may page-lock; -1 for no limit."""
+    is_root: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mpi:
+    """MPI as it runs on a rank."""
+
+    library: str
+    """Such as `Open MPI 5.0.8`."""
+    threads: str
+    """The thread level: `single`, `funneled`, `serialized` or `multiple`."""
+    size: int
+    """Ranks in MPI's world."""
+    launched: int
+    """Ranks that the launcher says it has started."""
+    survives_requested: bool
+    """Whether the job was started with fault tolerance (`mpirun --with-ft ulfm`)."""
+    survives: bool | None
+    """Whether MPI itself says that fault tolerance is on; None if it cannot be asked."""
+    yields: bool | None
+    """Whether MPI yields the core while it waits; None if it cannot be asked."""
+    device_aware: bool | None
+    """Whether MPI was built to access device memory; None if it cannot be asked."""
+    transports: Mapping[str, str]
+    """What was chosen of MPI's components, such as `btl: ^tcp`; those left to MPI are missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A device kind on a rank's host."""
+
+    name: str
+    count: int
+    is_host: bool
+    note: str = ""
+    """What else is to be said of it, such as that it has not been run on hardware."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of a rank's host, and the rank's own."""
+
+    kinds: tuple[Kind, ...]
+    faults: Mapping[str, str]
+    """Kinds that are installed and cannot be used, and why."""
+    chosen: str
+    """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
+    kind: str
+    """Its kind."""
+    name: str
+    """Its product name."""
+    memory_bytes: int
+    is_host: bool
+    """Whether it is the CPU, so that nothing is copied to reach host memory."""
+    to_host_mb_per_sec: float | None
+    """Bandwidth of copies from the device to the host memory that MPI uses."""
+    to_device_mb_per_sec: float | None
+    error: str
+    """Why no device could be chosen or used; empty if one was."""
+    ram_bytes: int
+    ram_free_bytes: int
+    """Memory that the host, or the container, still has for new processes."""
+    packages: Mapping[str, str]
+    """Installed vendor packages and their versions."""
+    drivers: Mapping[str, str]
+    """Kernel drivers of accelerators that are loaded, and their versions."""
+    interconnects: Mapping[str, str]
+    """Network interfaces that are up, and their speeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """The file system that would hold the run folder."""
+
+    folder: str
+    """The run folder, or else the nearest folder above it that exists."""
+    file_system: str
+    """Its type and mount point, such as `ext4 on /`."""
+    free_bytes: int
+    write_mb_per_sec: float | None
+    """Speed of writing with the data on disk at the end; None if nothing could be written."""
+    error: str
+    """Why nothing could be written; empty if it could."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """All that is known of one rank."""
+
+    rank: int
+    host: str
+    local_rank: int
+    local_size: int
+    software: Software
+    machine: Machine
+    mpi: Mpi | None = None
+    devices: Devices | None = None
+    storage: Storage | None = None
+    """On the first rank of each host; None on the others."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """The examinations that failed, by name, and why."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON can hold them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
+        """Return the facts that `to_json` was called on."""
+        parts = {"software": Software, "machine": Machine, "mpi": Mpi, "storage": Storage}
+        found = dict(content)
+        for name, part in parts.items():
+            if found.get(name) is not None:
+                found[name] = part(**found[name])
+        if found.get("devices") is not None:
+            found["devices"] = devices_from_json(found["devices"])
+        return cls(**found)
+
+
+def devices_from_json(content: Mapping[str, Any]) -> Devices:
+    """Return the devices written by `asdict`."""
+    return Devices(**{**content, "kinds": tuple(Kind(**kind) for kind in content["kinds"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Messages between two ranks."""
+
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    latency_us: float | None
+    """Half the time of a small message there and back, in microseconds."""
+    mb_per_sec: float | None
+    """Bandwidth in one direction, in 10^6 bytes a second."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """A host's clock compared with that of rank 0's host."""
+
+    host: str
+    skew_sec: float
+    """How far it is ahead."""
+    uncertainty_sec: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The mpirun that the shell finds; known only where no mpirun has started this process."""
+
+    path: str
+    """Empty if there is none."""
+    library: str
+    """The MPI that it belongs to, such as `Open MPI 5.0.8`; empty if unknown."""
+    started: int | None
+    """Of two ranks that it was asked to start, how many saw each other; None if it failed."""
+    error: str
+    """What it said when it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """All that is known of a job, or of a machine."""
+
+    ranks: tuple[RankFacts, ...]
+    """The ranks that have answered, in order."""
+    missing: Mapping[int, str] = field(default_factory=dict)
+    """The others, and what is known of them."""
+    links: tuple[Link, ...] = ()
+    clocks: tuple[Clock, ...] = ()
+    launcher: Launcher | None = None
+
+    @property
+    def hosts(self) -> dict[str, list[RankFacts]]:
+        """The ranks by host, in the order of their first ranks."""
+        found: dict[str, list[RankFacts]] = {}
+        for facts in self.ranks:
+            found.setdefault(facts.host, []).append(facts)
+        return found

@@ -1,0 +1,199 @@
+"""Verdicts on MPI: whether the ranks see each other, and what MPI can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kaitian_mpi.checks.facts import JobFacts, Mpi, RankFacts
+from kaitian_mpi.checks.verdict import (
+    Verdict,
+    by_value,
+    ok,
+    problem,
+    problem_from,
+    ranks_text,
+    warning,
+)
+from kaitian_mpi.runtime.launcher import different_mpi
+
+_LOOK = (
+    "look at that rank's lines on stderr, and on its host; give --timeout more seconds if its "
+    "disk is only slow"
+)
+
+
+def judge_presence(job: JobFacts) -> Iterator[Verdict]:
+    """Every rank has answered."""
+    reasons: dict[str, list[int]] = {}
+    for rank, reason in job.missing.items():
+        reasons.setdefault(reason, []).append(rank)
+    for reason, ranks in reasons.items():
+        yield problem(f"{ranks_text(ranks)}: {reason}", _LOOK)
+
+
+def judge_faults(job: JobFacts) -> Iterator[Verdict]:
+    """Every examination came to an end."""
+    names = dict.fromkeys(name for facts in job.ranks for name in facts.faults if name != "mpi")
+    for name in names:
+        found = {f.rank: f.faults[name] for f in job.ranks if name in f.faults}
+        reasons: dict[str, list[int]] = {}
+        for rank, reason in found.items():
+            reasons.setdefault(reason, []).append(rank)
+        for reason, ranks in reasons.items():
+            where = f" ({ranks_text(ranks)})" if len(job.ranks) > 1 else ""
+            yield problem(
+                f"the examination of {name} failed{where}: {reason}",
+                "correct what it names; training would meet the same",
+            )
+
+
+def judge_mpi(job: JobFacts) -> Iterator[Verdict]:
+    """MPI starts, with threads, and its world is what the launcher started."""
+    failed = {facts.rank: facts.faults["mpi"] for facts in job.ranks if "mpi" in facts.faults}
+    if failed:
+        for reason in dict.fromkeys(failed.values()):
+            yield problem_from(reason, "MPI cannot be used: ", _INSTALL)
+        return
+    known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
+    for mpi in known.values():
+        if fault := different_mpi(mpi.launched, mpi.size):
+            yield problem(f"{fault[0]} ({mpi.library})", fault[1])
+            return
+        if mpi.launched < mpi.size:
+            yield _unknown_launcher(job, mpi)
+            return
+    single = {rank: mpi.threads for rank, mpi in known.items() if mpi.threads != "multiple"}
+    if single:
+        yield problem(
+            f"MPI's thread level is {by_value(single)}, needed multiple",
+            "use a build of MPI with MPI_THREAD_MULTIPLE",
+        )
+    elif known:
+        first = next(iter(known.values()))
+        yield ok(f"{first.library}, {_ranks(first.size)}, thread level {first.threads}")
+
+
+def _unknown_launcher(job: JobFacts, mpi: Mpi) -> Verdict:
+    found = f"MPI sees {_ranks(mpi.size)}, but no variable of the launcher says which is which"
+    advice = "start the job with mpirun: every rank takes itself for the first one of its host"
+    shared = any(len(ranks) > 1 and _has_accelerator(ranks) for ranks in job.hosts.values())
+    return (problem if shared else warning)(found, advice)
+
+
+def _has_accelerator(ranks: Iterable[RankFacts]) -> bool:
+    return any(facts.devices is not None and not facts.devices.is_host for facts in ranks)
+
+
+_INSTALL = (
+    'install one with pip install "kaitian-mpi[mpi]", or load the module of this system\'s MPI and '
+    "build mpi4py with it"
+)
+
+
+def judge_survival(job: JobFacts) -> Iterator[Verdict]:
+    """Fault tolerance is really on where it was asked for."""
+    known = [facts.mpi for facts in job.ranks if facts.mpi is not None]
+    if not known or job.launcher is not None:
+        return
+    unreal = [
+        f.rank for f in job.ranks if f.mpi and f.mpi.survives_requested and not f.mpi.survives
+    ]
+    if unreal and any(mpi.survives is None for mpi in known):
+        yield warning(
+            f"fault tolerance was asked for; {known[0].library} does not say whether it is on",
+            "only Open MPI 5 or newer has it",
+        )
+    elif unreal:
+        yield problem(
+            f"fault tolerance was asked for, but MPI has it off on {ranks_text(unreal)}",
+            "use an Open MPI built with ULFM (ompi_info: Fault Tolerance support: yes)",
+        )
+    elif len({mpi.survives_requested for mpi in known}) > 1:
+        asked = {f.rank: _on(f.mpi.survives_requested) for f in job.ranks if f.mpi}
+        yield problem(
+            f"fault tolerance differs between ranks: {by_value(asked)}",
+            "give mpirun --with-ft ulfm in place of a variable that only some hosts have",
+        )
+    else:
+        on = known[0].survives_requested
+        hint = "" if on else " (mpirun --with-ft ulfm: the job survives the loss of a rank)"
+        yield ok(f"fault tolerance is {_on(on)}{hint}")
+
+
+def judge_waiting(job: JobFacts) -> Iterator[Verdict]:
+    """MPI yields the core while it waits, where ranks need it."""
+    for host, ranks in job.hosts.items():
+        facts = ranks[0]
+        if facts.mpi is None or job.launcher is not None:
+            continue
+        shares = 2 * facts.local_size > facts.machine.cores
+        where = f" on {host}" if len(job.hosts) > 1 else ""
+        if shares and facts.mpi.yields is False:
+            yield warning(
+                f"MPI spins while it waits{where}, and its ranks have fewer than two cores each",
+                "unset OMPI_MCA_mpi_yield_when_idle, which kaitian-mpi then sets to 1",
+            )
+        elif facts.mpi.yields is not None:
+            how = "yields its core" if facts.mpi.yields else "spins (each rank has two cores)"
+            yield ok(f"MPI {how} while it waits{where}")
+
+
+def judge_transports(job: JobFacts) -> Iterator[Verdict]:
+    """What MPI was told to send by, and whether it can reach device memory."""
+    known = [facts.mpi for facts in job.ranks if facts.mpi is not None]
+    if known and job.launcher is None:
+        chosen = ", ".join(f"{name} {value}" for name, value in known[0].transports.items())
+        yield ok(f"{_awareness(known[0])}; components: {chosen or 'chosen by MPI'}")
+
+
+def judge_launcher(job: JobFacts) -> Iterator[Verdict]:
+    """The mpirun that the shell finds belongs to the MPI that mpi4py loads, and starts ranks."""
+    launcher = job.launcher
+    if launcher is None:
+        return
+    own = next((facts.mpi.library for facts in job.ranks if facts.mpi is not None), "")
+    if not launcher.path:
+        yield problem("found no mpirun", 'pip install "kaitian-mpi[mpi]" brings one')
+    elif own and launcher.library and _is_open(own) != _is_open(launcher.library):
+        yield problem(
+            f"{launcher.path} is {launcher.library}'s, mpi4py loads {own}: each rank would be a "
+            "job of its own",
+            "put the mpirun of mpi4py's MPI first in PATH, or build mpi4py with this one's",
+        )
+    elif launcher.started is None:
+        yield problem(
+            f"{launcher.path} cannot start two ranks here: {launcher.error}",
+            _AS_ROOT if "as root" in launcher.error else "see docs/install.md",
+        )
+    elif launcher.started != 2:
+        yield problem(
+            f"{launcher.path} started two ranks, and each was alone: mpirun and mpi4py use "
+            "different MPI libraries",
+            "use the mpirun of this environment",
+        )
+    else:
+        yield ok(f"{launcher.path} ({launcher.library}) starts ranks that see each other")
+
+
+_AS_ROOT = (
+    "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 (see docs/install.md), or "
+    "be another user"
+)
+
+
+def _is_open(library: str) -> bool:
+    return library.startswith("Open MPI")
+
+
+def _awareness(mpi: Mpi) -> str:
+    if mpi.device_aware is None:
+        return "MPI does not say whether it can access device memory"
+    return "MPI can access device memory" if mpi.device_aware else "host memory only"
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" + ("" if number == 1 else "s")

@@ -1,0 +1,194 @@
+"""`kaitian-doctor`: examines this machine, or under mpirun a job's ranks, before training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from kaitian_mpi import __version__
+from kaitian_mpi.checks.facts import JobFacts
+from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.doctor.examination import Examination, Options, examine_machine
+from kaitian_mpi.doctor.job import Job
+from kaitian_mpi.doctor.post import NoAnswerError
+from kaitian_mpi.doctor.report import make_report, to_json, to_text
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.abort import (
+    abort_job,
+    abort_on_error,
+    is_mpi_running,
+    print_to_stderr,
+    rank_prefix,
+    report_once,
+)
+from kaitian_mpi.runtime.launcher import read_launch, read_tasks
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
+from kaitian_mpi.runtime.signals import handle_signals
+from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
+
+PROGRAM = "kaitian-doctor"
+_MAX_TIMEOUT = 3600.0
+_WATCHDOG_EXTRA_SEC = 10.0
+_FIRST_RANK_SEC = 20.0
+
+
+def main() -> None:
+    """Run the command."""
+    arguments = sys.argv[1:]
+    if "-h" in arguments or "--help" in arguments:
+        if read_launch(os.environ).world_rank == 0:
+            make_parser().print_help()
+        return
+    began = time.monotonic()
+    tasks = read_tasks(os.environ)
+    handle_signals(PROGRAM)
+    with abort_on_error(PROGRAM):
+        with report_once():
+            chosen, options = read_options(arguments)
+        show = partial(show_report, began=began, as_json=chosen.json)
+        code = (
+            show(examine_machine(options)) if tasks is None else examine_rank(options, show, tasks)
+        )
+    sys.exit(code)
+
+
+def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple[int, int]) -> int:
+    """Examine this rank of a job; return its exit code.
+
+    Args:
+        options: what was asked.
+        show: prints the report, and returns the exit code; called on rank 0.
+        tasks: this process's number and how many there are, as the launcher counts them.
+    """
+    watchdog = start_watchdog(options.timeout + _WATCHDOG_EXTRA_SEC)
+    enter_phase("the start of MPI, which needs all ranks", limited=False)
+    examination = Examination(options, tasks[0])
+    try:
+        comm = initialize_mpi()
+    except UserError as error:
+        return examine_without_mpi(examination, str(error), show, tasks)
+    enter_phase("kaitian-doctor", limited=False)
+    job = Job(comm, examination, options.timeout)
+    try:
+        if comm.rank == 0:
+            code = show(job.examine())
+            job.end(code)
+        else:
+            code = job.serve()
+    except NoAnswerError as error:
+        print_to_stderr(f"{rank_prefix()} {PROGRAM}: error: rank 0 gives no orders: {error}")
+        abort_job(1)
+    if not job.is_clean:
+        abort_job(code or 1)
+    if watchdog is not None:
+        watchdog.close()
+    return code
+
+
+def examine_without_mpi(
+    examination: Examination,
+    reason: str,
+    show: Callable[[JobFacts], int],
+    tasks: tuple[int, int],
+) -> int:
+    """Report on this host alone, on the launcher's first rank; return the exit code.
+
+    Args:
+        examination: this rank's.
+        reason: why MPI cannot be used.
+        show: prints the report, and returns the exit code.
+        tasks: see `examine_rank`.
+    """
+    if tasks[0] == 0:
+        facts = examination.results()
+        return show(JobFacts(ranks=(replace(facts, faults={**facts.faults, "mpi": reason}),)))
+    if not is_mpi_running():  # else the first rank sees the same
+        print_to_stderr(f"{rank_prefix()} {PROGRAM}: error: {reason}")
+        time.sleep(_FIRST_RANK_SEC)  # the launcher ends all ranks when one exits
+        return 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = OneLineParser(
+        prog=PROGRAM,
+        description="Examine this machine, or under mpirun all ranks and what is between them: "
+        "devices, versions, MPI, memory, disk, links and clocks. Exit code 1 if training would "
+        "fail.",
+        epilog=f"example: mpirun --hostfile hostfiles/two-nodes.txt -np 4 {PROGRAM}",
+        allow_abbrev=False,
+    )
+    defaults = Options()
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document (docs/doctor.md) instead of text",
+    )
+    parser.add_argument(
+        "--devices",
+        default=defaults.devices,
+        metavar="LIST",
+        help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default "
+        f"{defaults.devices})",
+    )
+    parser.add_argument(
+        "--run-dir",
+        default=defaults.run_dir,
+        metavar="DIR",
+        help="the folder for results, whose file system is examined; nothing is left there "
+        f"(default {defaults.run_dir})",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=defaults.timeout,
+        metavar="X",
+        help="seconds that an examination may take before it counts as failed (default "
+        f"{defaults.timeout:g})",
+    )
+    return parser
+
+
+def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Options]:
+    """Parse command-line arguments.
+
+    Raises:
+        UserError: one is unknown or invalid.
+    """
+    chosen = make_parser().parse_args(arguments)
+    if not 0 < chosen.timeout <= _MAX_TIMEOUT:
+        raise UserError(
+            f"--timeout: found {chosen.timeout:g}, needed seconds, above 0 and at most "
+            f"{_MAX_TIMEOUT:g}"
+        )
+    if not chosen.run_dir:
+        raise UserError("--run-dir: found an empty name, needed a folder's")
+    return chosen, Options(devices=chosen.devices, run_dir=chosen.run_dir, timeout=chosen.timeout)
+
+
+def show_report(job: JobFacts, *, began: float, as_json: bool) -> int:
+    """Print the report; return the exit code.
+
+    Args:
+        job: the facts.
+        began: when this began, by `time.monotonic`.
+        as_json: print a JSON document.
+    """
+    report = make_report(job, time.monotonic() - began)
+    if as_json:
+        date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        print(json.dumps(to_json(report, __version__, date), indent=2), flush=True)
+    else:
+        print(to_text(report, __version__), end="", flush=True)
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    main()

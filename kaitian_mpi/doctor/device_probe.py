@@ -1,0 +1,150 @@
+"""Examines a host's devices, in a process of its own: vendors' code may hang or crash."""
+
+from __future__ import annotations
+
+import re
+import time
+from importlib.metadata import distributions
+from pathlib import Path
+
+import psutil
+import torch
+
+from kaitian_mpi.checks.facts import Devices, Kind
+from kaitian_mpi.devices import Device, known_kinds
+from kaitian_mpi.devices.choice import choose_device
+from kaitian_mpi.devices.cpu import CGROUP, available_bytes
+from kaitian_mpi.errors import UserError
+
+_COPY_BYTES = 64 << 20
+_COPIES = 5
+_VENDOR_PACKAGE = re.compile(
+    r"torch[-_].+|nvidia-(nccl|cuda-runtime|cudnn)\b.*|(intel|oneccl)[-_].*torch.*|.*[-_]pt|triton.*"
+)
+_DRIVERS = (
+    "nvidia",
+    "amdgpu",
+    "cambricon",
+    "cambricon_drv",
+    "drv_devmm_host",
+    "mtgpu",
+    "xe",
+    "i915",
+)
+_MODULES = Path("/sys/module")
+_VERSION_FILES = (Path("/usr/local/Ascend/driver/version.info"),)
+_NETWORK = Path("/sys/class/net")
+_RDMA = Path("/sys/class/infiniband")
+
+
+def examine_devices(devices: str, local_rank: int, local_size: int, host: str) -> Devices:
+    """Choose this rank's device as training does, and time its copies.
+
+    Args:
+        devices: as `--devices`.
+        local_rank: the rank's number among those on its host.
+        local_size: the number of ranks on the host.
+        host: its name, for messages.
+    """
+    known = known_kinds()
+    kinds = tuple(
+        Kind(name=name, count=known.counts[name], is_host=device.is_host)
+        for name, device in known.devices.items()
+    )
+    device: Device | None = None
+    index, error, out, back = 0, "", None, None
+    try:
+        choice = choose_device(devices, known.counts, local_rank, local_size, host, known.faults)
+        device, index = known.devices[choice.kind], choice.index
+        device.select(index)
+        if not device.is_host:
+            out, back = time_copies(device, index)
+    except UserError as failure:
+        error = str(failure)
+    except Exception as failure:  # whatever a vendor's code raises
+        error = " ".join(f"{type(failure).__name__}: {failure}".split())
+    usable = device if not error else None
+    return Devices(
+        kinds=kinds,
+        faults=dict(known.faults),
+        chosen="" if usable is None else str(usable.torch_device(index)),
+        kind="" if device is None else device.kind,
+        name="" if usable is None else usable.name(index),
+        memory_bytes=0 if usable is None else usable.memory_bytes(index),
+        is_host=device is not None and device.is_host,
+        to_host_mb_per_sec=out,
+        to_device_mb_per_sec=back,
+        error=error,
+        ram_bytes=int(psutil.virtual_memory().total),
+        ram_free_bytes=available_bytes(CGROUP),
+        packages=vendor_packages(),
+        drivers=loaded_drivers(),
+        interconnects=interconnects(),
+    )
+
+
+def time_copies(device: Device, index: int) -> tuple[float, float]:
+    """Return the bandwidths of copies to the host and back, in 10^6 bytes a second.
+
+    The best of some copies of 64 MiB, or of what fits, each way.
+    """
+    free = device.memory_limit_bytes(index, 1)
+    size = max(1 << 20, min(_COPY_BYTES, free // 4))
+    on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.pins_memory)
+    on_device = torch.empty(size, dtype=torch.uint8, device=device.torch_device(index))
+    rates = []
+    for target, source in ((on_host, on_device), (on_device, on_host)):
+        best = float("inf")
+        for _ in range(_COPIES):
+            device.synchronize(index)
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            device.synchronize(index)
+            best = min(best, time.perf_counter() - began)
+        rates.append(size / best / 1e6)
+    return rates[0], rates[1]
+
+
+def vendor_packages() -> dict[str, str]:
+    """Return the installed packages that belong to a vendor's torch, and their versions."""
+    found = {each.metadata["Name"] or "": each.version for each in distributions()}
+    return {
+        name: release
+        for name, release in sorted(found.items())
+        if _VENDOR_PACKAGE.fullmatch(name.lower())
+    }
+
+
+def loaded_drivers() -> dict[str, str]:
+    """Return the accelerators' kernel drivers that are loaded, and their versions if known."""
+    found = {}
+    for name in _DRIVERS:
+        if (_MODULES / name).is_dir():
+            found[name] = _read(_MODULES / name / "version")
+    for path in _VERSION_FILES:
+        for line in _read(path).splitlines():
+            key, _, value = line.partition("=")
+            if key.strip().lower() == "version":
+                found[path.parent.parent.name.lower()] = value.strip()
+    return found
+
+
+def interconnects() -> dict[str, str]:
+    """Return the network interfaces that are up, and RDMA devices, with their speeds."""
+    found = {}
+    for path in sorted(_NETWORK.glob("*")):
+        if path.name != "lo" and _read(path / "operstate") == "up":
+            speed = _read(path / "speed")
+            known = speed.isdigit() and speed != "0"
+            found[path.name] = f"{int(speed) / 1000:g} Gbit/s" if known else ""
+    for port in sorted(_RDMA.glob("*/ports/*")):
+        if "ACTIVE" in _read(port / "state"):
+            found[f"rdma {port.parent.parent.name}"] = _read(port / "rate")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # missing, or a virtual interface without a speed
+        return ""

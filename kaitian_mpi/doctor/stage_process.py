@@ -1,0 +1,73 @@
+"""One examination in a process of its own; writes its facts to stdout as JSON.
+
+python -P -m kaitian_mpi.doctor.stage_process NAME ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Make the examination that the command line names."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    result = os.dup(1)
+    os.dup2(2, 1)  # vendors' libraries print to stdout
+    name, arguments = sys.argv[1:]
+    facts = _EXAMINATIONS[name](**json.loads(arguments))
+    with open(result, "w") as file:
+        json.dump(facts, file)
+    sys.stdout.flush()
+    os._exit(0)  # a vendor's library may hang where it is unloaded
+
+
+def _examine_devices(**arguments: Any) -> dict[str, Any]:
+    from kaitian_mpi.doctor.device_probe import examine_devices
+
+    return asdict(examine_devices(**arguments))
+
+
+def _examine_storage(**arguments: Any) -> dict[str, Any]:
+    from kaitian_mpi.doctor.disk_probe import examine_storage
+
+    return asdict(examine_storage(**arguments))
+
+
+def _examine_mpi() -> dict[str, Any]:
+    from kaitian_mpi.checks.collect import collect_mpi
+    from kaitian_mpi.errors import UserError
+    from kaitian_mpi.runtime.lifecycle import initialize_mpi
+
+    try:
+        comm = initialize_mpi()
+    except UserError as error:
+        sys.exit(str(error))
+    return asdict(collect_mpi(comm))
+
+
+def _count_ranks() -> dict[str, Any]:
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    MPI.Finalize()
+    return {"size": size}
+
+
+_EXAMINATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "devices": _examine_devices,
+    "run folder": _examine_storage,
+    "mpi": _examine_mpi,
+    "count": _count_ranks,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`kaitian-doctor` under mpirun: one report, whatever happens to a rank."""
+
+import json
+
+from jobs import PYTHON
+
+DOCTOR = (PYTHON, "-m", "kaitian_mpi.cli.doctor")
+LIMIT_SEC = 40  # 15 s on a machine that has nothing else to do
+HANGING = """
+import os, time
+
+class Device:
+    def __init__(self):
+        while os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            time.sleep(1)
+        raise OSError("libacme.so: cannot open")
+"""
+
+
+def test_a_job_is_examined_and_reported_as_json(mpirun, tmp_path):
+    ended = mpirun(4, *DOCTOR, "--json")
+    assert ended.code == 0, ended.text
+    assert ended.seconds < LIMIT_SEC
+    report = json.loads(ended.out)
+    assert [facts["rank"] for facts in report["ranks"]] == [0, 1, 2, 3]
+    assert {facts["devices"]["chosen"] for facts in report["ranks"]} == {"cpu"}
+    assert {facts["mpi"]["size"] for facts in report["ranks"]} == {4}
+    assert [facts["storage"] is not None for facts in report["ranks"]] == [True] + 3 * [False]
+    assert len(report["links"]) == 6
+    assert all(link["latency_us"] > 0 and link["mb_per_sec"] > 0 for link in report["links"])
+    assert not report["training_would_fail"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_fail_are_named_and_hold_up_no_other(mpirun, tmp_path):
+    """A vendor's plug-in hangs on one rank and is broken on the other; no results can be kept."""
+    information = tmp_path / "acme-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[kaitian_mpi.devices]\nacme = acme:Device\n")
+    (tmp_path / "acme.py").write_text(HANGING)
+    words = ("--with-ft", "ulfm", *DOCTOR, "--timeout", "9", "--run-dir", "/proc/runs")
+    ended = mpirun(2, *words, PYTHONPATH=str(tmp_path))
+    assert ended.code == 1, ended.text
+    assert ended.seconds < LIMIT_SEC
+    text = " ".join(ended.out.split())
+    assert "the examination of devices failed (rank 1): no answer within 9 s" in text
+    assert "OSError: libacme.so: cannot open" in text
+    assert "/proc (proc on /proc) cannot be written" in text
+    assert "fault tolerance is on" in text
+    assert text.endswith("training would fail")
+    assert max(map(len, ended.out.splitlines())) <= 80
+
+
+def test_a_wrong_flag_is_one_line(mpirun):
+    ended = mpirun(2, *DOCTOR, "--timeout", "-1")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.count("kaitian-doctor: error: --timeout: found -1") == 1

@@ -1,0 +1,260 @@
+"""Verdicts: which facts are a problem, which a warning, and what the line names."""
+
+import json
+import time
+
+import pytest
+from facts import DEVICES, GIB, rank_facts, with_package
+
+from kaitian_mpi.checks.collect import collect
+from kaitian_mpi.checks.facts import Clock, JobFacts, Kind, Launcher, Link, RankFacts
+from kaitian_mpi.checks.registry import CHECKS, judge
+from kaitian_mpi.checks.verdict import Level, by_value, ranks_text
+
+ACME = {
+    "kinds": (Kind(name="acme", count=2, is_host=False), Kind(name="cpu", count=8, is_host=True)),
+    "chosen": "acme:0",
+    "kind": "acme",
+    "is_host": False,
+    "to_host_mb_per_sec": 12_000.0,
+    "to_device_mb_per_sec": 12_000.0,
+}
+LAUNCHER = Launcher(path="/bin/mpirun", library="Open MPI 5.0.11", started=2, error="")
+
+
+def job(*ranks, **others):
+    return JobFacts(ranks=ranks or (rank_facts(),), **others)
+
+
+def two(host="b", **parts):
+    """Two ranks on two hosts, of which the second differs."""
+    return job(rank_facts(0, "a"), rank_facts(1, host, **parts))
+
+
+def alone(**launcher):
+    return job(launcher=Launcher(**{**vars(LAUNCHER), **launcher}))
+
+
+def link(ranks, speed, error=""):
+    hosts = tuple("abcd"[rank] for rank in ranks)
+    return Link(ranks=ranks, hosts=hosts, latency_us=20.0, mb_per_sec=speed, error=error)
+
+
+PROBLEMS = {
+    "a missing package": (
+        job(rank_facts(software=with_package("torch", ""))),
+        "not installed: torch",
+    ),
+    "torch differs": (
+        two(software=with_package("torch", "2.14.1")),
+        "the version of torch differs between ranks: 2.13.0 on rank 0, 2.14.1 on rank 1",
+    ),
+    "this package differs": (
+        two(software=with_package("kaitian-mpi", "0.2")),
+        "the version of kaitian-mpi differs between ranks: 0.1.0 on rank 0, 0.2 on rank 1",
+    ),
+    "a silent rank": (job(missing={1: "no answer", 2: "no answer"}), "ranks 1, 2: no answer"),
+    "a failed examination": (
+        two(faults={"devices": "killed by SIGSEGV"}),
+        "the examination of devices failed (rank 1): killed by SIGSEGV",
+    ),
+    "no MPI": (
+        job(rank_facts(faults={"mpi": "no libmpi; install one"})),
+        "MPI cannot be used: no libmpi; install one",
+    ),
+    "worlds of one rank": (
+        job(rank_facts(mpi={"size": 1, "launched": 4})),
+        "the launcher started 4 ranks, but MPI sees 1: mpirun and mpi4py use different MPI",
+    ),
+    "unknown ranks of a host with accelerators": (
+        job(*(rank_facts(rank, devices=ACME, mpi={"size": 2, "launched": 1}) for rank in range(2))),
+        "no variable of the launcher says which is which",
+    ),
+    "no threads": (
+        two(mpi={"threads": "single"}),
+        "MPI's thread level is single on rank 1, needed multiple",
+    ),
+    "fault tolerance that is not": (
+        job(rank_facts(mpi={"survives_requested": True})),
+        "asked for, but MPI has it off on rank 0",
+    ),
+    "fault tolerance on one host": (
+        two(mpi={"survives_requested": True, "survives": True}),
+        "fault tolerance differs between ranks: off on rank 0, on on rank 1",
+    ),
+    "no mpirun": (alone(path=""), "found no mpirun"),
+    "another mpirun": (alone(library="MPICH 4.2"), "is MPICH 4.2's, mpi4py loads Open MPI 5.0.11"),
+    "an mpirun that fails": (
+        alone(started=None, error="exit code 1: an attempt to run as root"),
+        "OMPI_ALLOW_RUN_AS_ROOT=1",
+    ),
+    "an mpirun whose ranks do not meet": (alone(started=1), "each was alone"),
+    "no such device": (
+        two(devices={"error": "asks for acme:7, but b has none; name another", "chosen": ""}),
+        "rank 1: asks for acme:7, but b has none; name another",
+    ),
+    "no memory": (
+        job(rank_facts(devices={"ram_free_bytes": 100 << 20})),
+        "100 MiB of 32.0 GiB free for 1 rank",
+    ),
+    "no shared memory": (
+        job(rank_facts(machine={"shm_free_bytes": 1 << 20}, mpi={"size": 1, "launched": 1})),
+        "/dev/shm: 1 MiB of 16.0 GiB free; make room",
+    ),
+    "a read-only disk": (
+        two(storage={"error": "Read-only file system"}),
+        "/runs (ext4 on /) on b cannot be written: Read-only file system, 100.0 GiB free",
+    ),
+    "a link that is down": (
+        job(links=(link((0, 1), None, "no message arrived within 10 s"),)),
+        "between a (rank 0) and b (rank 1): no message arrived within 10 s",
+    ),
+}
+WARNINGS = {
+    "Python differs": (two(software={"python": "3.12.1"}), "3.11 on rank 0, 3.12 on rank 1"),
+    "MPI differs": (
+        two(mpi={"library": "Open MPI 5.0.3"}),
+        "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1",
+    ),
+    "unknown ranks": (job(rank_facts(mpi={"launched": 1})), "start the job with mpirun"),
+    "ULFM unknown": (
+        job(rank_facts(mpi={"survives_requested": True, "survives": None})),
+        "does not say whether it is on",
+    ),
+    "spinning": (
+        job(rank_facts(local_size=8, mpi={"yields": False})),
+        "MPI spins while it waits, and its ranks have fewer than two cores each",
+    ),
+    "too many ranks": (
+        job(*(rank_facts(r, local_size=2, machine={"cores": 1}) for r in range(2))),
+        "2 ranks compute on 1 cores",
+    ),
+    "little memory": (job(rank_facts(devices={"ram_free_bytes": 500 << 20})), "500 MiB of"),
+    "little shared memory": (
+        two(machine={"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}),
+        "/dev/shm: 60 MiB of 64 MiB free on b; make room",
+    ),
+    "no /dev/shm": (job(rank_facts(machine={"shm_bytes": None, "shm_free_bytes": None})), "mount"),
+    "few files": (
+        job(rank_facts(machine={"open_files": 256})),
+        "256 open files, a job of 2 ranks may need 260",
+    ),
+    "locked memory": (
+        job(
+            rank_facts(
+                machine={"locked_memory_bytes": 64 << 10},
+                devices={"interconnects": {"rdma mlx5_0": "100 Gb/sec"}},
+            )
+        ),
+        "64 KiB may be locked, which has rdma mlx5_0; set `ulimit -l unlimited`",
+    ),
+    "a plug-in that does not open": (
+        job(rank_facts(devices={"faults": {"acme": "kind 'acme' cannot be used; update it"}})),
+        "kind 'acme' cannot be used; update it",
+    ),
+    "an idle driver": (
+        job(rank_facts(devices={"drivers": {"acmedrv": "1.2"}})),
+        "the driver acmedrv 1.2 is loaded, but torch finds no accelerator",
+    ),
+    "vendor packages differ": (
+        job(
+            rank_facts(0, "a", devices={**ACME, "packages": {"torch-acme": "1"}}),
+            rank_facts(1, "b", devices={**ACME, "packages": {"torch-acme": "2"}}),
+        ),
+        "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1",
+    ),
+    "slow copies": (
+        job(rank_facts(devices={**ACME, "to_host_mb_per_sec": 700.0})),
+        "rank 0 (acme:0): 700 MB/s to the host, 12,000 MB/s back",
+    ),
+    "copies slower than elsewhere": (
+        job(rank_facts(devices=ACME), rank_facts(1, devices={**ACME, "to_host_mb_per_sec": 2e3})),
+        "rank 1 (acme:0): 2,000 MB/s to the host",
+    ),
+    "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "1 MiB free, 500 MB/s"),
+    "a slow disk": (job(rank_facts(storage={"write_mb_per_sec": 3.0})), "checkpoints take long"),
+    "a slow link": (
+        job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
+        "between a (rank 0) and c (rank 2): 90 MB/s, where the median pair has 900",
+    ),
+    "a slow network": (job(links=(link((0, 1), 11.0),)), "the hosts exchange 11 MB/s"),
+    "a wrong clock": (
+        job(clocks=(Clock(host="b", skew_sec=-3.5, uncertainty_sec=1e-4),)),
+        "the clock of b is 3.500 s behind that of rank 0's host (±0.1 ms)",
+    ),
+}
+CASES = [
+    *((name, Level.PROBLEM, *case) for name, case in PROBLEMS.items()),
+    *((name, Level.WARNING, *case) for name, case in WARNINGS.items()),
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "facts", "line"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_a_fault_is_named_with_what_to_do(level, facts, line):
+    worse = [verdict for _, verdict in judge(facts) if verdict.level is not Level.OK]
+    (found,) = [verdict for verdict in worse if line in str(verdict)]
+    assert found.level is level
+    assert found.advice
+    assert {verdict.level for verdict in worse} <= {level, Level.WARNING}
+
+
+UNKNOWN = RankFacts.from_json({**rank_facts().to_json(), "mpi": None, "devices": None})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        job(rank_facts(), rank_facts(1)),
+        two(software=with_package("torch", "2.13.0+acme")),  # another vendor's build
+        two(software={"python": "3.11.2"}),
+        two(devices=ACME),
+        alone(),
+        job(links=(link((0, 1), 900.0),)),
+        job(clocks=(Clock(host="b", skew_sec=0.9, uncertainty_sec=0.0),)),
+        job(clocks=(Clock(host="b", skew_sec=5.0, uncertainty_sec=4.5),)),
+        JobFacts(ranks=()),
+        JobFacts(ranks=(UNKNOWN,)),
+    ],
+)
+def test_nothing_is_said_against_what_is_well(facts):
+    assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
+
+
+def test_the_checks_before_a_job_need_no_device_and_no_disk():
+    bare = rank_facts().to_json() | {"devices": None, "storage": None}
+    facts = job(RankFacts.from_json(bare), rank_facts(1, software=with_package("torch", "2.9")))
+    found = {check.name: verdict for check, verdict in judge(facts, before_job=True)}
+    assert found["versions"].level is Level.PROBLEM
+    assert set(found) == {check.name for check in CHECKS if check.before_jobs} - {
+        "python",
+        "mpi library",
+    }
+
+
+def test_gathering_what_is_cheap_takes_no_time():
+    collect("host", 0)  # reads the packages' metadata
+    began = time.perf_counter()
+    facts = collect("host", 0)
+    assert time.perf_counter() - began < 0.05
+    assert facts.software.packages["kaitian-mpi"]
+    assert facts.machine.cores >= 1
+
+
+def test_facts_survive_json():
+    facts = rank_facts(3, "c", faults={"mpi": "no"})
+    assert RankFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 5, 7, 8, 9], "ranks 0-2, 5, 7-9")],
+)
+def test_ranks_are_named_briefly(ranks, text):
+    assert ranks_text(ranks) == text
+
+
+def test_holders_of_a_value_are_named():
+    assert by_value({0: "x", 1: "y", 2: "x"}) == "x on ranks 0, 2, y on rank 1"
+    assert GIB == DEVICES.ram_bytes // 32
