@@ -16,11 +16,18 @@ from kaitian_mpi.runtime.threads import record_default_threads
 
 
 def register() -> None:
-    """Register the backend `kaitian` and the rendezvous `mpi://`; may be called again."""
+    """Register the backend `kaitian` and the rendezvous `mpi://`.
+
+    May be called again, and must be once a plug-in of torch was imported later: the backend then
+    accepts tensors of the plug-in's device type as well.
+    """
     import torch.distributed as dist
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
+    if not dist.is_available():
+        return
+    if BACKEND in dist.Backend.backend_list:
+        dist.Backend.backend_capability[BACKEND] = device_types()
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
     # Do not become any device type's default backend: that is the vendor's own.
@@ -44,7 +51,9 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
     # torch puts the script's `rank` and `world_size` arguments into the URL.
     given = dict(parse_qsl(urlsplit(url).query))
     rank, size = (int(given[name]) if name in given else None for name in ("rank", "world_size"))
-    return rendezvous(rank, size, options.get("timeout"))
+    for found in rendezvous(rank, size, options.get("timeout")):
+        register()  # a plug-in of torch may have been imported with the devices
+        yield found
 
 
 def replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:

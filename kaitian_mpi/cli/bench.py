@@ -15,6 +15,7 @@ from kaitian_mpi.cli.preflight import (
     check_file_can_be_written,
     with_emulation,
 )
+from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
@@ -53,7 +54,7 @@ def main() -> None:
         with agree_on_errors(comm):
             if comm.rank == 0 and target is not None:
                 check_file_can_be_written("--json", str(target))
-        # Imported late: torch takes seconds to load.
+        import_torch()  # late: it takes seconds
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init

@@ -16,6 +16,7 @@ from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
+from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
@@ -41,6 +42,7 @@ def main() -> None:
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
+        import_torch()
 
         from kaitian_mpi.backend.startup import use_backend_for
         from kaitian_mpi.mpi.world import join_world, set_current_world

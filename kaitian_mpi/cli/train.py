@@ -12,6 +12,7 @@ from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, with_emulation
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss, initialize_mpi
@@ -40,7 +41,7 @@ def main() -> None:
         comm = initialize_mpi()
         config = with_emulation(config, comm)
         check_before_loading(config, comm)
-        # Imported late: torch takes seconds to load.
+        import_torch()  # late: it takes seconds
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init

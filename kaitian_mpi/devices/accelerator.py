@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.cpu import is_host_out_of_memory
+from kaitian_mpi.devices.plugin import KindError, import_plugin, one_line
 
 
 class Accelerator:
@@ -22,6 +24,11 @@ class Accelerator:
     kind: str
     torch_type: str
     vendor_backend: str | None = None
+    library = ""
+    plugin = ""
+    visibility: tuple[str, ...] = ()
+    """The environment variables that limit which devices a process sees, by index."""
+    run_on_hardware = ""
     is_host = False
     pins_memory = False
     futures_handle_streams = False
@@ -35,6 +42,12 @@ class Accelerator:
     ) -> Any:
         """Return a process group of the backend that the vendor's plug-in registered."""
         assert self.vendor_backend is not None
+        if self.vendor_backend.upper() not in dist.Backend._plugins:
+            raise KindError(
+                f"found no torch.distributed backend {self.vendor_backend!r} for {self.kind} "
+                f"devices, needed the one that {self.plugin or 'its plug-in of torch'} registers; "
+                "install a release of it with distributed support"
+            )
         plugin = dist.Backend._plugins[self.vendor_backend.upper()]
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
@@ -44,12 +57,22 @@ class Accelerator:
         return plugin.creator_fn(options, None)
 
     def count(self) -> int:
-        """Return the number of visible devices; 0 if torch does not know the type."""
+        """Return the number of visible devices; 0 if torch does not know the type.
+
+        Raises:
+            KindError: the kind's plug-in cannot be imported, or finds no device or driver.
+        """
         try:
             module = self._module()
         except RuntimeError:  # no plug-in has registered it
             return 0
-        return int(module.device_count()) if module.is_available() else 0
+        try:
+            count = int(module.device_count()) if module.is_available() else 0
+        except (Exception, SystemExit) as error:
+            raise self._unusable(f"asking it for devices fails: {one_line(error)}") from error
+        if self.plugin and not count and not self._is_hidden():
+            raise self._unusable("it finds no device")
+        return count
 
     def torch_device(self, index: int) -> torch.device:
         """Return the torch device, such as `cuda:0`."""
@@ -66,6 +89,16 @@ class Accelerator:
     def name(self, index: int) -> str:
         """Return the device's name."""
         return str(self._module().get_device_name(index))
+
+    def physical_id(self, index: int) -> str:
+        """Return the device's PCI address or UUID, else its index on the host.
+
+        The PCI address comes first because NCCL compares it to find two ranks on one device.
+        """
+        names = [self._hardware_id(each) for each in range(int(self._module().device_count()))]
+        name = names[index]
+        # Some devices of one board have the same address or UUID.
+        return name if name and names.count(name) == 1 else f"{name}#{self._host_index(index)}"
 
     def memory_bytes(self, index: int) -> int:
         """Return the device's memory in bytes."""
@@ -114,7 +147,40 @@ class Accelerator:
         self._module().set_rng_state(state, index)
 
     def _module(self) -> Any:
+        if self.plugin:
+            import_plugin(self.plugin)
         return torch.get_device_module(self.torch_type)
+
+    def _unusable(self, reason: str) -> KindError:
+        source = f"the package {self.plugin}" if self.plugin else "torch's build"
+        return KindError(
+            f"{source} supports {self.kind} devices, but {reason}; check that the vendor's driver "
+            "is loaded and that this process may open its devices, or uninstall the package"
+        )
+
+    def _is_hidden(self) -> bool:
+        """Return whether the user hides all devices from this process."""
+        return any(os.environ.get(name, "0").strip() in ("", "-1") for name in self.visibility)
+
+    def _hardware_id(self, index: int) -> str:
+        """Return the device's PCI address or UUID; "" if torch's module has neither."""
+        found = self._module().get_device_properties(index)
+        if hasattr(found, "pci_bus_id"):
+            domain = getattr(found, "pci_domain_id", 0)
+            return f"{domain:04x}:{found.pci_bus_id:02x}:{getattr(found, 'pci_device_id', 0):02x}"
+        uuid = str(getattr(found, "uuid", ""))
+        return uuid if uuid.strip("0-") else ""  # one of zeros is not set
+
+    def _host_index(self, index: int) -> str:
+        """Return the device's index on the host, by the variables that limit what is visible."""
+        for name in self.visibility:
+            given = os.environ.get(name, "")
+            listed = [entry.strip() for entry in given.split(",")]
+            if given and index < len(listed) and all(entry.isdigit() for entry in listed):
+                return listed[index]
+            if given:
+                return f"{index} of {given}"
+        return str(index)
 
 
 class UnlistedAccelerator(Accelerator):

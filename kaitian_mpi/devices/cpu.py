@@ -27,6 +27,8 @@ class CpuDevice:
     kind = "cpu"
     torch_type = "cpu"
     vendor_backend = None
+    library = plugin = ""
+    run_on_hardware = "x86-64, by every run of the tests"
     is_host = True
     pins_memory = False
     futures_handle_streams = False
@@ -65,6 +67,10 @@ class CpuDevice:
         except OSError:
             pass
         return platform.processor() or platform.machine()
+
+    def physical_id(self, index: int) -> str:
+        """Return "": any number of ranks may share the CPU."""
+        return ""
 
     def memory_bytes(self, index: int) -> int:
         """Return the host's memory in bytes; its ranks share it."""

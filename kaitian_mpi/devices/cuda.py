@@ -1,17 +1,22 @@
-"""NVIDIA devices."""
+"""NVIDIA devices: torch's own module `torch.cuda`, and NCCL.
+
+Sources: PyTorch's `torch/csrc/distributed/c10d/NCCLUtils.hpp` (dtypes) and `ProcessGroupNCCL.cpp`
+(reductions, futures), `torch/cuda/__init__.py`; NCCL's `src/init.cc` (one rank per PCI address).
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
+from kaitian_mpi.devices.plugin import KindError
 
-# The dtypes that torch's ProcessGroupNCCL passes to NCCL, and the reductions that NCCL supports.
-_TYPES = frozenset(
+REDUCED = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -24,8 +29,15 @@ _TYPES = frozenset(
         torch.bool,
     }
 )
-_REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
+"""The dtypes that NCCL, and libraries with its interface, reduce."""
+BYTES = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+)
+"""The dtypes that are moved as bytes, but not reduced in every release of torch."""
+REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_SUM
+_PCI_VENDOR = "0x10de"
+_PCI_DISPLAY = "0x03"  # the class of display controllers
 
 
 class CudaDevice(Accelerator):
@@ -34,6 +46,8 @@ class CudaDevice(Accelerator):
     kind = "cuda"
     torch_type = "cuda"
     vendor_backend = "nccl"
+    library = "NCCL"
+    visibility: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
     pins_memory = True
     futures_handle_streams = True
 
@@ -41,24 +55,60 @@ class CudaDevice(Accelerator):
         """Return the number of visible GPUs; 0 if torch was built for another vendor.
 
         In torch's builds for AMD, AMD's devices have the same torch type.
+
+        Raises:
+            KindError: the host has a GPU, but torch cannot open it.
         """
+        if not torch.version.cuda:
+            return 0
         # Not `is_available`, which initializes the CUDA driver even in a rank that uses the CPU.
-        return torch.cuda.device_count() if torch.version.cuda else 0
+        count = torch.cuda.device_count()
+        # The usual build of torch for Linux is CUDA's, also on hosts without a GPU.
+        if not count and not self._is_hidden() and is_on_pci(_PCI_VENDOR, _PCI_DISPLAY):
+            raise KindError(
+                "the host has an NVIDIA GPU, but torch cannot open it; check with nvidia-smi that "
+                f"the driver is loaded, is new enough for CUDA {torch.version.cuda}, and that this "
+                "process or container may use the GPU; or hide it with CUDA_VISIBLE_DEVICES=-1"
+            )
+        return count
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether NCCL supports this dtype; other dtypes go through host memory."""
         if reduction is None:
-            return dtype in _TYPES
+            return dtype in REDUCED or dtype in BYTES
         if reduction == "PREMUL_SUM":
             return dtype in _SCALED
         if reduction == "AVG" and dtype is torch.bool:
             return False
-        return dtype in _TYPES and reduction in _REDUCTIONS
+        return dtype in REDUCED and reduction in REDUCTIONS
 
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> Any:
-        """Return torch's own process group over NCCL."""
+        """Return torch's own process group over NCCL, or over RCCL in torch's builds for AMD."""
+        if not dist.is_nccl_available():
+            raise KindError(
+                f"found a torch without {self.library}, needed one built with it for {self.kind} "
+                "devices; install torch's official build for them"
+            )
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def is_on_pci(vendor: str, device_class: str, bus: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Return whether the host has a PCI device of a vendor and class; False if that is unknown.
+
+    Args:
+        vendor: the vendor's number, such as `0x10de`.
+        device_class: the first digits of the class, such as `0x03`.
+        bus: the folder in which Linux lists the devices.
+    """
+    for device in bus.glob("*"):
+        try:
+            found = (device / "vendor").read_text().strip(), (device / "class").read_text()
+        except OSError:
+            continue
+        if found[0] == vendor and found[1].startswith(device_class):
+            return True
+    return False

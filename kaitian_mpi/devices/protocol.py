@@ -62,6 +62,16 @@ class Device(Protocol):
     """Whether `torch.futures.Future` handles the device's streams: it makes a waiter's stream wait
     for the writer's. Otherwise the host waits for the writer's stream."""
 
+    library: str
+    """The vendor's name for that backend's library, such as `NCCL`; empty without one."""
+
+    plugin: str
+    """The package that makes torch know the device type, such as `torch_npu`; empty if a build of
+    torch itself does."""
+
+    run_on_hardware: str
+    """On what the kind has been run, such as `NVIDIA H100, 2026-11-22`; empty: not on hardware."""
+
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether the vendor's library can move or reduce tensors of a dtype.
 
@@ -87,7 +97,11 @@ class Device(Protocol):
         ...
 
     def count(self) -> int:
-        """Return how many devices of this kind the process can use; 0 if there are none."""
+        """Return how many devices of this kind the process can use; 0 if there are none.
+
+        Raises:
+            KindError: the kind is installed, but cannot open its devices.
+        """
         ...
 
     def torch_device(self, index: int) -> torch.device:
@@ -104,6 +118,14 @@ class Device(Protocol):
 
     def name(self, index: int) -> str:
         """Return the device's marketing name."""
+        ...
+
+    def physical_id(self, index: int) -> str:
+        """Return what identifies the physical device on its host, whatever its index; "" for a CPU.
+
+        Two processes may see one device by different indices, and different devices by the same
+        index, because each can have its own variable such as `CUDA_VISIBLE_DEVICES`.
+        """
         ...
 
     def memory_bytes(self, index: int) -> int:

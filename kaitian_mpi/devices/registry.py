@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.devices.plugin import (
+    PLUGINS,
+    KindError,
+    devices_seen_by_child,
+    is_installed,
+    one_line,
+)
 from kaitian_mpi.devices.protocol import Device
 
 if TYPE_CHECKING:
@@ -20,6 +27,12 @@ GROUP = "kaitian_mpi.devices"
 
 BUILT_IN = {
     "cuda": "kaitian_mpi.devices.cuda:CudaDevice",
+    "rocm": "kaitian_mpi.devices.rocm:RocmDevice",
+    "npu": "kaitian_mpi.devices.npu:NpuDevice",
+    "mlu": "kaitian_mpi.devices.mlu:MluDevice",
+    "musa": "kaitian_mpi.devices.musa:MusaDevice",
+    "xpu": "kaitian_mpi.devices.xpu:XpuDevice",
+    "mps": "kaitian_mpi.devices.mps:MpsDevice",
     "cpu": "kaitian_mpi.devices.cpu:CpuDevice",
 }
 
@@ -32,32 +45,72 @@ class Kinds:
 
     devices: Mapping[str, Device]
     counts: Mapping[str, int]
-    """This host's number of devices of each kind."""
+    """The number of devices of each kind that this process sees."""
     faults: Mapping[str, str]
-    """For each unusable kind of another package, by name: why, and what to do."""
+    """For each kind that is installed but cannot be used: why, and what to do."""
+    absent: Mapping[str, str]
+    """For each built-in kind whose plug-in is not installed: what to install."""
+    probed: Mapping[str, Sequence[str]]
+    """The physical ids of the devices of kinds that another process has counted."""
+
+    def physical_ids(self, kind: str) -> Sequence[str]:
+        """Return the physical ids of the devices that this process sees, by index.
+
+        Initializes the kind in this process, unless another process has counted its devices.
+        """
+        if kind in self.probed:
+            return self.probed[kind]
+        return [self.devices[kind].physical_id(index) for index in range(self.counts[kind])]
 
 
 @functools.cache
 def known_kinds() -> Kinds:
-    """Load all kinds and count their devices, once per process.
+    """Load all kinds and find their devices, once per process.
 
-    A kind that cannot be loaded is not an error unless it is used: see `Kinds.faults`.
+    A kind that cannot be used is not an error unless it is asked for: see `Kinds.faults`.
     """
     devices: dict[str, Device] = {}
     counts: dict[str, int] = {}
+    probed: dict[str, Sequence[str]] = {}
     faults: dict[str, str] = {}
+    installed = [kind for kind, plugin in PLUGINS.items() if is_installed(plugin)]
+    absent = {
+        kind: f"{kind} devices need the package {plugin}, which is not installed here; install its "
+        "release for this release of torch, or name other devices"
+        for kind, plugin in PLUGINS.items()
+        if kind not in installed
+    }
     for entry in _entries():
+        kind = entry.name
+        if kind in absent and entry.value == BUILT_IN[kind]:
+            continue
         try:
-            if entry.name in devices:
+            if kind in devices:
                 raise TypeError("there is already a kind of this name")
             device = _load(entry)
-            counts[entry.name] = int(device.count())
-            devices[entry.name] = device
-        except Exception as error:  # whatever another package's code raises
-            faults[entry.name] = _describe(entry, error)
+            if kind in installed and len(installed) > 1:  # this process can use only one of them
+                probed[kind] = devices_seen_by_child(kind)
+                counts[kind] = len(probed[kind])
+            else:
+                counts[kind] = int(device.count())
+            devices[kind] = device
+        except KindError as error:
+            faults[kind] = f"the device kind {kind!r} cannot be used: {error}"
+        except (Exception, SystemExit) as error:  # whatever another package's code raises
+            faults[kind] = _describe(entry, error)
     # Last in order of preference, because it always exists.
     devices["cpu"], counts["cpu"] = devices.pop("cpu"), counts.pop("cpu")
-    return Kinds(devices, counts, faults)
+    return Kinds(devices, counts, faults, absent, probed)
+
+
+def load_built_in(kind: str) -> Device:
+    """Return a built-in kind, whether or not it has devices."""
+    return _load(next(entry for entry in _entries() if entry.name == kind))
+
+
+def find_devices(device: Device) -> list[str]:
+    """Return the physical ids of the devices that this process sees, by index."""
+    return [device.physical_id(index) for index in range(device.count())]
 
 
 def device_of(device: torch.device) -> Device:
@@ -98,9 +151,8 @@ def _load(entry: EntryPoint) -> Device:
     return device
 
 
-def _describe(entry: EntryPoint, error: Exception) -> str:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+def _describe(entry: EntryPoint, error: BaseException) -> str:
     return (
-        f"the device kind {entry.name!r} ({entry.value}) cannot be used: {reason}; "
+        f"the device kind {entry.name!r} ({entry.value}) cannot be used: {one_line(error)}; "
         "correct, update or remove the package that adds it"
     )

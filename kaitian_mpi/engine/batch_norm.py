@@ -125,7 +125,8 @@ class RunningStatistics:
                     torch.full_like(_tensor(norm.running_mean), max(own, _MIN_WEIGHT))
                     for norm, own in zip(self._norms, fractions, strict=True)
                 ]
-            ).double()
+            )
+            weights = weights.cpu().double()  # not every device has float64
             sums = torch.cat([self.moments() * weights, weights[None]])
             dist.all_reduce(sums)
             self.load_moments(sums[:2] / sums[2])
@@ -138,8 +139,8 @@ class RunningStatistics:
         """Return the means and mean squares of all layers, float64 [2, channels]."""
         if not self._norms:
             return torch.zeros(2, 0, dtype=torch.float64)
-        means = torch.cat([_tensor(norm.running_mean) for norm in self._norms]).double()
-        variances = torch.cat([_tensor(norm.running_var) for norm in self._norms]).double()
+        means = torch.cat([_tensor(norm.running_mean) for norm in self._norms]).cpu().double()
+        variances = torch.cat([_tensor(norm.running_var) for norm in self._norms]).cpu().double()
         return torch.stack([means, variances + means**2])
 
     def load_moments(self, moments: torch.Tensor) -> None:

@@ -137,8 +137,9 @@ def join_world(
     labels, schedules = emulation.labels, emulation.schedules
     with agree_on_errors(own):
         known = known_kinds()
+        unusable = {**known.absent, **known.faults}
         choice = choose_device(
-            devices, known.counts, launch.local_rank, launch.local_size, host, known.faults
+            devices, known.counts, launch.local_rank, launch.local_size, host, unusable
         )
         if devices == "auto" and launch.local_rank == 0:
             for fault in known.faults.values():

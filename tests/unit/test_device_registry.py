@@ -13,6 +13,7 @@ from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.errors import UserError
 
 ROOT = Path(kaitian_mpi.__file__).parent
+ACCELERATORS = ["cuda", "rocm", "xpu", "mps"]  # those that need no plug-in of torch
 
 MODULE = """
 from kaitian_mpi.devices.cpu import CpuDevice
@@ -63,7 +64,7 @@ def install(tmp_path, monkeypatch):
 
 def test_a_package_adds_a_kind(install):
     known = install(good="plug_in:Good")
-    assert list(known.devices) == ["cuda", "good", "cpu"]
+    assert list(known.devices) == [*ACCELERATORS, "good", "cpu"]
     assert known.faults == {}
     assert choose_device("good:1", known.counts, 0, 1, "h").kind == "good"
     # --devices auto prefers it to the CPU, as any accelerator.
@@ -98,7 +99,7 @@ def test_a_torch_type_without_a_kind_has_no_vendor():
 )
 def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value, reason):
     known = install(**{kind: value})
-    assert list(known.devices) == ["cuda", "cpu"]
+    assert list(known.devices) == [*ACCELERATORS, "cpu"]
     assert choose_device("auto", {**known.counts, "cuda": 0}, 0, 1, "h").kind == "cpu"
     with pytest.raises(UserError, match=reason) as raised:
         choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.faults)

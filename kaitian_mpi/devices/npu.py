@@ -1,0 +1,41 @@
+"""Huawei Ascend devices: the plug-in torch_npu, and HCCL.
+
+Sources: Ascend/pytorch's `torch_npu/_init/registry/distributed.py` (the backend `hccl`),
+`torch_npu/csrc/distributed/ProcessGroupHCCL.cpp` and `HCCLUtils.cpp` (dtypes, reductions, futures),
+`torch_npu/npu/__init__.py` and `memory.py`; the CANN documentation's "HcclAllReduce" and
+"HcclReduce" (what HCCL reduces).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kaitian_mpi.devices.accelerator import Accelerator
+
+# Those that HCCL reduces on every generation of devices, besides bfloat16.
+_FLOATING = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_REDUCED = _FLOATING | {torch.int64, torch.int32, torch.int8}
+_MOVED = _REDUCED | {torch.float64, torch.int16, torch.uint8, torch.bool}
+
+
+class NpuDevice(Accelerator):
+    """An Ascend NPU; its collective library is HCCL."""
+
+    kind = "npu"
+    torch_type = "npu"
+    plugin = "torch_npu"
+    vendor_backend = "hccl"
+    library = "HCCL"
+    visibility = ("ASCEND_RT_VISIBLE_DEVICES",)
+    pins_memory = True
+    futures_handle_streams = True
+
+    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
+        """Return whether HCCL supports this dtype; other dtypes go through host memory."""
+        if reduction is None:
+            return dtype in _MOVED
+        if reduction == "AVG":  # torch_npu sums, then divides in place
+            return dtype in _FLOATING
+        if reduction == "PRODUCT" and dtype is torch.bfloat16:
+            return False
+        return dtype in _REDUCED and reduction in ("SUM", "PRODUCT", "MIN", "MAX")

@@ -1,0 +1,140 @@
+"""Imports the plug-ins by which vendors extend torch, and limits what a faulty one breaks.
+
+A plug-in gives torch the device type of its vendor. There is one such type in a process, so two
+vendors' plug-ins cannot be used by one rank, though by different ranks of a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""torch's variable that stops `import torch` from importing plug-ins, if it is 0."""
+PLUGINS = {"mlu": "torch_mlu", "npu": "torch_npu", "musa": "torch_musa"}
+"""The vendors' plug-ins of the built-in kinds, by kind."""
+
+_PROBE_SEC = 120.0  # importing torch and a plug-in takes seconds, on a cold disk tens of them
+_PROBE = """
+import json
+from kaitian_mpi.devices.registry import find_devices, load_built_in
+print(json.dumps(find_devices(load_built_in({kind!r}))))
+"""
+
+
+class KindError(UserError):
+    """A device kind is installed but cannot be used: the reason, and what to do about it."""
+
+
+def import_torch() -> None:
+    """Import torch, and all plug-ins but those of the built-in kinds.
+
+    For commands, before anything imports torch: `import torch` alone fails if any plug-in does,
+    even in a rank that uses the CPU. The plug-ins of the built-in kinds are imported by
+    `import_plugin`, which reports a faulty one.
+
+    Raises:
+        KindError: another package's plug-in cannot be imported.
+    """
+    if "torch" in sys.modules or os.environ.get(AUTOLOAD, "1") == "0":
+        return
+    given = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    import torch  # noqa: F401
+
+    if given is None:
+        del os.environ[AUTOLOAD]
+    else:
+        os.environ[AUTOLOAD] = given
+    for entry in importlib.metadata.entry_points(group="torch.backends"):
+        if entry.module.partition(".")[0] not in PLUGINS.values():
+            try:
+                entry.load()()
+            except (Exception, SystemExit) as error:
+                raise KindError(
+                    f"torch's plug-in {entry.name} ({entry.value}) cannot be imported: "
+                    f"{one_line(error)}; correct or remove it, or set {AUTOLOAD}=0"
+                ) from error
+
+
+def is_installed(plugin: str) -> bool:
+    """Return whether a plug-in is installed, without importing it."""
+    if plugin in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(plugin) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def import_plugin(plugin: str) -> None:
+    """Import a vendor's plug-in of torch, once.
+
+    What it prints goes to stderr, and tensors are still made on the host by default.
+
+    Raises:
+        KindError: it cannot be imported.
+    """
+    if plugin in sys.modules:
+        return
+    import torch
+
+    default = torch.get_default_device()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module(plugin)
+    except (Exception, SystemExit) as error:
+        # Otherwise `import torch` would fail in every process that this one starts.
+        os.environ[AUTOLOAD] = "0"
+        raise KindError(
+            f"the package {plugin} is installed, but importing it fails: {one_line(error)}; check "
+            f"that its release is for torch {torch.__version__} and that the vendor's driver and "
+            "libraries are installed and found, or uninstall it"
+        ) from error
+    finally:
+        if torch.get_default_device() != default:
+            torch.set_default_device(None if default.type == "cpu" else default)
+
+
+def devices_seen_by_child(kind: str) -> list[str]:
+    """Return the physical ids of a built-in kind's devices, from a process of its own.
+
+    Where several plug-ins are installed: this process can import only one of them.
+
+    Raises:
+        KindError: the plug-in cannot be used.
+    """
+    try:
+        ended = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", _PROBE.format(kind=kind)],
+            env={**os.environ, AUTOLOAD: "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SEC,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise KindError(
+            f"the package {PLUGINS[kind]} does not answer within {_PROBE_SEC:g} s when it is asked "
+            "for its devices; check the vendor's driver, or uninstall it"
+        ) from None
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        raise KindError(last.removeprefix(f"{KindError.__module__}.{KindError.__name__}: "))
+    found: Any = json.loads(ended.stdout.splitlines()[-1])
+    return list(found)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and text in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

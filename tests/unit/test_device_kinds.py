@@ -1,0 +1,524 @@
+"""Each built-in kind against a stand-in for its torch module, with the same interface.
+
+The stand-ins have the functions that the vendors' own sources define, and record what is called.
+A vendor's plug-in takes torch's only device type for plug-ins, so each runs in a forked process.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.devices import known_kinds, registry
+from kaitian_mpi.devices.cuda import is_on_pci
+from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
+
+PLUG_IN = """
+import contextlib, types
+import torch
+import torch.distributed as dist
+
+TYPE, BACKEND, IS_EXTENDED = {type!r}, {backend!r}, {is_extended!r}
+calls, groups = [], []
+
+class Event:
+    def __init__(self, enable_timing=False):
+        calls.append(["Event", enable_timing])
+    def record(self, stream=None):
+        calls.append(["record"])
+    def query(self):
+        return True
+    def synchronize(self):
+        calls.append(["Event.synchronize"])
+    def elapsed_time(self, end):
+        return 1500.0
+
+def recorded(name, value=None):
+    def call(*arguments):
+        calls.append([name, *[str(each) for each in arguments]])
+        return value
+    return call
+
+module = types.ModuleType("torch." + TYPE)
+vars(module).update(
+    Stream=type("Stream", (), {{}}), Event=Event,
+    stream=contextlib.nullcontext, current_stream=recorded("current_stream", "stream"),
+    device_count=lambda: {count}, is_available=lambda: {count} > 0,
+    is_initialized=lambda: True, _is_in_bad_fork=lambda: False,
+    set_device=recorded("set_device"), synchronize=recorded("synchronize"),
+    get_device_name=recorded("get_device_name", "Stand-in 9000"),
+    get_device_properties=recorded(
+        "get_device_properties", types.SimpleNamespace(total_memory=1 << 33, **{properties!r})
+    ),
+    mem_get_info=recorded("mem_get_info", (1 << 32, 1 << 33)),
+    memory_reserved=recorded("memory_reserved", 1 << 20),
+    reset_peak_memory_stats=recorded("reset_peak_memory_stats"),
+    max_memory_reserved=recorded("max_memory_reserved", 1 << 21),
+    empty_cache=recorded("empty_cache"),
+    get_rng_state=recorded("get_rng_state", torch.arange(4)),
+    set_rng_state=recorded("set_rng_state"),
+)
+torch.utils.rename_privateuse1_backend(TYPE)
+torch._register_device_module(TYPE, module)
+
+def extended(options, _):
+    return plain(options.store, options.group_rank, options.group_size, options.timeout)
+
+def plain(store, rank, size, timeout):
+    groups.append([rank, size, timeout.total_seconds()])
+    return "the group"
+
+dist.Backend.register_backend(
+    BACKEND, extended if IS_EXTENDED else plain, extended_api=IS_EXTENDED, devices=[TYPE]
+)
+{extra}
+"""
+BACKENDS = {"npu": ("hccl", True), "mlu": ("cncl", False), "musa": ("mccl", False)}
+
+
+def write_plugin(folder, kind, count=2, extra="", **properties):
+    backend, is_extended = BACKENDS[kind]
+    text = PLUG_IN.format(
+        type=kind,
+        backend=backend,
+        is_extended=is_extended,
+        count=count,
+        extra=extra,
+        properties=properties,
+    )
+    (folder / f"{PLUGINS[kind]}.py").write_text(text)
+
+
+def forked(call, *path):
+    """Return what `call` returns in a forked process that finds packages in these folders."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            sys.path[:0] = [str(each) for each in path]
+            known_kinds.cache_clear()
+            registry._device_of_type.cache_clear()
+            text = json.dumps(call())
+        except BaseException:
+            text = json.dumps({"failed": traceback.format_exc()})
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        found = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    assert not (isinstance(found, dict) and "failed" in found), found["failed"]
+    return found
+
+
+def use_everything():
+    """Use each method of the one plug-in's kind; return the results and the plug-in's records."""
+    known = known_kinds()
+    (kind,) = set(known.devices) & set(PLUGINS)
+    device, plugin = known.devices[kind], sys.modules[PLUGINS[kind]]
+    count = known.counts[kind]
+    device.select(1)
+    device.synchronize(1)
+    earlier, later = device.mark(), device.mark()
+    later.wait()
+    results = {
+        "kind": kind,
+        "count": count,
+        "device": str(device.torch_device(1)),
+        "of_device": registry.device_of(torch.device(kind, 0)).kind,
+        "name": device.name(1),
+        "memory": [device.memory_bytes(1), device.memory_limit_bytes(1, 2)],
+        "ids": known.physical_ids(kind),
+        "seconds": later.seconds_since(earlier),
+        "reached": later.is_reached(),
+        "random": device.random_state(1).tolist(),
+        "streams": [hasattr(device.streams(), n) for n in ("Stream", "Event", "stream")],
+        "group": device.create_vendor_group(dist.HashStore(), 1, 2, timedelta(seconds=7)),
+        "out_of_memory": device.is_out_of_memory(RuntimeError(f"{kind.upper()} out of memory.")),
+    }
+    device.restart_memory_peak(1)
+    results["peak"] = device.memory_peak_bytes(1)
+    device.release_cached_memory()
+    device.set_random_state(1, torch.arange(2))
+    return {**results, "calls": plugin.calls, "groups": plugin.groups}
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_kind_uses_its_vendors_plug_in(kind, tmp_path, monkeypatch):
+    for name in ("ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "4,6")
+    write_plugin(tmp_path, kind)
+    found = forked(use_everything, tmp_path)
+    calls = found.pop("calls")
+    assert found == {
+        "kind": kind,
+        "count": 2,
+        "device": f"{kind}:1",
+        "of_device": kind,
+        "name": "Stand-in 9000",
+        "memory": [1 << 33, (1 << 20) + (1 << 31)],
+        "ids": ["#4", "#6"],
+        "seconds": 1.5,
+        "reached": True,
+        "random": [0, 1, 2, 3],
+        "streams": [True, True, True],
+        "group": "the group",
+        "groups": [[1, 2, 7.0]],
+        "out_of_memory": True,
+        "peak": 1 << 21,
+    }
+    for call in (
+        ["set_device", "1"],
+        ["synchronize", "1"],
+        ["Event", True],
+        ["Event.synchronize"],
+        ["mem_get_info", "1"],
+        ["reset_peak_memory_stats", "1"],
+        ["max_memory_reserved", "1"],
+        ["empty_cache"],
+        ["get_rng_state", "1"],
+        ["set_rng_state", "tensor([0, 1])", "1"],
+    ):
+        assert call in calls
+
+
+def test_a_uuid_identifies_a_device_whatever_its_index(tmp_path, monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
+    write_plugin(tmp_path, "npu", count=1, uuid="1234-abcd")
+    assert forked(lambda: known_kinds().physical_ids("npu"), tmp_path) == ["1234-abcd"]
+    write_plugin(tmp_path, "npu", count=1, uuid="0000-0000")  # torch_npu's, where CANN has none
+    assert forked(lambda: known_kinds().physical_ids("npu"), tmp_path) == ["#5"]
+    # Two tiles of one board.
+    write_plugin(tmp_path, "npu", count=2, uuid="1234-abcd")
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+    expected = ["1234-abcd#0", "1234-abcd#1"]
+    assert forked(lambda: known_kinds().physical_ids("npu"), tmp_path) == expected
+
+
+def faults():
+    known = known_kinds()
+    return [sorted(known.devices), dict(known.faults), sys.modules.get("torch_npu") is not None]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise ImportError('libhccl.so: cannot open shared object file')", "ImportError: libhccl"),
+        ("raise SystemExit('no licence')", "SystemExit: no licence"),
+        ("import module_that_is_missing", "No module named 'module_that_is_missing'"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_imported_is_named(text, reason, tmp_path):
+    (tmp_path / "torch_npu.py").write_text(text)
+    devices, found, is_loaded = forked(faults, tmp_path)
+    assert "npu" not in devices
+    assert not is_loaded
+    assert found["npu"].startswith(
+        "the device kind 'npu' cannot be used: the package torch_npu is installed, but importing it"
+    )
+    assert reason in found["npu"]
+    assert "or uninstall it" in found["npu"]
+
+
+def test_a_plug_in_without_devices_is_named_unless_they_are_hidden(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    write_plugin(tmp_path, "npu", count=0)
+    devices, found, _ = forked(faults, tmp_path)
+    assert "npu" not in devices
+    assert "the package torch_npu supports npu devices, but it finds no device" in found["npu"]
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    devices, found, _ = forked(faults, tmp_path)
+    assert "npu" in devices
+    assert found == {}
+
+
+def test_a_plug_in_whose_driver_fails_is_named(tmp_path):
+    failing = "def fail():\n    raise RuntimeError('aclInit: error\\n 507033')\n"
+    write_plugin(tmp_path, "npu", extra=f"{failing}module.device_count = fail")
+    devices, found, _ = forked(faults, tmp_path)
+    assert "npu" not in devices
+    assert "asking it for devices fails: RuntimeError: aclInit: error 507033;" in found["npu"]
+
+
+def test_without_a_plug_in_its_kind_says_what_to_install():
+    known = known_kinds()
+    for kind, plugin in PLUGINS.items():
+        assert kind not in known.devices
+        assert f"need the package {plugin}, which is not installed here" in known.absent[kind]
+        assert plugin not in sys.modules
+
+
+def test_a_plug_in_neither_prints_to_stdout_nor_moves_new_tensors(tmp_path, capfd):
+    extra = "print('welcome')\ntorch.set_default_device('meta')"
+    (tmp_path / "torch_npu.py").write_text(f"import torch\n{extra}")
+
+    def load():
+        import_plugin("torch_npu")
+        import_plugin("torch_npu")
+        return str(torch.zeros(1).device)
+
+    assert forked(load, tmp_path) == "cpu"
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("welcome") == 1
+
+
+def test_of_several_plug_ins_each_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """One process can have only one; a rank imports that of the device it is given."""
+    (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
+    write_plugin(tmp_path, "musa", count=2)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def find():
+        known = known_kinds()
+        before = [name in sys.modules for name in PLUGINS.values()]
+        known.devices["musa"].select(1)
+        after = [name in sys.modules for name in PLUGINS.values()]
+        return [known.counts["musa"], known.physical_ids("musa"), before, after, known.faults]
+
+    *found, faults = forked(find, tmp_path)
+    assert found == [2, ["#0", "#1"], [False, False, False], [False, False, True]]
+    assert faults["npu"].startswith("the device kind 'npu' cannot be used: the package torch_npu")
+    assert "OSError: no driver" in faults["npu"]
+
+
+def test_a_failed_plug_in_does_not_break_torch_in_later_processes(tmp_path, monkeypatch):
+    monkeypatch.delenv(AUTOLOAD, raising=False)
+    (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
+    assert forked(lambda: [known_kinds() and os.environ[AUTOLOAD]], tmp_path) == ["0"]
+
+
+@pytest.mark.parametrize("text", ["def load():\n    print('loaded')", "raise OSError('no x')"])
+def test_commands_import_torch_without_the_kinds_plug_ins(text, tmp_path, monkeypatch, capfd):
+    """A stand-in for torch shows what the import of torch itself would have done."""
+    monkeypatch.delenv(AUTOLOAD, raising=False)
+    (tmp_path / "torch.py").write_text(f"import os\nautoload = os.environ[{AUTOLOAD!r}]")
+    (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
+    (tmp_path / "torch_other.py").write_text(text)
+    information = tmp_path / "plug_ins-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-ins\nVersion: 1.0")
+    points = "[torch.backends]\ntorch_npu = torch_npu:load\ntorch_other = torch_other:load\n"
+    (information / "entry_points.txt").write_text(points)
+
+    found_by_python = importlib.metadata.entry_points
+
+    def load():
+        del sys.modules["torch"]
+        others = [
+            each for each in found_by_python(group="torch.backends") if each.name != "kaitian"
+        ]
+        importlib.metadata.entry_points = lambda group: others  # ours needs torch itself
+        try:
+            import_torch()
+        except KindError as error:
+            return [str(error)]
+        sys.stdout.flush()
+        return [sys.modules["torch"].autoload, AUTOLOAD in os.environ]
+
+    found = forked(load, tmp_path)
+    if "OSError" in text:
+        start = "torch's plug-in torch_other (torch_other:load) cannot be imported: OSError: no x; "
+        assert found[0].startswith(start)
+    else:
+        assert found == ["0", False]
+        assert capfd.readouterr().out == "loaded\n"
+
+
+def test_a_plug_in_without_a_collective_library_is_named(tmp_path):
+    write_plugin(tmp_path, "npu", extra="del dist.Backend._plugins['HCCL']")
+
+    def create():
+        device = known_kinds().devices["npu"]
+        try:
+            device.create_vendor_group(dist.HashStore(), 0, 1, timedelta(seconds=1))
+        except KindError as error:
+            return str(error)
+
+    text = forked(create, tmp_path)
+    assert text.startswith("found no torch.distributed backend 'hccl' for npu devices, needed the")
+
+
+@pytest.fixture
+def devices():
+    return {name: registry.load_built_in(name) for name in registry.BUILT_IN}
+
+
+def test_the_build_of_torch_says_whose_devices_are_called_cuda(devices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for version, count in (("cuda", (3, 0)), ("hip", (0, 3))):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.version, version, "13.0")
+        assert (devices["cuda"].count(), devices["rocm"].count()) == count
+    assert devices["rocm"].torch_device(2) == torch.device("cuda", 2)
+    assert (devices["cuda"].library, devices["rocm"].library) == ("NCCL", "RCCL")
+
+
+def test_a_build_for_amd_or_intel_without_devices_is_named(devices, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 0)
+    for kind, tool in (("rocm", "rocminfo"), ("xpu", "sycl-ls")):
+        for name in devices[kind].visibility:
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(KindError, match=f"torch's build supports {kind} devices.*{tool}"):
+            devices[kind].count()
+        monkeypatch.setenv(devices[kind].visibility[0], "")
+        assert devices[kind].count() == 0
+
+
+def test_an_nvidia_gpu_that_torch_cannot_open_is_named(devices, tmp_path, monkeypatch):
+    for number, (vendor, device_class) in enumerate([("0x8086", "0x030000"), ("0x10de", "0x0c03")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{device_class}\n")
+    (tmp_path / "empty").mkdir()
+    assert not is_on_pci("0x10de", "0x03", tmp_path)
+    (tmp_path / "1" / "class").write_text("0x030200\n")
+    assert is_on_pci("0x10de", "0x03", tmp_path)
+    assert not is_on_pci("0x10de", "0x03", tmp_path / "absent")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("kaitian_mpi.devices.cuda.is_on_pci", lambda *_: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(KindError, match=r"has an NVIDIA GPU, but torch cannot open it.*CUDA 13\.0"):
+        devices["cuda"].count()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert devices["cuda"].count() == 0
+
+
+def test_a_pci_address_identifies_a_device_as_in_nccl(devices, monkeypatch):
+    one = SimpleNamespace(pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=0, uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: one)
+    assert devices["cuda"].physical_id(0) == devices["rocm"].physical_id(0) == "0000:3b:00"
+    del one.pci_bus_id
+    assert devices["cuda"].physical_id(0) == "GPU-1"
+
+
+def test_xpu_groups_are_made_as_torch_makes_them(devices, monkeypatch):
+    made = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments):
+            made.append(arguments)
+
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupXCCL", Group, raising=False)
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
+    store = dist.HashStore()
+    group = devices["xpu"].create_vendor_group(store, 1, 4, timedelta(seconds=9))
+    assert isinstance(group, Group)
+    assert made[0][:3] == (store, 1, 4)
+    assert made[0][3]._timeout == timedelta(seconds=9)
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
+    with pytest.raises(KindError, match="found a torch without XCCL"):
+        devices["xpu"].create_vendor_group(store, 1, 4, timedelta(seconds=9))
+    assert devices["xpu"].is_out_of_memory(RuntimeError("UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"))
+
+
+def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
+    mps, calls = devices["mps"], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            calls.append(f"Event({enable_timing})")
+
+        def record(self):
+            calls.append("record")
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for name, value in {
+        "synchronize": None,
+        "empty_cache": None,
+        "recommended_max_memory": 10_000,
+        "driver_allocated_memory": 4_000,
+        "get_rng_state": torch.arange(3),
+    }.items():
+        monkeypatch.setattr(torch.mps, name, lambda n=name, v=value: (calls.append(n), v)[1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: calls.append(state.tolist()))
+    monkeypatch.setattr(torch.mps.event, "Event", Event)
+    mps.select(0)
+    mps.synchronize(0)
+    mps.release_cached_memory()
+    mps.restart_memory_peak(0)
+    mps.set_random_state(0, mps.random_state(0))
+    mps.mark()
+    expected = ["synchronize", "empty_cache", "get_rng_state", [0, 1, 2], "Event(True)", "record"]
+    assert calls == expected
+    assert mps.count() == 1
+    assert (mps.memory_bytes(0), mps.memory_peak_bytes(0)) == (10_000, 4_000)
+    assert mps.memory_limit_bytes(0, 2) == 4_000 + 3_000
+    assert mps.physical_id(0) == "mps"
+    assert mps.streams() is None
+    assert (mps.vendor_backend, mps.library, mps.pins_memory) == (None, "", False)
+    assert not mps.vendor_supports(torch.float32, "SUM")
+
+
+REDUCED = "SUM", "PRODUCT", "MIN", "MAX"
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved", "reduced", "averaged", "refused"),
+    [
+        ("rocm", torch.float8_e5m2, torch.float64, torch.bfloat16, [(torch.bool, "AVG")]),
+        ("xpu", torch.float8_e4m3fn, torch.float64, torch.float16, [(torch.float32, "PREMUL_SUM")]),
+        ("musa", torch.bool, torch.float64, torch.bfloat16, [(torch.float8_e5m2, None)]),
+        (
+            "npu",
+            torch.uint8,
+            torch.int8,
+            torch.float32,
+            [
+                (torch.float64, "SUM"),
+                (torch.bool, "SUM"),
+                (torch.bfloat16, "PRODUCT"),
+                (torch.int32, "AVG"),
+            ],
+        ),
+        (
+            "mlu",
+            torch.bool,
+            torch.bfloat16,
+            None,
+            [(torch.float64, None), (torch.float64, "SUM"), (torch.float32, "AVG")],
+        ),
+    ],
+)
+def test_dtypes_and_reductions_of_each_library(devices, kind, moved, reduced, averaged, refused):
+    supports = devices[kind].vendor_supports
+    assert supports(moved, None)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+        assert supports(dtype, None)
+        assert supports(dtype, "SUM")
+        assert supports(dtype, "MAX")
+    assert supports(reduced, "SUM")
+    assert averaged is None or supports(averaged, "AVG")
+    for dtype, reduction in [*refused, (torch.int16, "SUM"), (torch.complex64, None)]:
+        assert not supports(dtype, reduction), (dtype, reduction)
+    for reduction in ("BAND", "BOR", "BXOR"):
+        assert not supports(torch.int32, reduction)
+
+
+def test_the_documented_table_is_that_of_the_classes(devices):
+    text = (registry.__file__).replace("kaitian_mpi/devices/registry.py", "docs/devices.md")
+    with open(text) as file:
+        rows = {row.split("|")[1].strip(" `"): row for row in file if row.startswith("| `")}
+    assert [kind for kind in rows if kind in devices] == list(devices)
+    for kind, device in devices.items():
+        assert (device.library or "none") in rows[kind]
+        assert not device.plugin or device.plugin in rows[kind]
+        assert ("not run on hardware" in rows[kind]) == (not device.run_on_hardware)
+        assert PLUGINS.get(kind, "") == device.plugin
