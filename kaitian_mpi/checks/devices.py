@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kaitian_mpi.checks.facts import JobFacts
-from kaitian_mpi.checks.verdict import Verdict, at, by_value, ok, problem_from, ranks_text, warning
+from kaitian_mpi.checks.verdict import Verdict, by_value, ok, problem_from, ranks_text, warning
 
 _SLOW_COPIES = 1_000.0  # MB/s: an eighth of the slowest PCIe in use
 _UNEVEN = 2.0
@@ -22,13 +22,12 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
         devices = ranks[0].devices
         if devices is None:
             continue
-        counts = [f"{kind.count} {kind.name}" for kind in devices.kinds if kind.count]
-        yield ok(f"{', '.join(counts)}{at(job, host)}")
-        for kind in devices.kinds:
-            if kind.count and kind.note:
-                yield warning(
-                    f"kind {kind.name}: {kind.note}", "compare its results with the CPU's"
-                )
+        present = [kind for kind in devices.kinds if kind.count]
+        yield ok(", ".join(k.name if k.is_host else f"{k.count} {k.name}" for k in present), host)
+        for kind in present:
+            if kind.note:
+                advice = "compare its results with the CPU's"
+                yield warning(f"kind {kind.name}: {kind.note}", advice, host)
 
 
 def judge_unusable(job: JobFacts) -> Iterator[Verdict]:
@@ -39,17 +38,17 @@ def judge_unusable(job: JobFacts) -> Iterator[Verdict]:
             continue
         for fault in devices.faults.values():
             what, _, advice = fault.rpartition("; ")
-            yield warning(f"{what or fault}{at(job, host)}", advice if what else "")
+            yield warning(what or fault, advice if what else "", host)
         accelerators = [kind for kind in devices.kinds if kind.count and not kind.is_host]
         if devices.drivers and not (accelerators or devices.faults):
             yield warning(
-                f"the driver {_versions(devices.drivers)} is loaded{at(job, host)}, but torch "
-                "finds no accelerator",
+                f"driver {_versions(devices.drivers)} is loaded, but torch finds no accelerator",
                 "install torch's build, or the vendor's plug-in, for it; in a container, pass the "
                 "devices in",
+                host,
             )
         elif devices.drivers:
-            yield ok(f"driver {_versions(devices.drivers)}{at(job, host)}")
+            yield ok(f"driver {_versions(devices.drivers)}", host)
 
 
 def judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from kaitian_mpi.checks.facts import JobFacts
-from kaitian_mpi.checks.verdict import Verdict, at, ok, problem, warning
+from kaitian_mpi.checks.verdict import Verdict, ok, problem, warning
 
 _SLOW_FACTOR = 3.0
 _SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
@@ -79,7 +79,7 @@ def judge_networks(job: JobFacts) -> Iterator[Verdict]:
             shown = ", ".join(
                 f"{name} {speed}".rstrip() for name, speed in devices.interconnects.items()
             )
-            yield ok(f"{shown or 'no interface is up'}{at(job, host)}")
+            yield ok(shown or "no interface is up", host)
 
 
 def _ends(ranks: tuple[int, int], hosts: tuple[str, str]) -> str:

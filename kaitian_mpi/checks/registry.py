@@ -25,7 +25,7 @@ from kaitian_mpi.checks.software import (
     judge_versions,
 )
 from kaitian_mpi.checks.storage import judge_storage
-from kaitian_mpi.checks.verdict import Check, Verdict
+from kaitian_mpi.checks.verdict import Check, Verdict, merge_hosts
 from kaitian_mpi.checks.world import (
     judge_faults,
     judge_launcher,
@@ -72,5 +72,5 @@ def judge(job: JobFacts, *, before_job: bool = False) -> Iterator[tuple[Check, V
     """
     for check in CHECKS:
         if check.before_jobs or not before_job:
-            for verdict in check.judge(job):
+            for verdict in merge_hosts(check.judge(job), len(job.hosts)):
                 yield check, verdict

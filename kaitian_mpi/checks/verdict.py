@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kaitian_mpi.checks.facts import JobFacts, RankFacts
+from kaitian_mpi.checks.facts import JobFacts
+
+_MAX_HOSTS = 4
 
 
 class Level(StrEnum):
@@ -28,6 +30,9 @@ class Verdict:
     """What was found."""
     advice: str = ""
     """What to do; empty if all is well."""
+    host: str = ""
+    """The host it is about; empty if it is about the job. Added to what was found, and hosts of
+    which the same was found are named together."""
 
     def __str__(self) -> str:
         """Return it as one line of a message."""
@@ -48,19 +53,19 @@ class Check:
     """Whether its facts cost nothing, so that it is made before every job."""
 
 
-def ok(found: str) -> Verdict:
+def ok(found: str, host: str = "") -> Verdict:
     """Return a verdict that all is well."""
-    return Verdict(Level.OK, found)
+    return Verdict(Level.OK, found, "", host)
 
 
-def warning(found: str, advice: str) -> Verdict:
+def warning(found: str, advice: str, host: str = "") -> Verdict:
     """Return a verdict that something could be better."""
-    return Verdict(Level.WARNING, found, advice)
+    return Verdict(Level.WARNING, found, advice, host)
 
 
-def problem(found: str, advice: str) -> Verdict:
+def problem(found: str, advice: str, host: str = "") -> Verdict:
     """Return a verdict that training would fail."""
-    return Verdict(Level.PROBLEM, found, advice)
+    return Verdict(Level.PROBLEM, found, advice, host)
 
 
 def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:
@@ -96,14 +101,34 @@ def by_value(values: Mapping[int, str]) -> str:
     return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
 
 
-def first_of_each_host(job: JobFacts) -> list[RankFacts]:
-    """Return the first rank that has answered on each host."""
-    return [ranks[0] for ranks in job.hosts.values()]
+def merge_hosts(verdicts: Iterable[Verdict], hosts: int) -> list[Verdict]:
+    """Join verdicts that differ in the host alone, and name their hosts.
+
+    Args:
+        verdicts: of one check.
+        hosts: how many hosts the job has; one is not named.
+    """
+    places: dict[Verdict, list[str]] = {}
+    for verdict in verdicts:
+        places.setdefault(replace(verdict, host=""), []).append(verdict.host)
+    return [
+        replace(verdict, found=verdict.found + _on_hosts(list(filter(None, names)), hosts))
+        for verdict, names in places.items()
+    ]
 
 
-def at(job: JobFacts, host: str) -> str:
-    """Return ` on <host>` for a message; empty if there is one host."""
-    return f" on {host}" if len(job.hosts) > 1 else ""
+def _on_hosts(names: Sequence[str], hosts: int) -> str:
+    if not names or hosts == 1:
+        return ""
+    if len(names) == hosts:
+        return f" on all {hosts} hosts"
+    more = f" and {len(names) - _MAX_HOSTS} more" if len(names) > _MAX_HOSTS else ""
+    return f" on {', '.join(names[:_MAX_HOSTS])}{more}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Return such as `1 core` or `2 cores`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def size_text(count: float) -> str:

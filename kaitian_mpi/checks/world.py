@@ -8,6 +8,7 @@ from kaitian_mpi.checks.facts import JobFacts, Mpi, RankFacts
 from kaitian_mpi.checks.verdict import (
     Verdict,
     by_value,
+    count_text,
     ok,
     problem,
     problem_from,
@@ -70,13 +71,14 @@ def judge_mpi(job: JobFacts) -> Iterator[Verdict]:
         )
     elif known:
         first = next(iter(known.values()))
-        yield ok(f"{first.library}, {_ranks(first.size)}, thread level {first.threads}")
+        yield ok(f"{first.library}, {count_text(first.size, 'rank')}, thread level {first.threads}")
 
 
 def _unknown_launcher(job: JobFacts, mpi: Mpi) -> Verdict:
-    found = f"MPI sees {_ranks(mpi.size)}, but no variable of the launcher says which is which"
+    ranks = count_text(mpi.size, "rank")
+    found = f"MPI sees {ranks}, but no variable of the launcher says which is which"
     advice = "start the job with mpirun: every rank takes itself for the first one of its host"
-    shared = any(len(ranks) > 1 and _has_accelerator(ranks) for ranks in job.hosts.values())
+    shared = any(len(r) > 1 and _has_accelerator(r) for r in job.hosts.values())
     return (problem if shared else warning)(found, advice)
 
 
@@ -127,15 +129,15 @@ def judge_waiting(job: JobFacts) -> Iterator[Verdict]:
         if facts.mpi is None or job.launcher is not None:
             continue
         shares = 2 * facts.local_size > facts.machine.cores
-        where = f" on {host}" if len(job.hosts) > 1 else ""
         if shares and facts.mpi.yields is False:
             yield warning(
-                f"MPI spins while it waits{where}, and its ranks have fewer than two cores each",
+                "MPI spins while it waits, and its ranks have fewer than two cores each",
                 "unset OMPI_MCA_mpi_yield_when_idle, which kaitian-mpi then sets to 1",
+                host,
             )
         elif facts.mpi.yields is not None:
             how = "yields its core" if facts.mpi.yields else "spins (each rank has two cores)"
-            yield ok(f"MPI {how} while it waits{where}")
+            yield ok(f"MPI {how} while it waits", host)
 
 
 def judge_transports(job: JobFacts) -> Iterator[Verdict]:
@@ -160,6 +162,8 @@ def judge_launcher(job: JobFacts) -> Iterator[Verdict]:
             "job of its own",
             "put the mpirun of mpi4py's MPI first in PATH, or build mpi4py with this one's",
         )
+    elif not own:
+        return  # its ranks would fail as this one did
     elif launcher.started is None:
         yield problem(
             f"{launcher.path} cannot start two ranks here: {launcher.error}",
@@ -193,7 +197,3 @@ def _awareness(mpi: Mpi) -> str:
 
 def _on(value: bool) -> str:
     return "on" if value else "off"
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" + ("" if number == 1 else "s")

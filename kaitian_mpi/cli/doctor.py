@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -34,7 +35,8 @@ from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
 
 PROGRAM = "kaitian-doctor"
 _MAX_TIMEOUT = 3600.0
-_WATCHDOG_EXTRA_SEC = 10.0
+_START_EXTRA_SEC = 10.0
+_WATCHDOG_EXTRA_SEC = 12.0
 _FIRST_RANK_SEC = 20.0
 
 
@@ -66,6 +68,9 @@ def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple
         show: prints the report, and returns the exit code; called on rank 0.
         tasks: this process's number and how many there are, as the launcher counts them.
     """
+    # Works where a call holds the GIL, as the start of MPI does, and says which. Not the watchdog's
+    # SIGKILL: if all ranks die of signals, mpirun --with-ft ulfm exits with code 0.
+    faulthandler.dump_traceback_later(options.timeout + _START_EXTRA_SEC, exit=True)
     watchdog = start_watchdog(options.timeout + _WATCHDOG_EXTRA_SEC)
     enter_phase("the start of MPI, which needs all ranks", limited=False)
     examination = Examination(options, tasks[0])
@@ -73,6 +78,8 @@ def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple
         comm = initialize_mpi()
     except UserError as error:
         return examine_without_mpi(examination, str(error), show, tasks)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     enter_phase("kaitian-doctor", limited=False)
     job = Job(comm, examination, options.timeout)
     try:
@@ -82,7 +89,7 @@ def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple
         else:
             code = job.serve()
     except NoAnswerError as error:
-        print_to_stderr(f"{rank_prefix()} {PROGRAM}: error: rank 0 gives no orders: {error}")
+        print_to_stderr(f"{rank_prefix()} {PROGRAM}: error: rank 0 {error}; ending this rank")
         abort_job(1)
     if not job.is_clean:
         abort_job(code or 1)

@@ -100,15 +100,16 @@ class Job:
         found = {0: self._own_facts()}
         missing: dict[int, str] = {}
         for rank in range(1, self._comm.size):
-            left = max(0.0, deadline - time.monotonic())
-            last = f"it has joined MPI, and sends nothing within {limit:.0f} s"
+            where = "joined MPI"
             try:
+                left = max(0.0, deadline - time.monotonic())
                 first = RankFacts.from_json(self._post.receive(rank, left))
-                last = f"it runs on {first.host}, and does not end within {limit:.0f} s"
+                where = f"began its examination on {first.host}"
                 left = max(0.0, deadline - time.monotonic())
                 found[rank] = RankFacts.from_json(self._post.receive(rank, left))
             except NoAnswerError as error:
-                missing[rank] = f"{last} ({error.__cause__})" if error.__cause__ else last
+                late = f"has sent nothing since, within {limit:.0f} s"
+                missing[rank] = f"{where}, and {error if error.__cause__ else late}"
         return tuple(found.values()), missing
 
     def _probe_links(self, hosts: Sequence[str]) -> tuple[Link, ...]:
@@ -186,5 +187,5 @@ class _GoneError(Exception):
     """A rank that had answered before does not."""
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"it has answered before, and does not any more: {reason}")
+        super().__init__(f"answered before, and does not any more: {reason}")
         self.rank = rank

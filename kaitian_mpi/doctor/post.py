@@ -62,16 +62,16 @@ class Post:
 
         try:
             if not wait_until(has_come, limit_sec, _MAX_NAP_SEC):
-                raise NoAnswerError(f"no answer within {limit_sec:.0f} s")
+                raise NoAnswerError(f"has sent nothing for {limit_sec:.0f} s")
             content = bytearray(status.Get_count(MPI.BYTE))
             request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR_VALUES)
             if not wait_until(request.Test, limit_sec, _MAX_NAP_SEC):
                 self._lost = True
                 keep_alive(request, content)
-                raise NoAnswerError(f"half a message, and no more within {limit_sec:.0f} s")
+                raise NoAnswerError(f"has sent half a message in {limit_sec:.0f} s")
         except MPI.Exception as error:
             self._lost = True
-            raise NoAnswerError(f"MPI says: {error}") from error
+            raise NoAnswerError(f"has died ({error})") from error
         return json.loads(content)
 
     def settle(self, limit_sec: float) -> bool:

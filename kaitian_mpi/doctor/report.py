@@ -9,7 +9,7 @@ from typing import Any
 
 from kaitian_mpi.checks.facts import JobFacts, RankFacts
 from kaitian_mpi.checks.registry import judge
-from kaitian_mpi.checks.verdict import Level, Verdict, size_text
+from kaitian_mpi.checks.verdict import Level, Verdict, count_text, size_text
 
 FORMAT = 1
 _WIDTH = 80
@@ -77,7 +77,7 @@ def to_text(report: Report, version: str) -> str:
 
 def _heading(report: Report, version: str) -> list[str]:
     ranks = len(report.job.ranks) + len(report.job.missing)
-    job = f"{_count(ranks, 'rank')} on {_count(len(report.job.hosts), 'host')}"
+    job = f"{count_text(ranks, 'rank')} on {count_text(len(report.job.hosts), 'host')}"
     what = "this machine" if report.job.launcher else job
     return [f"{what}, examined in {report.seconds:.1f} s by kaitian-doctor {version}"]
 
@@ -122,14 +122,10 @@ def _wrap(level: str, name: str, text: str) -> list[str]:
 def _summary(report: Report) -> Iterable[str]:
     levels = [verdict.level for _, verdict in report.verdicts]
     counts = [
-        _count(levels.count(level), str(level))
+        count_text(levels.count(level), str(level))
         for level in (Level.PROBLEM, Level.WARNING)
         if level in levels
     ]
     if report.exit_code:
         return [f"{', '.join(counts)}: training would fail"]
     return [f"{', '.join(counts) or 'all is well'}: training can start"]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

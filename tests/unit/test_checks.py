@@ -53,7 +53,7 @@ PROBLEMS = {
         two(software=with_package("kaitian-mpi", "0.2")),
         "the version of kaitian-mpi differs between ranks: 0.1.0 on rank 0, 0.2 on rank 1",
     ),
-    "a silent rank": (job(missing={1: "no answer", 2: "no answer"}), "ranks 1, 2: no answer"),
+    "a silent rank": (job(missing={1: "has died", 2: "has died"}), "ranks 1, 2: has died"),
     "a failed examination": (
         two(faults={"devices": "killed by SIGSEGV"}),
         "the examination of devices failed (rank 1): killed by SIGSEGV",
@@ -97,13 +97,9 @@ PROBLEMS = {
         job(rank_facts(devices={"ram_free_bytes": 100 << 20})),
         "100 MiB of 32.0 GiB free for 1 rank",
     ),
-    "no shared memory": (
-        job(rank_facts(machine={"shm_free_bytes": 1 << 20}, mpi={"size": 1, "launched": 1})),
-        "/dev/shm: 1 MiB of 16.0 GiB free; make room",
-    ),
     "a read-only disk": (
         two(storage={"error": "Read-only file system"}),
-        "/runs (ext4 on /) on b cannot be written: Read-only file system, 100.0 GiB free",
+        "/runs (ext4 on /) cannot be written: Read-only file system, 100.0 GiB free on b; give",
     ),
     "a link that is down": (
         job(links=(link((0, 1), None, "no message arrived within 10 s"),)),
@@ -127,7 +123,7 @@ WARNINGS = {
     ),
     "too many ranks": (
         job(*(rank_facts(r, local_size=2, machine={"cores": 1}) for r in range(2))),
-        "2 ranks compute on 1 cores",
+        "1 core for 2 ranks; fewer ranks",
     ),
     "little memory": (job(rank_facts(devices={"ram_free_bytes": 500 << 20})), "500 MiB of"),
     "little shared memory": (
@@ -146,7 +142,7 @@ WARNINGS = {
                 devices={"interconnects": {"rdma mlx5_0": "100 Gb/sec"}},
             )
         ),
-        "64 KiB may be locked, which has rdma mlx5_0; set `ulimit -l unlimited`",
+        "64 KiB may be locked, and there is rdma mlx5_0; set `ulimit -l unlimited`",
     ),
     "a plug-in that does not open": (
         job(rank_facts(devices={"faults": {"acme": "kind 'acme' cannot be used; update it"}})),
@@ -154,7 +150,7 @@ WARNINGS = {
     ),
     "an idle driver": (
         job(rank_facts(devices={"drivers": {"acmedrv": "1.2"}})),
-        "the driver acmedrv 1.2 is loaded, but torch finds no accelerator",
+        "driver acmedrv 1.2 is loaded, but torch finds no accelerator",
     ),
     "vendor packages differ": (
         job(
@@ -245,6 +241,21 @@ def test_gathering_what_is_cheap_takes_no_time():
 def test_facts_survive_json():
     facts = rank_facts(3, "c", faults={"mpi": "no"})
     assert RankFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def test_hosts_of_which_the_same_is_found_are_named_together():
+    def lines(*hosts):
+        ranks = [
+            rank_facts(n, host, machine={"open_files": f}) for n, (host, f) in enumerate(hosts)
+        ]
+        return [v.found for check, v in judge(job(*ranks)) if check.name == "limits"]
+
+    assert lines(("a", 9000)) == ["9,000 open files"]
+    assert lines(("a", 9000), ("b", 9000)) == ["9,000 open files on all 2 hosts"]
+    assert lines(*((host, 8000 if host == "c" else 9000) for host in "abcdefg")) == [
+        "9,000 open files on a, b, d, e and 2 more",
+        "8,000 open files on c",
+    ]
 
 
 @pytest.mark.parametrize(

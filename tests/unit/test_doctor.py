@@ -151,17 +151,18 @@ def test_a_command_and_its_children_end_at_the_limit(tmp_path):
 
 def report_of(**parts):
     ranks = tuple(rank_facts(rank, f"host-{rank // 4}", **parts) for rank in range(40))
-    return make_report(JobFacts(ranks=ranks, missing={40: "no answer"}), 1.25)
+    return make_report(JobFacts(ranks=ranks, missing={40: "has died"}), 1.25)
 
 
 def test_the_report_fits_80_columns_and_names_the_worst():
-    text = to_text(report_of(machine={"shm_free_bytes": 1 << 20}), "0.1.0")
+    shm = {"shm_free_bytes": 1 << 20}
+    text = to_text(report_of(machine=shm, devices={"error": "no such device"}), "0.1.0")
     assert max(map(len, text.splitlines())) <= 80
     assert "41 ranks on 10 hosts, examined in 1.2 s by kaitian-doctor 0.1.0" in text
-    assert "problem  ranks           rank 40: no answer" in text
-    assert text.endswith("1 problem, 10 warnings: training would fail\n")
+    assert "problem  ranks           rank 40: has died" in text
+    assert text.endswith("41 problems, 1 warning: training would fail\n")
     assert "... and 8 more ranks" in text
-    assert "... and 2 more; see --json" in text  # of ten lines that are alike
+    assert "problem  devices         ... and 8 more; see --json" in text
 
 
 def test_the_document_is_json_with_an_exit_code():
@@ -172,7 +173,7 @@ def test_the_document_is_json_with_an_exit_code():
     assert document["training_would_fail"] is True
     assert report.exit_code == 1
     assert len(document["ranks"]) == 40
-    assert document["missing"] == {"40": "no answer"}
+    assert document["missing"] == {"40": "has died"}
     assert {"check", "level", "found", "advice"} == set(document["checks"][0])
 
 
