@@ -32,6 +32,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
         ),
         (0, _MAX_COUNT, "a whole number from 0 to 1e9"),
     ),
+    "relay_memory_mb": (1, 1 << 20, "megabytes, from 1 to 1048576"),
     "workers": (0, 1024, "a whole number from 0 to 1024"),
     "seed": (0, 2**48 - 1, "a whole number from 0 to 2^48 - 1"),
     "lr": (_ABOVE_ZERO, 1e6, "a number above 0 and at most 1e6"),
@@ -102,6 +103,14 @@ class TrainingConfig:
         "auto",
         "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",
         ("auto", "flat", "leader", "striped"),
+    )
+    relay_dtype: str = _flag(
+        "fp32",
+        "what fp32 gradients cross device kinds as; bf16 halves the bytes; the sums are in fp32",
+        ("fp32", "bf16"),
+    )
+    relay_memory_mb: int = _flag(
+        32, "host memory for buffers between an accelerator and MPI, per process group, in MB"
     )
     emulate_slowdown: str = _flag(
         "",

@@ -38,6 +38,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     world, comm, unique = _default(options) if is_default else _subgroup(options)
     # Imported here because the import starts MPI, whose settings must be made before.
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
+    from kaitian_mpi.relay.relay import Relay
 
     # Every rank has left the barrier: the communicator above needed all of them.
     clear_store_barrier(options.store, _participants(options, ""))
@@ -47,8 +48,10 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
     group_store = job_store().view(f"group {unique}")
     name, slowdown = str(options.group_id), world.script_slowdown
+    has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
+    relay = Relay(world.relay, world.device, has_accelerators=has_accelerators)
     group = KaitianProcessGroup(
-        options.store, group_store, comms, own, name, options.timeout, slowdown
+        options.store, group_store, comms, own, name, options.timeout, slowdown, relay
     )
     slowdown.forget()  # waiting for the other ranks above was not computing
     return group

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.collectives.compiler import not_compiled
+from kaitian_mpi.relay.gradients import summing_gradients
 
 
 def _nothing(is_last: bool) -> None:
@@ -50,7 +51,8 @@ class WeightedSum:
             gradient.zero_()  # not multiplied by 0, which would keep a NaN
         else:
             gradient.mul_(self.weight)
-        work = dist.all_reduce(gradient, group=self._group, async_op=True)
+        with summing_gradients():
+            work = dist.all_reduce(gradient, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: self._summed(future.value()[0]))
 

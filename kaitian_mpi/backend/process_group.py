@@ -57,6 +57,7 @@ from kaitian_mpi.mpi.deferred_free import free_when_unused
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms
+from kaitian_mpi.relay.relay import Relay
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.ulfm import is_revoked
@@ -83,6 +84,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         name: str,
         timeout: timedelta,
         slowdown: ScriptSlowdown,
+        relay: Relay,
     ) -> None:
         """Create the group on this rank.
 
@@ -94,17 +96,20 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             name: torch's name of the group.
             timeout: how long one operation may take.
             slowdown: the emulated slowdown of this process.
+            relay: this group's own.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
         self.single_kind = len(comms.groups) == 1
         """Whether all ranks are of one device kind, so that there is no relay."""
+        self.relay = relay
+        """Takes this group's tensors through host memory, if they are not there already."""
         self._name = name
         self._timeout = timeout
         self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
         self._library = VendorLibrary(own, comms, store, timeout)
-        host = HostOperations(comms.world, self._arrivals)
-        self._hybrid = HybridOperations(comms, self._arrivals, self._library)
+        host = HostOperations(comms.world, self._arrivals, relay)
+        self._hybrid = HybridOperations(comms, self._arrivals, self._library, relay)
         streams = SideStreams(own.device if own.has_vendor else None)
         self._worker = Worker(f"kaitian-{name}", streams)
         is_detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL

@@ -16,6 +16,7 @@ from torch import nn
 from kaitian_mpi.backend.buckets import Bucket, partition
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.relay.gradients import summing_gradients
 
 _UNARMED = {-1}  # never empty, whatever is discarded from it
 
@@ -242,7 +243,8 @@ class GradientReducer:
         if callable(self._weight):
             self._weight = float(self._weight())
         bucket.fill(self._weight)
-        work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
+        with summing_gradients():
+            work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)
 

@@ -16,6 +16,7 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.relay.gradients import summing_gradients
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ def choose_algorithm(
             group.algorithm = name
             dist.barrier(group)
             start = time.perf_counter()
-            for bucket in buckets:
-                dist.all_reduce(bucket, group=group)
+            with summing_gradients():
+                for bucket in buckets:
+                    dist.all_reduce(bucket, group=group)
             _synchronize(device)
             seconds[name].append(time.perf_counter() - start)
     own = [_typical(seconds[name]) for name in names]
@@ -77,7 +79,8 @@ def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) 
     for _ in _rounds(group):
         dist.barrier(group)
         start = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
+        with summing_gradients():
+            dist.all_reduce(tensor, group=group)
         _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return max(gather_values(group.comms.world, _typical(seconds)))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kaitian_mpi.collectives.arrivals import ArrivalTracker
-from kaitian_mpi.collectives.staging import contiguous, from_host, relay_in_chunks, to_host
+from kaitian_mpi.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
+from kaitian_mpi.relay.relay import Relay
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,10 +29,13 @@ class HostOperations:
     sender and receiver agree.
     """
 
-    def __init__(self, comm: MPI.Comm, arrivals: ArrivalTracker) -> None:
-        """Use `comm`, whose ranks' arrivals are tracked by `arrivals`."""
+    def __init__(
+        self, comm: MPI.Comm, arrivals: ArrivalTracker, relay: Relay | None = None
+    ) -> None:
+        """Use `comm`, whose ranks' arrivals are tracked by `arrivals`, and the group's relay."""
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
+        self._relay = relay or Relay()
         self.barrier = self._arrive = arrivals.arrive
         self._complete = arrivals.complete
 
@@ -48,13 +52,16 @@ class HostOperations:
             return
         self._arrive()
         dense = contiguous(tensor)
-        if dense.is_cpu:
+        if dense.is_cpu and self._relay.is_plain:
             host_collectives.allreduce(self._comm, dense, op)
         else:
-            chunks = host_collectives.allreduce_chunks(self._comm, dense.view(-1))
             exchange = partial(host_collectives.allreduce_chunk, self._comm, op=op)
-            relay_in_chunks(chunks, exchange)
+            self._relay.exchange(self._comm, dense.view(-1), exchange)
         from_host(dense, tensor)
+
+    def allreduce_gradient(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Reduce a gradient over all ranks, in place; within one device kind, as `allreduce`."""
+        self.allreduce(tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""

@@ -15,17 +15,19 @@ host memory. Between groups it moves by the relay: device, host, MPI, host, devi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from kaitian_mpi.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.collectives.host import HostOperations
-from kaitian_mpi.collectives.staging import from_host, relay_in_chunks, to_host
+from kaitian_mpi.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.collectives.vendor import VendorLibrary
 from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
+from kaitian_mpi.relay.relay import Relay
 
 _WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
 
@@ -64,15 +66,22 @@ class HostGroup:
 class HybridOperations(HostOperations):
     """The collectives of ranks of several kinds: in host memory, except for the allreduce."""
 
-    def __init__(self, comms: GroupComms, arrivals: ArrivalTracker, vendor: VendorLibrary) -> None:
+    def __init__(
+        self,
+        comms: GroupComms,
+        arrivals: ArrivalTracker,
+        vendor: VendorLibrary,
+        relay: Relay | None = None,
+    ) -> None:
         """Store the communicators and the vendor library.
 
         Args:
             comms: the ranks, split by kind.
             arrivals: tracks the ranks of `comms.world`.
             vendor: connects the ranks of this rank's kind, if there is such a library.
+            relay: takes tensors through host memory.
         """
-        super().__init__(comms.world, arrivals)
+        super().__init__(comms.world, arrivals, relay)
         self.algorithm = "flat"
         """The allreduce algorithm: a name in `ALGORITHMS`; must be the same on every rank."""
         self.comms = comms
@@ -83,6 +92,11 @@ class HybridOperations(HostOperations):
         """Reduce `tensor` over all ranks, in place."""
         ALGORITHMS[self.algorithm](self, tensor, op)
 
+    def allreduce_gradient(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Reduce a gradient over all ranks, in place; it crosses in the dtype chosen for that."""
+        with self._relay.narrowed() if op is SUM else nullcontext():
+            self.allreduce(tensor, op)
+
     def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Allreduce over all ranks at once, in host memory."""
         super().allreduce(tensor, op)
@@ -91,10 +105,38 @@ class HybridOperations(HostOperations):
         """Reduce in each group, allreduce across the groups in `lanes` equal parts, then gather."""
         self._arrive()
         vendor = self._vendor.group_for([tensor.dtype], op.without_division.kind)
-        # Without a vendor's library a group works in host memory.
-        usable = to_host(tensor) if vendor is None else vendor.usable(tensor.detach())
-        _allreduce(self.comms, vendor or self._host_group, usable.view(-1), op, lanes)
+        if vendor is not None:
+            usable = vendor.usable(tensor.detach())
+        else:
+            # Without a vendor's library a group works in host memory; a single rank need not.
+            usable = contiguous(tensor) if self._host_group.size == 1 else to_host(tensor)
+        self._allreduce(vendor or self._host_group, usable.view(-1), op, lanes)
         from_host(usable, tensor)
+
+    def _allreduce(
+        self, group: GroupCollectives, tensor: torch.Tensor, op: Reduction, lanes: int
+    ) -> None:
+        """Reduce a flat, contiguous tensor over all ranks, in place. Collective."""
+        if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
+            # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
+            for piece in tensor.split(_WIDE_ELEMENTS):
+                wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
+                self._allreduce(group, wide, op, lanes)
+                piece.copy_(wide)
+            return
+        total = op.without_division
+        shares = split_evenly(tensor.numel(), lanes)
+        group.reduce_pieces(tensor, shares, total)
+        if self.comms.lane is not None and group.rank < len(shares):
+            lane, size = self.comms.lane, self.comms.world.size
+
+            def exchange(chunk: torch.Tensor) -> None:
+                host_collectives.allreduce_chunk(lane, chunk, total)
+                # On the host, because devices may differ in the last bit of a division.
+                op.divide_average(chunk, size)
+
+            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange)
+        group.gather_pieces(tensor, shares)
 
 
 Algorithm = Callable[[HybridOperations, torch.Tensor, Reduction], None]
@@ -105,33 +147,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "striped": lambda hybrid, tensor, op: hybrid.allreduce_in_lanes(tensor, op, hybrid.comms.lanes),
 }
 """The allreduce algorithms by name, in the order in which they are measured."""
-
-
-def _allreduce(
-    comms: GroupComms, group: GroupCollectives, tensor: torch.Tensor, op: Reduction, lanes: int
-) -> None:
-    """Reduce a flat, contiguous tensor over all ranks, in place. Collective."""
-    if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
-        # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
-        for piece in tensor.split(_WIDE_ELEMENTS):
-            wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
-            _allreduce(comms, group, wide, op, lanes)
-            piece.copy_(wide)
-        return
-    total = op.without_division
-    shares = split_evenly(tensor.numel(), lanes)
-    group.reduce_pieces(tensor, shares, total)
-    if comms.lane is not None and group.rank < len(shares):
-        lane = comms.lane
-
-        def exchange(chunk: torch.Tensor) -> None:
-            host_collectives.allreduce_chunk(lane, chunk, total)
-            # On the host, because devices may differ in the last bit of a division.
-            op.divide_average(chunk, comms.world.size)
-
-        own = tensor.split(shares)[group.rank]
-        relay_in_chunks(host_collectives.allreduce_chunks(lane, own), exchange)
-    group.gather_pieces(tensor, shares)
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

@@ -21,6 +21,7 @@ from kaitian_mpi.collectives.validation import (
 )
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import reduction
+from kaitian_mpi.relay.gradients import are_gradients
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -37,7 +38,8 @@ class AllReduce(LibraryCollective):
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
         op = self.op
-        return call_for_each(host.allreduce, [(t, reduction(t.dtype, op)) for t in self.outputs])
+        allreduce = host.allreduce_gradient if are_gradients() else host.allreduce
+        return call_for_each(allreduce, [(t, reduction(t.dtype, op)) for t in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
         """Start one call per tensor, because libraries take only one."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from kaitian_mpi.devices import device_of
-
-_BUFFERS = 3  # of a relay: one is copied to the host, one exchanged, one copied back
 
 Streams = AbstractContextManager[None]
 
@@ -99,12 +97,42 @@ def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.d
     return [*sorted(filter(_is_ordered_by_futures, devices), key=str)]
 
 
-def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for this thread's streams of the tensors' devices, unless futures synchronize them."""
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        module = device_of(device).streams()
-        if module is not None and not _is_ordered_by_futures(device):
-            module.current_stream(device).synchronize()
+class StreamEnd:
+    """What this thread's current stream of a device has been given so far."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """Record an event on the stream.
+
+        Args:
+            module: the device's streams, like `torch.cuda`.
+            device: the device.
+        """
+        self.is_handled_by_futures = _is_ordered_by_futures(device)
+        """Whether a future makes its reader's stream wait for it."""
+        self._module, self._device = module, device
+        self._event = module.Event()
+        self._event.record(module.current_stream(device))
+
+    def let_current_stream_wait(self) -> None:
+        """Let later work on the calling thread's current stream come after it."""
+        self._module.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Block until the device has done it."""
+        self._event.synchronize()
+
+    def is_reached(self) -> bool:
+        """Return whether the device has done it."""
+        return bool(self._event.query())
+
+
+def ends_of_streams(tensors: Collection[torch.Tensor]) -> list[StreamEnd]:
+    """Return the ends of this thread's streams of the tensors' devices."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return []
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    modules = {device: device_of(device).streams() for device in devices}
+    return [StreamEnd(module, device) for device, module in modules.items() if module is not None]
 
 
 def _is_ordered_by_futures(device: torch.device) -> bool:
@@ -158,64 +186,3 @@ def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any] | None:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are contiguous in memory, without lazy conj or neg bits."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def relay_in_chunks(
-    chunks: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], None]
-) -> None:
-    """Apply `exchange` to each chunk in order, in place: on a host copy, or a host tensor itself.
-
-    On an accelerator with streams, copying the next chunks to the host, exchanging this one and
-    copying the previous ones back overlap.
-
-    Args:
-        chunks: flat contiguous tensors on one device, none longer than the first. If `exchange` is
-            collective, every rank must split its tensor in the same way, on any device.
-        exchange: takes a contiguous host tensor.
-    """
-    device = chunks[0].device
-    if chunks[0].is_cpu:
-        for chunk in chunks:
-            exchange(chunk)
-        return
-    buffers = [
-        torch.empty_like(chunks[0], device="cpu", pin_memory=device_of(device).pins_memory)
-        for _ in range(min(_BUFFERS, len(chunks)))
-    ]
-    events: list[Callable[[], None]] = [_nothing] * len(buffers)
-
-    def fetch(index: int) -> None:
-        slot = index % len(buffers)
-        buffers[slot][: chunks[index].numel()].copy_(chunks[index], non_blocking=True)
-        events[slot] = _mark(device)
-
-    for index in range(min(len(buffers) - 1, len(chunks))):
-        fetch(index)
-    for index, chunk in enumerate(chunks):
-        ahead = index + len(buffers) - 1
-        if len(buffers) > 1 and ahead < len(chunks):
-            fetch(ahead)  # its buffer's copy back is queued on the stream before this
-        elif len(buffers) == 1:
-            fetch(index)
-        slot = index % len(buffers)
-        # The host itself must wait for the event: if only a stream waited, the host would reduce
-        # stale data (pytorch/pytorch#170239).
-        events[slot]()
-        host = buffers[slot][: chunk.numel()]
-        exchange(host)
-        chunk.copy_(host, non_blocking=True)
-    _mark(device)()
-
-
-def _mark(device: torch.device) -> Callable[[], None]:
-    """Record an event on the device's current stream; return a function that waits for it."""
-    module = device_of(device).streams()
-    if module is None:
-        return _nothing  # a device without streams copies before it returns
-    event = module.Event()
-    event.record(module.current_stream(device))
-    return event.synchronize
-
-
-def _nothing() -> None:
-    pass

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.collectives.compiler import not_compiled
-from kaitian_mpi.collectives.staging import ordered_devices, synchronize_streams
+from kaitian_mpi.collectives.staging import StreamEnd, ends_of_streams, ordered_devices
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.runtime.polling import wait_until
 
@@ -162,14 +162,26 @@ class Finished(Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a completed future of the tensors."""
+        for end in ends_of_streams(self._result):
+            if not end.is_handled_by_futures:
+                end.synchronize()
         return finished_future(self._result)
 
 
 @not_compiled
 class Queued(Work):
-    """The work of a collective that another thread executes."""
+    """The work of a collective that another thread executes.
 
-    __slots__ = ("_error", "_future", "_has_future_reader", "_records", "_result", "is_error_seen")
+    On an accelerator it is like NCCL's work as far as MPI allows: `wait` blocks the host only until
+    that thread has queued the last copy to the device, and then makes the current stream wait for
+    it. It cannot return earlier, as NCCL's does: a stream cannot be made to wait for an event that
+    is not recorded yet, and the copy cannot be queued before the host has received the data.
+    """
+
+    __slots__ = (
+        *("_ends", "_error", "_future", "_has_future_reader", "_records", "_result"),
+        "is_error_seen",
+    )
 
     def __init__(self, result: list[torch.Tensor], queue: CallbackQueue | None = None) -> None:
         """Create it, with its future.
@@ -182,6 +194,7 @@ class Queued(Work):
         self._result = result
         self._future = OrderedFuture(queue, result)
         self._error: Exception | None = None
+        self._ends: list[StreamEnd] = []
         self._has_future_reader = False
         self._records: list[torch.futures.Future] = []
         self.is_error_seen = False
@@ -196,8 +209,14 @@ class Queued(Work):
             self._end_records()
 
     def finish(self) -> None:
-        """Mark it done; on an accelerator, after the work on this thread's streams."""
-        synchronize_streams(self._result)
+        """Mark it done, but for what this thread's streams of an accelerator have still to do.
+
+        A future that was handed out is only completed when they have done it, unless
+        `torch.futures.Future` handles the device's streams itself.
+        """
+        self._ends = ends_of_streams(self._result)
+        if self._has_future_reader:
+            self._block_for_streams()
         self._complete(None)
 
     def fail(self, error: Exception, *, is_recorded: bool = False) -> None:
@@ -211,7 +230,7 @@ class Queued(Work):
         self._complete(None if is_hidden else error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done.
+        """Block until it is done, but for work of the device: the current stream waits for that.
 
         Raises:
             CollectiveError: it failed, or was not done within `timeout`; then it continues.
@@ -221,15 +240,17 @@ class Queued(Work):
             self._wait_at_most(timeout.total_seconds())
         self.is_error_seen = True
         self._future.wait()
+        for end in self._ends:
+            end.let_current_stream_wait()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done or has failed."""
-        return self._future.done()
+        """Return whether it is done, by the device as well, or has failed."""
+        return self._future.done() and all(end.is_reached() for end in self._ends)
 
     def is_success(self) -> bool:
         """Return whether it is done without an error."""
-        return self._future.done() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
         """Return its error, or None."""
@@ -241,13 +262,20 @@ class Queued(Work):
         return self._result
 
     def synchronize(self) -> None:
-        """Block until it is done."""
+        """Same as `wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the tensors."""
         self._has_future_reader = self.is_error_seen = True
+        # In this order, and in the other one in `finish`: one of the two sees what the other wrote.
+        self._block_for_streams()
         return self._future
+
+    def _block_for_streams(self) -> None:
+        for end in self._ends:
+            if not end.is_handled_by_futures:
+                end.synchronize()
 
     def _complete(self, error: Exception | None) -> None:
         # Before any waiter continues, so that a profile that ends now includes it.

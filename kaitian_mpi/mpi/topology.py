@@ -40,6 +40,11 @@ class RankInfo:
         return f"rank {self.world_rank} ({', '.join((self.host, self.device, *shown))})"
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether its tensors are in host memory."""
+        return self.device.partition(":")[0] == "cpu"
+
+    @property
     def place(self) -> str:
         """Identifies the rank's host and device across jobs, where its rank may differ."""
         return f"{self.host}/{self.local_rank}/{self.kind}/{self.device}"

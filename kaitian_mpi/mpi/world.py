@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,6 +21,7 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
+from kaitian_mpi.mpi.relay_settings import RelaySettings
 from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, translate_ranks
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
@@ -53,6 +54,8 @@ class World:
     """What the job emulates, by the numbers of the ranks that mpirun started."""
     script_slowdown: ScriptSlowdown
     """This rank's emulated slowdown outside of a `Training`."""
+    relay: RelaySettings = field(default_factory=RelaySettings)
+    """How this rank's tensors cross between device kinds; all its process groups use it."""
 
     @property
     def rank(self) -> int:

@@ -35,6 +35,8 @@ class Summary:
     """The ranks without which the job is faster: `rank` and `reason` of each."""
     allreduce: str | None = None
     """The algorithm that sums gradients across device kinds; `direct` with a single kind."""
+    relay: dict[str, Any] | None = None
+    """How tensors cross device kinds; None with a single kind."""
     failures: list[dict[str, Any]] | None = None
     """The losses of ranks that the run has survived, in this job and earlier ones."""
 
@@ -92,6 +94,7 @@ class Summary:
             self,
             finished=False,
             allreduce=allreduce,
+            relay=world.relay.describe() if len(world.groups) > 1 else None,
             world_size=world.size,
             ranks=names,
             device_kinds=list(dict.fromkeys(world.kinds)),

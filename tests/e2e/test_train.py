@@ -127,6 +127,7 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
         *"kaitian-train --model cnn --max-steps 5 --run-dir run --batch-policy paper".split(),
         *"--batch-size 40 --precision bf16 --schedule constant --label-smoothing 0.1".split(),
         *"--allreduce striped --emulate-kinds a,b,b --memory-format contiguous".split(),
+        *"--relay-dtype bf16 --relay-memory-mb 8".split(),
     )
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -134,6 +135,7 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
     assert summary["global_batch_size"] == sum(summary["batch_sizes"])
     assert summary["batch_sizes"] == [max(1, round(40 * score)) for score in summary["scores"]]
     assert summary["allreduce"] == "striped"
+    assert summary["relay"] == {"memory_mb": 8, "dtype": "bf16"}
     assert summary["steps"] == 5
     assert math.isfinite(summary["val_loss"])
 
@@ -158,6 +160,7 @@ def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path)
         summary["steps"] == 4
     )  # 80 samples are left for training, then 1 more: two steps an epoch
     assert summary["allreduce"] == "direct"
+    assert "relay" not in summary
     assert summary["emulated"] is False
     assert "benchmark" not in ended.out
 

@@ -29,6 +29,8 @@ DEFAULTS = {
     "--micro-batch-size": 0,
     "--keep-all": False,
     "--allreduce": "auto",
+    "--relay-dtype": "fp32",
+    "--relay-memory-mb": 32,
     "--devices": "auto",
     "--emulate-kinds": "",
     "--emulate-slowdown": "",

@@ -27,6 +27,7 @@ FLOORS = (
     "data",
     "backend",
     "collectives",
+    "relay",
     "mpi",
     "checks",
     "runtime",

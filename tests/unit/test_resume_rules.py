@@ -43,6 +43,8 @@ APPLIES = {
     "micro_batch_size": (8, COSTS, "; the ranks are benchmarked again"),
     "keep_all": (True, PLAN, ""),
     "allreduce": ("flat", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
+    "relay_dtype": ("bf16", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
+    "relay_memory_mb": (8, set(), ""),
     "epochs": (20, set(), ""),
     "max_steps": (7, set(), ""),
     "lr": (0.2, set(), ""),

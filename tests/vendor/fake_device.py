@@ -4,6 +4,10 @@ Each stream is a thread. What changes a tensor in place, and copies, are queued 
 stream of the thread that asks, as on a GPU; what makes a new tensor waits for that stream first.
 The memory of a tensor that is dropped is overwritten as soon as the stream it was made on is done
 with what it had been given, unless `record_stream` named further streams.
+
+A bus with a copy engine for each direction connects it with the host: `set_bandwidth` makes a copy
+take its time, during which neither other copies in the other direction nor other work are delayed.
+A copy reads and writes memory at its end, so that whoever does not wait for it sees old values.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
 from kaitian_mpi.runtime.abort import abort_with_traceback
+from kaitian_mpi.runtime.polling import reduce_timer_slack
 
 # torch 2.8 cannot register a device guard from Python, which most operations need on a device of
 # type `privateuseone`. Of those that have a guard in every build, `lazy` is used by nothing else.
@@ -35,6 +40,7 @@ DIVISIONS = {
 }
 GARBAGE = 0xAB
 LONGEST_WAIT_SEC = 60
+LATE_SEC = 100e-6  # by which a thread may wake up late
 
 _local = threading.local()
 
@@ -60,6 +66,7 @@ class Stream:
             Event(self).synchronize()
 
     def _loop(self) -> None:
+        reduce_timer_slack()
         while True:
             try:
                 self._tasks.get()()
@@ -114,6 +121,40 @@ def stream(chosen: Stream):
         yield
     finally:
         _local.stream = before
+
+
+class CopyEngine:
+    """Copies between the host and the accelerator in one direction, one after the other."""
+
+    def __init__(self) -> None:
+        self.bytes_per_sec = float("inf")
+        self._turn = threading.Lock()
+        self._free_at = 0.0
+        self._sec_per_byte = 0.0  # of the processor's own copy, which is part of the time
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.bytes_per_sec == float("inf"):
+            COPY(target, source)
+            return
+        with self._turn:
+            # What follows another copy begins at its end, even if this thread woke up late.
+            began = max(self._free_at, time.perf_counter() - LATE_SEC)
+            self._free_at = began + source.nbytes / self.bytes_per_sec
+            own_sec = source.nbytes * self._sec_per_byte
+            time.sleep(max(0.0, self._free_at - own_sec - time.perf_counter()))
+            awake_at = time.perf_counter()
+            COPY(target, source)
+            self._sec_per_byte = (time.perf_counter() - awake_at) / max(1, source.nbytes)
+
+
+def set_bandwidth(out: float = float("inf"), back: float | None = None) -> None:
+    """Set how many bytes a second the bus moves to the host, and back (None: as many)."""
+    engines["out"].bytes_per_sec = out
+    engines["back"].bytes_per_sec = out if back is None else back
+
+
+engines = {"out": CopyEngine(), "back": CopyEngine()}
+"""The bus: from the accelerator to the host, and back."""
 
 
 class Memory:
@@ -211,7 +252,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     raw_target, raw_source = _content(target), _content(source)
-    current_stream().give(lambda: COPY(raw_target, raw_source))
+    crosses = isinstance(target, DeviceTensor) != isinstance(source, DeviceTensor)
+    engine = engines["back" if isinstance(target, DeviceTensor) else "out"]
+    copy = engine.copy if crosses else COPY
+    current_stream().give(lambda: copy(raw_target, raw_source))
     if not non_blocking and not (
         isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor)
     ):

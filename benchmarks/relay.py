@@ -1,0 +1,174 @@
+"""Measures the relay between two device kinds, whole and by stage, on the fake accelerator.
+
+    mpirun -np 2 python benchmarks/relay.py
+
+Two ranks have a fake accelerator each, of different kinds (tests/vendor/fake_device.py): its copies
+take the time that a bus of the given bandwidth would need, in each direction, and no processor.
+By default that bandwidth is the one at which MPI exchanges the same chunks, so that all stages take
+equally long and overlap gains most. Prints the median and the quartiles over rounds, each of which
+measures every row; times are those of the slower rank.
+
+    copy out, exchange, copy back    each stage alone, all chunks
+    one after the other              every chunk through all three stages before the next
+    half duplex                      the relay with one stream for both directions
+    relay                            as it is: all_reduce of one tensor
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vendor"))  # which adds its device kinds
+
+import fake_device
+import torch
+import torch.distributed as dist
+
+import kaitian_mpi
+from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.mpi.datatypes import SUM
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.relay.copies import StreamCopies
+from kaitian_mpi.relay.pipeline import exchange_in_chunks
+from kaitian_mpi.relay.slots import Slots
+
+
+class HalfDuplexCopies(StreamCopies):
+    """Copies in both directions on one stream."""
+
+    def __init__(self, module, device) -> None:
+        super().__init__(module, device)
+        self.back = self.out
+
+
+class Stages:
+    """The stages of one allreduce between two ranks."""
+
+    def __init__(self, world, tensor: torch.Tensor) -> None:
+        self._comm = dist.group.WORLD.comms.lane
+        self._tensor = tensor
+        self.chunks = dist.group.WORLD.relay.split(self._comm, tensor)
+        module = torch.get_device_module(world.device)
+        self._copies = StreamCopies(module, world.device)
+        self._half_duplex = HalfDuplexCopies(module, world.device)
+        self._slots = Slots(pins=False)
+        self._slots.provide(len(self.chunks), self.chunks[0].nbytes)
+
+    def rows(self) -> dict[str, Callable[[], None]]:
+        """Return what is measured, by name; each call ends when the device is done."""
+        return {
+            "copy out": self._copy_out,
+            "exchange": self._exchange_all,
+            "copy back": self._copy_back,
+            "one after the other": self._one_by_one,
+            "half duplex": lambda: self._pipeline(self._half_duplex),
+            "relay": lambda: dist.all_reduce(self._tensor),
+        }
+
+    def _exchange(self, chunk: torch.Tensor) -> None:
+        host_collectives.allreduce_chunk(self._comm, chunk, SUM)
+
+    def _exchange_all(self) -> None:
+        for chunk in self.chunks:
+            self._exchange(self._slots.take().view_as(chunk))
+
+    def _copy_out(self) -> None:
+        self._copies.begin(self._tensor)
+        for chunk in self.chunks:
+            end = self._copies.copy_out(self._slots.take().view_as(chunk), chunk, None)
+        end.synchronize()
+
+    def _copy_back(self) -> None:
+        for chunk in self.chunks:
+            end = self._copies.copy_back(chunk, self._slots.take().view_as(chunk))
+        end.synchronize()
+
+    def _one_by_one(self) -> None:
+        self._copies.begin(self._tensor)
+        for chunk in self.chunks:
+            host = self._slots.take().view_as(chunk)
+            self._copies.copy_out(host, chunk, None).synchronize()
+            self._exchange(host)
+            self._copies.copy_back(chunk, host).synchronize()
+
+    def _pipeline(self, copies: StreamCopies) -> None:
+        exchange_in_chunks(self.chunks, self._exchange, copies, self._slots)
+
+
+def seconds_of(world, call: Callable[[], None]) -> float:
+    """Return the slower rank's seconds for a call. Collective."""
+    world.synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    call()
+    world.synchronize()
+    return max(gather_values(world.comm, time.perf_counter() - began))
+
+
+def bandwidth_of_mpi(world, total_bytes: int) -> float:
+    """Return the bytes per second at which MPI reduces chunks of 1 MB. Collective."""
+    chunk, comm = torch.zeros(1 << 18), dist.group.WORLD.comms.lane
+
+    def exchange() -> None:
+        for _ in range(total_bytes >> 20):
+            host_collectives.allreduce_chunk(comm, chunk, SUM)
+
+    return total_bytes / statistics.median(seconds_of(world, exchange) for _ in range(7))
+
+
+def main() -> None:
+    """Run the benchmark; rank 0 prints a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=64, help="of the tensor, in MB")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--memory-mb", type=int, default=32, help="as --relay-memory-mb")
+    parser.add_argument(
+        "--gb-per-sec", type=float, default=0.0, help="of the bus, each way; 0: MPI's"
+    )
+    options = parser.parse_args()
+    world = kaitian_mpi.init(devices="vendor,vendor2")
+    world.relay.memory_mb = options.memory_mb
+    dist.group.WORLD.algorithm = "leader"
+    tensor = torch.zeros(options.megabytes << 18, device=world.device)
+    rate = options.gb_per_sec * 1e9 or bandwidth_of_mpi(world, tensor.nbytes)
+    fake_device.set_bandwidth(rate)
+    stages = Stages(world, tensor)
+    rows = stages.rows()
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for number in range(1 + options.rounds):
+        for name, call in rows.items():
+            took = seconds_of(world, call)
+            if number:  # the first round warms up
+                seconds[name].append(took)
+    if world.rank == 0:
+        report(seconds, stages, rate, options)
+    dist.destroy_process_group()
+
+
+def report(seconds: dict[str, list[float]], stages: Stages, rate: float, options) -> None:
+    """Print the table; the ratio is to the slowest stage of the same round."""
+    slowest = [max(times) for times in zip(*list(seconds.values())[:3], strict=True)]
+    chunk_kb = stages.chunks[0].nbytes >> 10
+    print(
+        f"\nallreduce of {options.megabytes} MB between two groups (fake accelerators), bus "
+        f"{rate / 1e9:.2f} GB/s each way, {len(stages.chunks)} chunks of {chunk_kb} KB\n"
+    )
+    print("| | ms (quartiles) | over the slowest stage (quartiles) |\n|---|---|---|")
+    for name, times in seconds.items():
+        ratios = [took / most for took, most in zip(times, slowest, strict=True)]
+        low, middle, high = statistics.quantiles([1e3 * took for took in times], n=4)
+        first, second, third = statistics.quantiles(ratios, n=4)
+        print(
+            f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) "
+            f"| {second:.2f} ({first:.2f} to {third:.2f}) |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""How tensors cross between device kinds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kaitian_mpi.config import TrainingConfig
+
+
+@dataclass
+class RelaySettings:
+    """What all process groups of a process have in common; must be the same on every rank."""
+
+    memory_mb: int = TrainingConfig.relay_memory_mb
+    """The host memory of one process group's buffers, in MB."""
+    dtype: str = TrainingConfig.relay_dtype
+    """What float32 gradients cross as, `fp32` or `bf16`; they are summed in float32."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as an entry of `summary.json`."""
+        return asdict(self)

@@ -1,0 +1,138 @@
+"""Copies between a device and the host, on streams of their own: one for each direction."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from kaitian_mpi.devices import device_of
+
+
+class Event(Protocol):
+    """A point of a device's stream, as in `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the device has reached it."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies the chunks of one device's tensor out and back; used by one thread at a time."""
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Let the copies come after the work already queued on the current stream.
+
+        Args:
+            tensor: any part of the tensor whose chunks are copied.
+        """
+        ...
+
+    def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
+        """Start copying a chunk to host memory, once the device has reached `free`.
+
+        Returns:
+            The end of the copy. The host itself must wait for it: if only a stream waited, the
+            host would reduce stale data (pytorch/pytorch#170239).
+        """
+        ...
+
+    def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
+        """Start copying host memory back to a chunk whose copy out is done.
+
+        Returns:
+            The end of the copy, after which the host memory may be written again.
+        """
+        ...
+
+    def end(self) -> None:
+        """Let later work on the current stream come after all copies; does not block the host."""
+        ...
+
+
+class StreamCopies:
+    """Copies on two side streams of an accelerator.
+
+    PCIe is full duplex and devices have a copy engine for each direction, so a copy out and a copy
+    back take no longer together than alone; on one stream they would follow each other. Neither
+    delays work on the streams that compute.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """Create the streams.
+
+        Args:
+            module: the device's streams, like `torch.cuda`.
+            device: where the tensors are.
+        """
+        self._module = module
+        self._device = device
+        self.out, self.back = module.Stream(device), module.Stream(device)
+        self._last: Any = None
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Let the stream out wait for the current one.
+
+        The stream back need not: its copies are queued after the host has waited for a copy out.
+        """
+        for stream in (self.out, self.back):
+            # If the caller drops the tensor, its memory must not be reused before they are done.
+            tensor.record_stream(stream)
+        self.out.wait_event(self._record(self._module.current_stream(self._device)))
+
+    def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
+        """Start copying a chunk to host memory, on the stream out."""
+        with self._module.stream(self.out):
+            if free is not None:
+                self.out.wait_event(free)
+            host.copy_(chunk, non_blocking=True)
+            return self._record(self.out)
+
+    def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
+        """Start copying host memory back to a chunk, on the stream back."""
+        with self._module.stream(self.back):
+            chunk.copy_(host, non_blocking=True)
+            self._last = self._record(self.back)
+            return self._last
+
+    def end(self) -> None:
+        """Let the current stream wait for the last copy back."""
+        if self._last is not None:
+            self._module.current_stream(self._device).wait_event(self._last)
+            self._last = None
+
+    def _record(self, stream: Any) -> Event:
+        event = self._module.Event()
+        event.record(stream)
+        return event  # type: ignore[no-any-return]
+
+
+class _Reached:
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class BlockingCopies:
+    """Copies of a device without streams, which are done when the call returns."""
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
+        """Copy a chunk to host memory."""
+        host.copy_(chunk)
+        return _Reached()
+
+    def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
+        """Copy host memory back to a chunk."""
+        chunk.copy_(host)
+        return _Reached()
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def copies_of(device: torch.device) -> Copies:
+    """Return the copies of a device's tensors."""
+    module = device_of(device).streams()
+    return BlockingCopies() if module is None else StreamCopies(module, device)

@@ -1,0 +1,143 @@
+"""A process group's relay: takes tensors through host memory, where MPI exchanges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.relay.chunking import Pace, agree_on_pace
+from kaitian_mpi.relay.copies import Copies, copies_of
+from kaitian_mpi.relay.pipeline import Exchange, exchange_in_chunks
+from kaitian_mpi.relay.slots import Slots
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MAX_WIDE_BYTES = 64 << 10  # up to which a message's fixed cost is what counts
+
+
+class Relay:
+    """What the relay of one process group keeps: streams and buffers by device, and its pace.
+
+    Used by one thread at a time. The memory is bounded per process group: see `Slots`.
+    """
+
+    def __init__(
+        self,
+        settings: RelaySettings | None = None,
+        device: torch.device | None = None,
+        *,
+        has_accelerators: bool = False,
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            settings: of this process.
+            device: this rank's device; None for the host.
+            has_accelerators: whether any rank of the group has one. If none has, tensors are cut as
+                suits MPI alone, since the others do nothing but exchange.
+        """
+        self.settings = settings or RelaySettings()
+        self._device = device or torch.device("cpu")
+        self.has_accelerators = has_accelerators
+        self._is_narrowed = False
+        self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
+        self._paces: dict[int, tuple[int, Pace]] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it leaves host tensors to MPI as they are."""
+        return not (self.has_accelerators or self._is_narrowed)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The size of the buffers."""
+        return sum(slots.allocated_bytes for _, slots in self._paths.values())
+
+    def exchange(self, comm: MPI.Comm, tensor: torch.Tensor, exchange: Exchange) -> None:
+        """Apply `exchange` to a flat contiguous tensor, in place, in chunks. Collective.
+
+        The chunks are the same on every rank: they depend on the tensor's length and dtype and on
+        what the ranks have agreed on, not on where a rank's tensor is.
+
+        Args:
+            comm: the ranks that exchange the chunks.
+            tensor: on any device.
+            exchange: collective over `comm`; works on one chunk in host memory.
+        """
+        wire = self._wire_dtype(tensor)
+        crossing = tensor if wire is tensor.dtype else tensor.to(wire)
+        self.exchange_chunks(self.split(comm, crossing), exchange)
+        if crossing is not tensor:
+            tensor.copy_(crossing)
+
+    def exchange_chunks(self, chunks: Sequence[torch.Tensor], exchange: Exchange) -> None:
+        """Apply `exchange` to each of the chunks of a tensor, in host memory."""
+        if chunks[0].is_cpu:
+            for chunk in chunks:
+                exchange(chunk)
+        else:
+            copies, slots = self._path(chunks[0].device)
+            exchange_in_chunks(chunks, exchange, copies, slots)
+
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """Let what crosses inside cross in the dtype for gradients, `--relay-dtype`."""
+        self._is_narrowed = True
+        try:
+            yield
+        finally:
+            self._is_narrowed = False
+
+    def split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the chunks of a flat tensor. Collective over `comm` the first time."""
+        if not self.has_accelerators or comm.size == 1:
+            return host_collectives.allreduce_chunks(comm, tensor)
+        chunk_bytes = self._pace(comm).chunk_bytes(tensor.nbytes)
+        return tensor.split(chunk_bytes // tensor.element_size())
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return what a tensor crosses as; depends on its length and dtype alone."""
+        is_narrowed = self._is_narrowed and self.settings.dtype == "bf16"
+        if is_narrowed and tensor.dtype is torch.float32 and tensor.nbytes > _MAX_WIDE_BYTES:
+            return torch.bfloat16
+        return tensor.dtype
+
+    def _pace(self, comm: MPI.Comm) -> Pace:
+        known, memory_mb = comm.py2f(), self.settings.memory_mb
+        if known not in self._paces or self._paces[known][0] != memory_mb:
+            pace = agree_on_pace(comm, memory_mb, lambda size: self._stages(comm, size))
+            self._paces[known] = memory_mb, pace
+            for _, slots in self._paths.values():
+                slots.release_above(pace.limit_bytes)
+        return self._paces[known][1]
+
+    def _path(self, device: torch.device) -> tuple[Copies, Slots]:
+        if device not in self._paths:
+            slots = Slots(pins=device_of(device).pins_memory)
+            self._paths[device] = copies_of(device), slots
+        return self._paths[device]
+
+    def _stages(self, comm: MPI.Comm, size: int) -> list[Callable[[], None]]:
+        """Return the stages of a chunk of `size` bytes on this rank's device, to be timed."""
+        host = torch.zeros(size // 4)
+        exchanged = [lambda: host_collectives.allreduce(comm, host)]
+        chunk = torch.zeros(size // 4, device=self._device)
+        if chunk.is_cpu:
+            return exchanged
+        copies, _ = self._path(self._device)
+        slots = Slots(pins=device_of(self._device).pins_memory)  # for now
+        slots.provide(1, size)
+        pinned = slots.take().view_as(chunk)
+        copies.begin(chunk)
+        return [
+            *exchanged,
+            lambda: copies.copy_out(pinned, chunk, None).synchronize(),
+            lambda: copies.copy_back(chunk, pinned).synchronize(),
+        ]
