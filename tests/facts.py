@@ -41,6 +41,7 @@ MPI = Mpi(
 DEVICES = Devices(
     kinds=(Kind(name="acme", count=0, is_host=False), Kind(name="cpu", count=8, is_host=True)),
     faults={},
+    absent=(),
     chosen="cpu",
     kind="cpu",
     name="a processor",

@@ -25,9 +25,12 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
         present = [kind for kind in devices.kinds if kind.count]
         yield ok(", ".join(k.name if k.is_host else f"{k.count} {k.name}" for k in present), host)
         for kind in present:
-            if kind.note:
-                advice = "compare its results with the CPU's"
-                yield warning(f"kind {kind.name}: {kind.note}", advice, host)
+            if not (kind.run_on_hardware or kind.is_host):
+                yield warning(
+                    f"kind {kind.name} has not been run on hardware by this package's authors",
+                    "compare its first results with the CPU's",
+                    host,
+                )
 
 
 def judge_unusable(job: JobFacts) -> Iterator[Verdict]:

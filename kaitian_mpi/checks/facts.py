@@ -68,8 +68,10 @@ class Kind:
     name: str
     count: int
     is_host: bool
-    note: str = ""
-    """What else is to be said of it, such as that it has not been run on hardware."""
+    library: str = ""
+    """The vendor's collective library; empty if it has none."""
+    run_on_hardware: str = ""
+    """On what this package has been run with it; empty: not on hardware."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,8 @@ class Devices:
     kinds: tuple[Kind, ...]
     faults: Mapping[str, str]
     """Kinds that are installed and cannot be used, and why."""
+    absent: tuple[str, ...]
+    """Kinds whose plug-in is not installed."""
     chosen: str
     """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
     kind: str
@@ -155,7 +159,8 @@ class RankFacts:
 
 def devices_from_json(content: Mapping[str, Any]) -> Devices:
     """Return the devices written by `asdict`."""
-    return Devices(**{**content, "kinds": tuple(Kind(**kind) for kind in content["kinds"])})
+    kinds = tuple(Kind(**kind) for kind in content["kinds"])
+    return Devices(**{**content, "kinds": kinds, "absent": tuple(content["absent"])})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from kaitian_mpi.checks.verdict import Verdict, count_text, ok, problem, size_te
 SHM = "/dev/shm"  # noqa: S108  # nothing is written there
 _RAM_PER_RANK = 1 << 30
 _MIN_RAM_PER_RANK = 256 << 20  # what a rank takes before it has a model
+_SHM_OF_MPI = 16 << 20  # what Open MPI asks for (btl_sm_segment_size)
 _SHM_TO_SPARE = 256 << 20
 _FILES_PER_RANK = 2
 _OWN_FILES = 256  # libraries, pipes, a dataset's files
@@ -61,8 +62,10 @@ def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
             yield warning(f"no {SHM}", advice, host)
             continue
         found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
-        # Not a problem: where MPI needs more, the check of mpirun, or of the ranks, fails.
-        if free < _SHM_TO_SPARE:
+        # Under a launcher MPI has taken its part already.
+        if free < _SHM_OF_MPI and job.launcher is not None:
+            yield problem(found, _MORE_SHM, host)
+        elif free < _SHM_TO_SPARE:
             yield warning(found, _MORE_SHM, host)
         else:
             yield ok(found, host)

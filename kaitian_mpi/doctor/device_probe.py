@@ -48,13 +48,20 @@ def examine_devices(devices: str, local_rank: int, local_size: int, host: str) -
     """
     known = known_kinds()
     kinds = tuple(
-        Kind(name=name, count=known.counts[name], is_host=device.is_host)
+        Kind(
+            name=name,
+            count=known.counts[name],
+            is_host=device.is_host,
+            library=device.library,
+            run_on_hardware=device.run_on_hardware,
+        )
         for name, device in known.devices.items()
     )
     device: Device | None = None
     index, error, out, back = 0, "", None, None
     try:
-        choice = choose_device(devices, known.counts, local_rank, local_size, host, known.faults)
+        unusable = {**known.absent, **known.faults}
+        choice = choose_device(devices, known.counts, local_rank, local_size, host, unusable)
         device, index = known.devices[choice.kind], choice.index
         device.select(index)
         if not device.is_host:
@@ -67,6 +74,7 @@ def examine_devices(devices: str, local_rank: int, local_size: int, host: str) -
     return Devices(
         kinds=kinds,
         faults=dict(known.faults),
+        absent=tuple(known.absent),
         chosen="" if usable is None else str(usable.torch_device(index)),
         kind="" if device is None else device.kind,
         name="" if usable is None else usable.name(index),

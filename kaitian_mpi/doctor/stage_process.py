@@ -12,7 +12,12 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from kaitian_mpi.runtime.abort import is_mpi_running
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,22 +49,32 @@ def _examine_storage(**arguments: Any) -> dict[str, Any]:
 
 def _examine_mpi() -> dict[str, Any]:
     from kaitian_mpi.checks.collect import collect_mpi
-    from kaitian_mpi.errors import UserError
-    from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
-    try:
-        comm = initialize_mpi()
-    except UserError as error:
-        sys.exit(str(error))
-    return asdict(collect_mpi(comm))
+    return asdict(collect_mpi(_start_mpi()))
 
 
 def _count_ranks() -> dict[str, Any]:
+    size = _start_mpi().size
     from mpi4py import MPI
 
-    size = MPI.COMM_WORLD.size
     MPI.Finalize()
     return {"size": size}
+
+
+def _start_mpi() -> MPI.Intracomm:
+    """Start MPI as training does, which may choose other transports than MPI by itself."""
+    from kaitian_mpi.errors import UserError
+    from kaitian_mpi.runtime.launcher import read_tasks
+    from kaitian_mpi.runtime.lifecycle import initialize_mpi
+
+    try:
+        return initialize_mpi()
+    except UserError as error:
+        if is_mpi_running() and read_tasks(os.environ):  # its ranks do not see each other
+            from mpi4py import MPI
+
+            return MPI.COMM_WORLD
+        sys.exit(str(error))
 
 
 _EXAMINATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from facts import DEVICES, GIB, rank_facts, with_package
@@ -11,8 +12,9 @@ from kaitian_mpi.checks.facts import Clock, JobFacts, Kind, Launcher, Link, Rank
 from kaitian_mpi.checks.registry import CHECKS, judge
 from kaitian_mpi.checks.verdict import Level, by_value, ranks_text
 
+ACME_KIND = Kind(name="acme", count=2, is_host=False, run_on_hardware="Acme 1, yesterday")
 ACME = {
-    "kinds": (Kind(name="acme", count=2, is_host=False), Kind(name="cpu", count=8, is_host=True)),
+    "kinds": (ACME_KIND, Kind(name="cpu", count=8, is_host=True)),
     "chosen": "acme:0",
     "kind": "acme",
     "is_host": False,
@@ -97,6 +99,10 @@ PROBLEMS = {
         job(rank_facts(devices={"ram_free_bytes": 100 << 20})),
         "100 MiB of 32.0 GiB free for 1 rank",
     ),
+    "no shared memory": (
+        job(rank_facts(machine={"shm_free_bytes": 1 << 20}), launcher=LAUNCHER),
+        "/dev/shm: 1 MiB of 16.0 GiB free; make room",
+    ),
     "a read-only disk": (
         two(storage={"error": "Read-only file system"}),
         "/runs (ext4 on /) cannot be written: Read-only file system, 100.0 GiB free on b; give",
@@ -151,6 +157,10 @@ WARNINGS = {
     "an idle driver": (
         job(rank_facts(devices={"drivers": {"acmedrv": "1.2"}})),
         "driver acmedrv 1.2 is loaded, but torch finds no accelerator",
+    ),
+    "a kind that was not run": (
+        job(rank_facts(devices={**ACME, "kinds": (replace(ACME_KIND, run_on_hardware=""),)})),
+        "kind acme has not been run on hardware",
     ),
     "vendor packages differ": (
         job(
