@@ -87,11 +87,7 @@ def fastest_split(
         _check(cost)
     if 0 < global_batch_size < min_batch:
         raise ValueError(f"found {global_batch_size} samples, needed 0 or at least {min_batch}")
-    alpha = np.array([cost.model.alpha_sec for cost in costs])
-    beta = np.array([cost.model.beta_sec for cost in costs])
-    total = max(global_batch_size, 1)
-    limits = (cost.largest_micro_batch for cost in costs)
-    limit = np.array([total if most is None else min(most, total) for most in limits])
+    alpha, beta, limit = _as_arrays(costs, global_batch_size)
     max_ranks = min(len(costs), global_batch_size // min_batch)
 
     def samples_in(seconds: float) -> np.ndarray:
@@ -109,6 +105,29 @@ def fastest_split(
     if min_batch > 1:
         shares[np.argsort(-shares, kind="stable")[max_ranks:]] = 0
     return remove_surplus(shares.tolist(), costs, global_batch_size, min_batch)
+
+
+def can_process(costs: Sequence[RankCost], samples: int, seconds: float) -> bool:
+    """Return whether the ranks can process some number of samples in this time.
+
+    Args:
+        costs: of each rank; every sample takes some time.
+        samples: over all ranks.
+        seconds: 0 or more.
+    """
+    within = samples_within(seconds, *_as_arrays(costs, samples), samples)
+    return bool(within.sum() >= samples)
+
+
+def _as_arrays(costs: Sequence[RankCost], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each rank's alpha, beta, and largest micro-batch of shares up to `most`."""
+    most = max(most, 1)
+    limits = (cost.largest_micro_batch for cost in costs)
+    return (
+        np.array([cost.model.alpha_sec for cost in costs]),
+        np.array([cost.model.beta_sec for cost in costs]),
+        np.array([most if limit is None else min(limit, most) for limit in limits]),
+    )
 
 
 def samples_within(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.fastest_split import RankCost, can_process
 from kaitian_mpi.balance.monitor import SpeedMonitor
 from kaitian_mpi.balance.planner import plan_fastest_within, with_positive_slopes
 
@@ -122,17 +122,27 @@ class Rebalancer:
         return plan
 
     def _better_plan(self) -> NewPlan | None:
+        cautious = self._scaled(self._cautious_logs())
+        if not self._can_gain(cautious, self._min_gain()):
+            return None
         logs = [monitor.log_factor for monitor in self._monitors]
         costs = self._scaled(logs)
         batch_sizes = plan_fastest_within(
             costs, self._global_batch_size, self._growth_limits(), self._min_batch
         )
-        if batch_sizes == self.batch_sizes:
+        if self._gain(batch_sizes, cautious) < self._min_gain():
             return None
-        if self._gain(batch_sizes, self._cautious_logs()) < self._min_gain():
-            return None
-        gain = self._gain(batch_sizes, logs)
+        gain = self._gain(batch_sizes, costs)
         return NewPlan(batch_sizes, gain, self.factors, *self._reason(logs, gain))
+
+    def _can_gain(self, costs: Sequence[RankCost], least: float) -> bool:
+        """Return whether any plan could gain as much: after most steps none could.
+
+        To know is much cheaper than to find the best plan.
+        """
+        longest = self._step_sec(costs, self.batch_sizes) / (1 + least) - median(self._waits)
+        # Rounding must not make the answer False.
+        return can_process(costs, self._global_batch_size, max(0.0, longest) * (1 + 1e-9))
 
     def _growth_limits(self) -> list[int | None]:
         if math.isinf(self._max_growth):
@@ -167,8 +177,7 @@ class Rebalancer:
             for cost, log in zip(self._costs, logs, strict=True)
         ]
 
-    def _gain(self, batch_sizes: Sequence[int], logs: Sequence[float]) -> float:
-        costs = self._scaled(logs)
+    def _gain(self, batch_sizes: Sequence[int], costs: Sequence[RankCost]) -> float:
         return self._step_sec(costs, self.batch_sizes) / self._step_sec(costs, batch_sizes) - 1
 
     def _step_sec(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
+from kaitian_mpi.balance.fastest_split import RankCost, can_process, fastest_split
 from kaitian_mpi.balance.planner import plan_fastest
 
 
@@ -53,6 +53,16 @@ def test_no_split_is_faster_than_the_optimum(seed, min_batch):
     ]
     best = min(slowest(costs, split) for split in allowed)
     assert slowest(costs, shares) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_ranks_can_process_a_batch_in_the_time_of_its_fastest_split_and_not_sooner(seed):
+    chance = random.Random(seed)
+    costs = random_costs(chance, chance.randint(1, 4))
+    total = chance.randint(1, 30)
+    seconds = slowest(costs, fastest_split(costs, total))
+    assert can_process(costs, total, seconds * (1 + 1e-9))
+    assert not can_process(costs, total, seconds * (1 - 1e-9))
 
 
 @pytest.mark.parametrize("min_batch", [1, 2, 3])
