@@ -271,6 +271,11 @@ class TrainConfig(TrainingConfig):
     devices: str = _flag(
         "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
     )
+    share_device: bool = _flag(
+        False,
+        "let several ranks use one device; the ranks of such a group communicate through host "
+        "memory, because the vendors' libraries refuse them (default $KAITIAN_SHARE_DEVICE)",
+    )
     emulate_kinds: str = _flag(
         "",
         "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "

@@ -15,7 +15,7 @@ from kaitian_mpi.mpi.deferred_free import free_unused_comms
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.job_store import finished_ranks, job_store
 from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
-from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
+from kaitian_mpi.mpi.topology import shared_devices, split_by_kind, subset, translate_ranks
 from kaitian_mpi.mpi.world import World, current_world
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -61,8 +61,11 @@ def _own_device(world: World, group: list[int]) -> OwnDevice:
     """Return this rank's device. `group`: the ranks of its kind, or of its emulated label."""
     from kaitian_mpi.collectives.vendor import OwnDevice
 
-    alike = len({torch.device(world.infos[rank].device).type for rank in group}) == 1
+    infos = [world.infos[rank] for rank in group]
+    alike = len({torch.device(info.device).type for info in infos}) == 1
     has_vendor = alike and world.device_kind.vendor_backend is not None
+    if shared_devices(infos):  # such a group's library would fail
+        has_vendor = False
     return OwnDevice(world.device, world.device_kind, has_vendor)
 
 

@@ -20,7 +20,12 @@ from kaitian_mpi.runtime.lifecycle import initialize_mpi
 _requested = ""  # the arguments of the first `init`
 
 
-def init(devices: str = "auto", emulate_kinds: str = "", emulate_slowdown: str = "") -> World:
+def init(
+    devices: str = "auto",
+    emulate_kinds: str = "",
+    emulate_slowdown: str = "",
+    share_device: bool = False,
+) -> World:
     """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
 
     Collective over all ranks that mpirun started; without mpirun, a job of one rank. Called again
@@ -33,23 +38,26 @@ def init(devices: str = "auto", emulate_kinds: str = "", emulate_slowdown: str =
             in the environment variable `KAITIAN_EMULATE_KINDS`, if any.
         emulate_slowdown: ranks to slow down by sleeping, such as `2:3.0,3:1.5`; empty: those in
             `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
+        share_device: let several ranks use one device; the ranks of such a group communicate
+            through host memory. Also if the environment variable `KAITIAN_SHARE_DEVICE` is 1.
 
     Raises:
-        UserError: a device is missing, a host has more ranks than devices, there is no MPI, what is
-            to be emulated is malformed, or torch.distributed is initialized already over another
-            backend or with other arguments.
+        UserError: a device is missing, a host has more ranks than devices, two ranks share a
+            device without `share_device`, there is no MPI, what is to be emulated is malformed, or
+            torch.distributed is initialized already over another backend or with other arguments.
     """
     global _requested
     install_abort_hook()
-    given = {
+    given: dict[str, Any] = {
         "devices": devices,
         "emulate_kinds": emulate_kinds,
         "emulate_slowdown": emulate_slowdown,
+        "share_device": share_device,
     }
     requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if dist.is_initialized():
         return _initialized_world(requested)
-    world = join_world(initialize_mpi(), devices, emulate_kinds, emulate_slowdown)
+    world = join_world(initialize_mpi(), **given)
     registration.register()
     open_process_group(world)
     _requested = requested

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 
 _SAFE_FRACTION = 0.9  # of the limit, because batches differ and allocators waste some
@@ -17,8 +18,7 @@ class MemoryGauge:
     def __init__(self, world: World) -> None:
         """Read this rank's fair share of the free memory."""
         self._device, self._index = world.device_kind, world.device_index
-        own = world.info
-        sharers = sum((i.host, i.device) == (own.host, own.device) for i in world.infos)
+        sharers = sum(_memory_of(info) == _memory_of(world.info) for info in world.infos)
         self._limit = _SAFE_FRACTION * self._device.memory_limit_bytes(self._index, sharers)
         self._peaks: dict[int, int] = {}
         self._too_large: int | None = None
@@ -64,3 +64,8 @@ class MemoryGauge:
         smaller, larger = sorted(self._peaks)[-2:]
         per_sample = (self._peaks[larger] - self._peaks[smaller]) / (larger - smaller)
         return self._peaks[larger] - per_sample * larger, max(0.0, per_sample)
+
+
+def _memory_of(info: RankInfo) -> tuple[str, str]:
+    """Identify the memory that a rank uses; two devices may both be the `cuda:0` of their rank."""
+    return info.host, info.physical_device or info.device

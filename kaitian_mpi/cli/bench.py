@@ -27,8 +27,8 @@ PROGRAM = "kaitian-bench"
 FLAGS = (
     *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
     *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "devices"),
-    *("relay_dtype", "relay_memory_mb"),
-    *("emulate_kinds", "emulate_slowdown", "precision", "memory_format", "seed", "log_level"),
+    *("relay_dtype", "relay_memory_mb", "share_device", "emulate_kinds", "emulate_slowdown"),
+    *("precision", "memory_format", "seed", "log_level"),
 )
 
 _SECONDS = 20.0  # more than before training, since nothing else follows
@@ -62,7 +62,9 @@ def main() -> None:
         from kaitian_mpi.benchmark.report import bench
         from kaitian_mpi.recipes.image_classification import make_task
 
-        world = init(config.devices, config.emulate_kinds, config.emulate_slowdown)
+        world = init(
+            config.devices, config.emulate_kinds, config.emulate_slowdown, config.share_device
+        )
         world.relay.memory_mb, world.relay.dtype = config.relay_memory_mb, config.relay_dtype
         bench(partial(make_task, config), config, world, target)
         dist.destroy_process_group()

@@ -45,10 +45,13 @@ def main() -> None:
         import_torch()
 
         from kaitian_mpi.backend.startup import use_backend_for
-        from kaitian_mpi.mpi.world import join_world, set_current_world
+        from kaitian_mpi.mpi.world import SHARE_VARIABLE, join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = set_current_world(join_world(comm, chosen.devices, *emulated))
+        world = join_world(comm, chosen.devices, *emulated, chosen.share_device)
+        set_current_world(world)
+        if chosen.share_device:  # also for a script that calls kaitian_mpi.init()
+            os.environ[SHARE_VARIABLE] = "1"
         if world.emulation.describe():  # also for a script that calls kaitian_mpi.init()
             os.environ[KINDS_VARIABLE] = world.emulation.kinds
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
@@ -75,6 +78,12 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="LIST",
         help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
+    )
+    parser.add_argument(
+        "--share-device",
+        action="store_true",
+        help="let several ranks use one device; the ranks of such a group communicate through host "
+        "memory (default $KAITIAN_SHARE_DEVICE)",
     )
     parser.add_argument(
         "--emulate-kinds",

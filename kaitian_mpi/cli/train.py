@@ -47,7 +47,7 @@ def main() -> None:
         from kaitian_mpi.backend.startup import init
         from kaitian_mpi.training.training import Training
 
-        init(config.devices, config.emulate_kinds, config.emulate_slowdown)
+        init(config.devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
         with Training(task_maker(config), config) as training:
             for _ in training:
                 pass

@@ -95,7 +95,7 @@ class Accelerator:
 
         The PCI address comes first because NCCL compares it to find two ranks on one device.
         """
-        names = [self._hardware_id(each) for each in range(int(self._module().device_count()))]
+        names = [self._hardware_id(each) for each in range(self.count())]
         name = names[index]
         # Some devices of one board have the same address or UUID.
         return name if name and names.count(name) == 1 else f"{name}#{self._host_index(index)}"
@@ -164,7 +164,10 @@ class Accelerator:
 
     def _hardware_id(self, index: int) -> str:
         """Return the device's PCI address or UUID; "" if torch's module has neither."""
-        found = self._module().get_device_properties(index)
+        try:
+            found = self._module().get_device_properties(index)
+        except Exception:  # a faulty device has an index as well
+            return ""
         if hasattr(found, "pci_bus_id"):
             domain = getattr(found, "pci_domain_id", 0)
             return f"{domain:04x}:{found.pci_bus_id:02x}:{getattr(found, 'pci_device_id', 0):02x}"

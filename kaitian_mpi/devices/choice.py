@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,6 +18,10 @@ class Choice:
     index: int
 
 
+Inventory = Mapping[str, Sequence[str]]
+"""The accelerators that a rank sees: physical ids by kind and index, in order of preference."""
+
+
 def choose_device(
     request: str,
     counts: Mapping[str, int],
@@ -24,6 +29,9 @@ def choose_device(
     local_size: int,
     host: str,
     faults: Mapping[str, str] = MappingProxyType({}),
+    *,
+    inventories: Sequence[Inventory] = (),
+    share: bool = False,
 ) -> Choice:
     """Choose this rank's device.
 
@@ -34,13 +42,17 @@ def choose_device(
         local_size: the number of ranks on the host.
         host: the host's name, for messages.
         faults: kinds that cannot be used, and why.
+        inventories: what each of the host's ranks sees, by local rank; empty: what this one does.
+        share: as `--share-device`.
 
     Raises:
         UserError: the host does not have the requested device, or has more ranks than devices; or
             the requested kind cannot be used.
     """
     if request == "auto":
-        return _automatic(counts, local_rank, local_size, host)
+        own = {kind: [f"{i}" for i in range(n)] for kind, n in counts.items() if kind != "cpu"}
+        choices = assign_devices(inventories or [own] * local_size, host, share)
+        return choices[local_rank] or Choice("cpu", local_rank)
     if request == "cpu":
         return Choice("cpu", local_rank)
     entries = [_parse(entry, counts, faults) for entry in request.split(",")]
@@ -58,16 +70,79 @@ def choose_device(
     return choice
 
 
-def _automatic(counts: Mapping[str, int], local_rank: int, local_size: int, host: str) -> Choice:
-    kind = next((k for k in counts if k != "cpu" and counts[k] > 0), "cpu")
-    if kind != "cpu" and local_size > counts[kind]:
-        spare = ["cpu"] * (local_size - counts[kind])
-        example = ",".join([f"{kind}:{i}" for i in range(counts[kind])] + spare)
-        raise UserError(
-            f"{local_size} ranks on {host}, but {_inventory(counts, host)}; start "
-            f"{counts[kind]} ranks there, or name each one's device, such as --devices {example}"
-        )
-    return Choice(kind, local_rank)
+def assign_devices(
+    inventories: Sequence[Inventory], host: str, share: bool = False
+) -> list[Choice | None]:
+    """Give each rank of a host a device of its own, of the first kind that has one left.
+
+    Args:
+        inventories: what each rank sees, by local rank; the ranks may see different devices.
+        host: the host's name, for messages.
+        share: whether ranks without a device of their own take the one with the fewest ranks.
+
+    Returns:
+        The device of each rank; None for one that sees no accelerator.
+
+    Raises:
+        UserError: the ranks see too few devices.
+    """
+    seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
+    owners: dict[tuple[str, str], int] = {}
+    for rank in range(len(seen)):
+        _place(rank, seen, owners, set())
+    given = {rank: device for device, rank in owners.items()}
+    without = [rank for rank, devices in enumerate(seen) if devices and rank not in given]
+    if without and not share:
+        raise _too_few(inventories, _choices(given, inventories), host)
+    users = Counter(given.values())
+    for rank in without:
+        given[rank] = min(seen[rank], key=lambda device: users[device])
+        users[given[rank]] += 1
+    return _choices(given, inventories)
+
+
+def _place(
+    rank: int,
+    seen: Sequence[Sequence[tuple[str, str]]],
+    owners: dict[tuple[str, str], int],
+    tried: set[tuple[str, str]],
+) -> bool:
+    """Give a rank a free device, or that of a rank that can take another one."""
+    for device in seen[rank]:
+        if device not in owners:
+            owners[device] = rank
+            return True
+    for device in seen[rank]:
+        if device not in tried:
+            tried.add(device)
+            if _place(owners[device], seen, owners, tried):
+                owners[device] = rank
+                return True
+    return False
+
+
+def _choices(
+    given: Mapping[int, tuple[str, str]], inventories: Sequence[Inventory]
+) -> list[Choice | None]:
+    choices: list[Choice | None] = []
+    for rank, inventory in enumerate(inventories):
+        kind, device = given.get(rank, ("", ""))
+        choices.append(Choice(kind, inventory[kind].index(device)) if kind else None)
+    return choices
+
+
+def _too_few(
+    inventories: Sequence[Inventory], choices: Sequence[Choice | None], host: str
+) -> UserError:
+    counts: Counter[str] = Counter()
+    for kind in dict.fromkeys(kind for rank in inventories for kind in rank):
+        counts[kind] = len({each for rank in inventories for each in rank.get(kind, ())})
+    example = ",".join(f"{each.kind}:{each.index}" if each else "cpu" for each in choices)
+    return UserError(
+        f"{len(inventories)} ranks on {host}, but {_inventory(counts, host)}; start "
+        f"{len([each for each in choices if each])} ranks there, or name each one's device, such "
+        f"as --devices {example}, or let ranks share a device with --share-device"
+    )
 
 
 def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> Choice:

@@ -30,6 +30,10 @@ class RankInfo:
     torch_version: str
     emulated: bool = False
     """Whether the kind is emulated by a CPU rank."""
+    physical_device: str = ""
+    """Identifies the physical device among all of the job; empty for a CPU."""
+    library: str = ""
+    """The collective library of the rank's vendor; empty without one."""
 
     def __str__(self) -> str:
         """Return the rank's name in messages, such as `rank 2 (node-b, cuda:0)`.
@@ -69,6 +73,18 @@ def plan_groups(kinds: Sequence[str]) -> tuple[Group, ...]:
     for rank, kind in enumerate(kinds):
         members.setdefault(kind, []).append(rank)
     return tuple(Group(kind, tuple(ranks)) for kind, ranks in members.items())
+
+
+def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
+    """Return the ranks that share a device with others of their group, device by device.
+
+    A vendor's library refuses such a group; groups without a library are left out.
+    """
+    users: dict[tuple[str, str], list[RankInfo]] = {}
+    for info in infos:
+        if info.physical_device and info.library:
+            users.setdefault((info.kind, info.physical_device), []).append(info)
+    return [sharing for sharing in users.values() if len(sharing) > 1]
 
 
 @dataclass(frozen=True)

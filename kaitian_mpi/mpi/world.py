@@ -22,7 +22,14 @@ from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.mpi.topology import Group, RankInfo, group_of, plan_groups, translate_ranks
+from kaitian_mpi.mpi.topology import (
+    Group,
+    RankInfo,
+    group_of,
+    plan_groups,
+    shared_devices,
+    translate_ranks,
+)
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.threads import set_default_threads
@@ -30,6 +37,9 @@ from kaitian_mpi.runtime.ulfm import shrink, track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+SHARE_VARIABLE = "KAITIAN_SHARE_DEVICE"
+"""The environment variable that, if it is 1, acts as `--share-device`."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +130,7 @@ def join_world(
     devices: str = "auto",
     emulate_kinds: str = "",
     emulate_slowdown: str = "",
+    share_device: bool = False,
 ) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
@@ -128,10 +139,12 @@ def join_world(
         devices: as `--devices`.
         emulate_kinds: as `--emulate-kinds`; empty: what the environment variable says.
         emulate_slowdown: as `--emulate-slowdown`, likewise.
+        share_device: as `--share-device`; also if the environment variable says so.
 
     Raises:
-        AgreedError: a device is missing, a host has more ranks than devices, the ranks run
-            different versions of torch or of this package, or what is to be emulated is malformed.
+        AgreedError: a device is missing, a host has more ranks than devices, two ranks of a group
+            share a device, the ranks run different versions of torch or of this package, or what
+            is to be emulated is malformed.
     """
     own = track_comm(comm.Dup())
     host = _host_name()
@@ -140,9 +153,20 @@ def join_world(
     labels, schedules = emulation.labels, emulation.schedules
     with agree_on_errors(own):
         known = known_kinds()
-        unusable = {**known.absent, **known.faults}
+        kinds = [kind for kind in known.devices if devices == "auto" and kind != "cpu"]
+        seen = {kind: known.physical_ids(kind) for kind in kinds if known.counts[kind]}
+    wanted = share_device or os.environ.get(SHARE_VARIABLE, "") == "1"
+    node, inventories, share_device = _exchange_visible(own, seen, wanted)
+    with agree_on_errors(own):
         choice = choose_device(
-            devices, known.counts, launch.local_rank, launch.local_size, host, unusable
+            devices,
+            known.counts,
+            launch.local_rank,
+            launch.local_size,
+            host,
+            {**known.absent, **known.faults},
+            inventories=inventories if len(inventories) == launch.local_size else (),
+            share=share_device,
         )
         if devices == "auto" and launch.local_rank == 0:
             for fault in known.faults.values():
@@ -150,6 +174,7 @@ def join_world(
         device = known.devices[choice.kind]
         device.select(choice.index)
         device_name = str(device.torch_device(choice.index))
+        physical = device.physical_id(choice.index)
         check_slowdown_on(device.is_host, device_name, schedules, emulation.slowdown_name)
     # A fault would have left the block above on every rank, so the names below are bound.
     info = RankInfo(
@@ -162,16 +187,57 @@ def join_world(
         memory_bytes=device.memory_bytes(choice.index),
         torch_version=torch.__version__,
         emulated=bool(labels),
+        physical_device=f"{node}/{choice.kind}/{physical}" if physical else "",
+        library=device.library or device.vendor_backend or "",
     )
     facts = replace(collect(host, own.rank), mpi=collect_mpi(own))
     gathered = gather_values(own, (asdict(info), facts.to_json()))
     _check_before_job([RankFacts.from_json(each) for _, each in gathered], own.rank)
     infos = tuple(RankInfo(**fields) for fields, _ in gathered)
+    if not share_device:
+        _check_own_devices(infos)
     open_job_store(own)
     _log_emulation(emulation, own.rank)
     slowdown = ScriptSlowdown(schedules[own.rank], _needs_training(emulation))
     threads = _use_cores(own)
     return World(own, infos, device, choice.index, threads, own.size, emulation, slowdown)
+
+
+def _exchange_visible(
+    comm: MPI.Intracomm, seen: dict[str, Sequence[str]], share: bool
+) -> tuple[int, list[dict[str, list[str]]], bool]:
+    """Tell the other ranks which accelerators this one sees. Collective.
+
+    Returns:
+        A number for this node, since hosts may have the same name, as containers often do, and
+        devices the same PCI address; what each of the node's ranks sees; and whether any rank of
+        the job may share a device, since mpirun passes variables of its own host only.
+    """
+    from mpi4py import MPI
+
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = gather_values(local, comm.rank)[0]
+    local.Free()
+    found = gather_values(comm, (node, seen, share))
+    return node, [of for where, of, _ in found if where == node], any(s for _, _, s in found)
+
+
+def _check_own_devices(infos: Sequence[RankInfo]) -> None:
+    """Check that no two ranks of a group share a device; all ranks have the same infos.
+
+    Raises:
+        AgreedError: some do.
+    """
+    faults = [
+        f"{' and '.join(map(str, sharing))} share one device, needed one for each, since "
+        f"{sharing[0].library} refuses such a group"
+        for sharing in shared_devices(infos)
+    ]
+    if faults:
+        raise AgreedError(
+            f"{'; '.join(faults)}; start fewer ranks, name other devices with --devices, or give "
+            "--share-device, with which these ranks communicate through host memory"
+        )
 
 
 def _check_before_job(ranks: Sequence[RankFacts], rank: int) -> None:

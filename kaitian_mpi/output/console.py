@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
 
 _WIDTH = 120
@@ -44,6 +44,13 @@ def show_topology(world: World, survives: bool = False) -> None:
             f"{info.memory_bytes / 2**30:.1f} GiB",
         )
     show_table(world, table)
+    for sharing in shared_devices(world.infos):
+        print_rank_0(
+            world,
+            f"{' and '.join(map(str, sharing))} share one device: "
+            f"group {sharing[0].kind} communicates through host memory, not by "
+            f"{sharing[0].library}",
+        )
     print_rank_0(
         world,
         "fault tolerance: on, the job survives the loss of a rank"

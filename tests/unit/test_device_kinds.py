@@ -402,7 +402,9 @@ def test_a_pci_address_identifies_a_device_as_in_nccl(devices, monkeypatch):
     one = SimpleNamespace(pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=0, uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: one)
-    assert devices["cuda"].physical_id(0) == devices["rocm"].physical_id(0) == "0000:3b:00"
+    for version, kind in (("cuda", "cuda"), ("hip", "rocm")):
+        monkeypatch.setattr(torch.version, version, "13.0")
+        assert devices[kind].physical_id(0) == "0000:3b:00"
     del one.pci_bus_id
     assert devices["cuda"].physical_id(0) == "GPU-1"
 

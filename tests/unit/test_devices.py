@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kaitian_mpi.devices import known_kinds
-from kaitian_mpi.devices.choice import Choice, choose_device
+from kaitian_mpi.devices.choice import Choice, assign_devices, choose_device
 from kaitian_mpi.devices.emulation import (
     Slowdown,
     describe_slowdown,
@@ -13,6 +13,7 @@ from kaitian_mpi.devices.emulation import (
     parse_slowdown,
 )
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 
 TWO_GPUS = {"cuda": 2, "cpu": 8}
 NO_GPU = {"cuda": 0, "cpu": 8}
@@ -52,6 +53,76 @@ def test_choose_device(request_, counts, local_rank, local_size, expected):
 def test_an_unavailable_device_is_an_error(request_, counts, local_size, message):
     with pytest.raises(UserError, match=message):
         choose_device(request_, counts, 0, local_size, "h")
+
+
+A, B, C = {"cuda": ["A"]}, {"cuda": ["B"]}, {"cuda": ["A", "B", "C"]}
+MIXED = {"cuda": ["A"], "xpu": ["A"]}  # two kinds may identify devices alike
+
+
+@pytest.mark.parametrize(
+    ("inventories", "expected"),
+    [
+        ([MIXED, MIXED], ["cuda:0", "xpu:0"]),
+        ([A, {"xpu": ["X"]}], ["cuda:0", "xpu:0"]),  # two builds of torch
+        ([A, B], ["cuda:0", "cuda:0"]),  # CUDA_VISIBLE_DEVICES differs
+        ([C, C, C], ["cuda:0", "cuda:1", "cuda:2"]),
+        ([C, A], ["cuda:1", "cuda:0"]),  # only the first has another
+        ([C, {"cuda": ["C", "B"]}, A], ["cuda:1", "cuda:0", "cuda:0"]),
+        ([A, {}, {"cuda": []}], ["cuda:0", None, None]),
+        ([{}, {}], [None, None]),
+    ],
+)
+def test_auto_gives_each_rank_a_device_of_its_own(inventories, expected):
+    assert named(assign_devices(inventories, "h")) == expected
+    counts = {"cuda": 1, "cpu": 1}
+    for rank, choice in enumerate(assign_devices(inventories, "h")):
+        chosen = choose_device("auto", counts, rank, 9, "h", inventories=inventories)
+        assert chosen == (choice or Choice("cpu", rank))
+
+
+def named(choices):
+    return [choice and f"{choice.kind}:{choice.index}" for choice in choices]
+
+
+@pytest.mark.parametrize(
+    ("inventories", "message", "shared"),
+    [
+        ([A, A], r"2 ranks on h, but h has 1 cuda; start 1 ranks .* cuda:0,cpu,", ["cuda:0"] * 2),
+        (
+            [MIXED] * 3,
+            r"3 ranks on h, but h has 1 cuda, 1 xpu; start 2 .* --devices cuda:0,xpu:0,cpu, or let "
+            r"ranks share a device with --share-device",
+            ["cuda:0", "xpu:0", "cuda:0"],
+        ),
+        ([A, B, A], r"3 ranks on h, but h has 2 cuda; start 2", ["cuda:0"] * 3),
+        (
+            [MIXED] * 5,
+            r"5 ranks on h",
+            ["cuda:0", "xpu:0", "cuda:0", "xpu:0", "cuda:0"],
+        ),
+    ],
+)
+def test_more_ranks_than_devices_is_an_error_unless_they_share(inventories, message, shared):
+    with pytest.raises(UserError, match=message):
+        assign_devices(inventories, "h")
+    assert named(assign_devices(inventories, "h", share=True)) == shared
+
+
+def test_ranks_of_a_group_with_one_device_are_found():
+    def info(rank, kind, device, library="NCCL"):
+        fields = (rank, rank, "h", kind, "cuda:0", "a GPU", 0, "2.13")
+        return RankInfo(*fields, physical_device=device, library=library)
+
+    def sharing(*infos):
+        return [[each.world_rank for each in some] for some in shared_devices(infos)]
+
+    assert sharing(info(0, "cuda", "0/A"), info(1, "cuda", "0/B")) == []
+    assert sharing(info(0, "cuda", "0/A"), info(1, "cuda", "8/A")) == []  # another node's
+    assert sharing(info(0, "cuda", "0/A"), info(1, "mlu", "0/A")) == []  # another group
+    assert sharing(info(0, "mps", "0/A", ""), info(1, "mps", "0/A", "")) == []  # no library
+    assert sharing(info(0, "cpu", "", ""), info(1, "cpu", "", "")) == []
+    ranks = [info(rank, "cuda", f"0/{rank % 2}") for rank in range(4)]
+    assert sharing(*ranks) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("kind", known_kinds().devices)

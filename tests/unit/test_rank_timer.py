@@ -65,7 +65,13 @@ class Device(CpuDevice):
 
 def make_world(device):
     info = SimpleNamespace(
-        host="h", device="cpu", device_name="c", local_rank=0, world_rank=0, kind="cpu"
+        host="h",
+        device="cpu",
+        device_name="c",
+        local_rank=0,
+        world_rank=0,
+        kind="cpu",
+        physical_device="",
     )
     return SimpleNamespace(
         device=torch.device("cpu"),
@@ -204,8 +210,12 @@ def test_ranks_on_one_device_share_its_memory():
             return 6_000 // sharers
 
     world = make_world(Gpu())
-    elsewhere = [("h", "cuda:1"), ("other", "cpu")]
-    world.infos += tuple(SimpleNamespace(host=host, device=device) for host, device in elsewhere)
+    # The last one is another device that its rank sees by the same index.
+    elsewhere = [("h", "cuda:1", ""), ("other", "cpu", ""), ("h", "cpu", "0/cuda/0000:3b:00")]
+    world.infos += tuple(
+        SimpleNamespace(host=host, device=device, physical_device=physical)
+        for host, device, physical in elsewhere
+    )
     alone = MemoryGauge(world)
     world.infos += (world.info,)
     beside_another = MemoryGauge(world)

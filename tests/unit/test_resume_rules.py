@@ -25,6 +25,7 @@ SILENT = {
     "config": "run.toml",
     "data_dir": "moved",
     "devices": "cpu",
+    "share_device": True,
     "emulate_kinds": "a,b",
     "export": "model.safetensors",
     "emulate_slowdown": "1:2",

@@ -6,6 +6,8 @@ beside this file, found wherever this folder is on Python's path.
 
 from __future__ import annotations
 
+import os
+
 import fake_device
 import fake_library
 import psutil
@@ -17,8 +19,12 @@ _LIBRARY = fake_device.install()  # as a vendor's plug-in makes torch know the d
 fake_library.register()
 
 
+SHARED = 7
+"""The index of the one device that all processes share."""
+
+
 class VendorDevice(Accelerator):
-    """A fake accelerator; each process has its own device, whatever its index."""
+    """A fake accelerator; each process has its own device for every index but `SHARED`."""
 
     kind = "vendor"
     torch_type = fake_device.TYPE
@@ -36,6 +42,9 @@ class VendorDevice(Accelerator):
 
     def count(self) -> int:
         return 8
+
+    def physical_id(self, index: int) -> str:
+        return "shared" if index == SHARED else f"{os.getpid()}/{index}"
 
     def torch_device(self, index: int) -> torch.device:
         return super().torch_device(0)
