@@ -24,13 +24,17 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
             continue
         present = [kind for kind in devices.kinds if kind.count]
         yield ok(", ".join(k.name if k.is_host else f"{k.count} {k.name}" for k in present), host)
-        for kind in present:
-            if not (kind.run_on_hardware or kind.is_host):
-                yield warning(
-                    f"kind {kind.name} has not been run on hardware by this package's authors",
-                    "compare its first results with the CPU's",
-                    host,
-                )
+    untried = {
+        kind.name
+        for devices in (facts.devices for facts in job.ranks if facts.devices is not None)
+        for kind in devices.kinds
+        if kind.name == devices.kind and not (kind.run_on_hardware or kind.is_host)
+    }
+    for name in sorted(untried):
+        yield warning(
+            f"the kind {name} is written from its vendor's documents, and not run on hardware yet",
+            "compare its first results with the CPU's",
+        )
 
 
 def judge_unusable(job: JobFacts) -> Iterator[Verdict]:

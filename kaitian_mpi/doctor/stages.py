@@ -17,6 +17,7 @@ from kaitian_mpi.runtime.polling import wait_until
 COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.doctor.stage_process")
 """The command of an examination's process; -P: nothing is imported from the current folder."""
 
+_JOINING = ("PMIX_", "PMI_")
 _POLL_SEC = 0.01
 _MAX_MESSAGE = 400
 
@@ -35,7 +36,9 @@ class Stage:
 
     def __init__(self, name: str, **arguments: Any) -> None:
         self.name = name
-        self._process = _Process([*COMMAND, name, json.dumps(arguments)])
+        self._process = _Process(
+            [*COMMAND, name, json.dumps(arguments)], outside_the_job(os.environ)
+        )
 
     def result(self, deadline: float) -> Any:
         """Return its facts.
@@ -75,10 +78,19 @@ def run(
     return _Process(command, environ).finish(time.monotonic() + limit_sec)
 
 
+def outside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that is no rank, even if what it imports starts MPI.
+
+    With the variables by which MPI finds the launcher, it would join the job as this very rank, and
+    write into the shared memory of the real one.
+    """
+    return {name: value for name, value in environ.items() if not name.startswith(_JOINING)}
+
+
 class _Process:
     """A process with its output in memory, so that it never waits for a reader."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._out = os.memfd_create("out", os.MFD_CLOEXEC)
         self._err = os.memfd_create("err", os.MFD_CLOEXEC)
         self._began = time.monotonic()

@@ -130,6 +130,14 @@ def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
     assert time.monotonic() - began < 5
 
 
+def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):
+    monkeypatch.setenv("PMIX_RANK", "1")
+    monkeypatch.setenv("PMI_FD", "7")
+    show = "import json, os; print(json.dumps([n for n in os.environ if n[:3] in ('PMI',)]))"
+    monkeypatch.setattr(stages, "COMMAND", (sys.executable, "-c", show))
+    assert Stage("devices").result(time.monotonic() + 10) == []
+
+
 def test_what_an_examination_prints_is_not_its_result(tmp_path):
     found = Stage("run folder", run_dir=str(tmp_path)).result(time.monotonic() + 30)
     assert found["folder"] == str(tmp_path)
