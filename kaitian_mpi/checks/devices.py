@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from kaitian_mpi.checks.facts import JobFacts
-from kaitian_mpi.checks.verdict import Verdict, by_value, ok, problem_from, ranks_text, warning
+from kaitian_mpi.checks.facts import JobFacts, RankFacts
+from kaitian_mpi.checks.verdict import (
+    Verdict,
+    by_value,
+    ok,
+    problem,
+    problem_from,
+    ranks_text,
+    warning,
+)
+from kaitian_mpi.devices.choice import assign_devices
+from kaitian_mpi.errors import UserError
 
 _SLOW_COPIES = 1_000.0  # MB/s: an eighth of the slowest PCIe in use
 _UNEVEN = 2.0
@@ -19,6 +29,7 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
             where = f"{ranks_text([facts.rank])}: " if len(job.ranks) > 1 else ""
             yield problem_from(devices.error, where, "see docs/devices.md")
     for host, ranks in job.hosts.items():
+        yield from _judge_own_devices(host, ranks)
         devices = ranks[0].devices
         if devices is None:
             continue
@@ -35,6 +46,31 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
             f"the kind {name} is written from its vendor's documents, and not run on hardware yet",
             "compare its first results with the CPU's",
         )
+
+
+def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdict]:
+    """Every rank of a host has a device of its own, or may share one."""
+    known = [facts.devices for facts in ranks if facts.devices is not None]
+    if len(known) < ranks[0].local_size or any(devices.shares for devices in known):
+        return
+    if known[0].requested == "auto":
+        try:
+            assign_devices([devices.seen for devices in known], host)
+        except UserError as error:
+            yield problem_from(str(error))
+        return
+    users: dict[str, list[int]] = {}
+    for facts, devices in zip(ranks, known, strict=True):
+        library = next((kind.library for kind in devices.kinds if kind.name == devices.kind), "")
+        if library and devices.physical_id:
+            users.setdefault(f"{devices.kind} {devices.physical_id}", []).append(facts.rank)
+    for device, sharing in users.items():
+        if len(sharing) > 1:
+            yield problem(
+                f"{ranks_text(sharing)} share the device {device}, which its library refuses",
+                "start fewer ranks, name other devices with --devices, or give --share-device",
+                host,
+            )
 
 
 def judge_unusable(job: JobFacts) -> Iterator[Verdict]:

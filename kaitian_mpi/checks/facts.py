@@ -83,8 +83,16 @@ class Devices:
     """Kinds that are installed and cannot be used, and why."""
     absent: tuple[str, ...]
     """Kinds whose plug-in is not installed."""
+    seen: Mapping[str, tuple[str, ...]]
+    """The accelerators that the rank sees, by kind: their PCI addresses or UUIDs."""
+    requested: str
+    """The value of `--devices`."""
+    shares: bool
+    """Whether ranks may share a device (`--share-device`)."""
     chosen: str
     """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
+    physical_id: str
+    """Its PCI address or UUID; empty for the CPU."""
     kind: str
     """Its kind."""
     name: str
@@ -160,7 +168,8 @@ class RankFacts:
 def devices_from_json(content: Mapping[str, Any]) -> Devices:
     """Return the devices written by `asdict`."""
     kinds = tuple(Kind(**kind) for kind in content["kinds"])
-    return Devices(**{**content, "kinds": kinds, "absent": tuple(content["absent"])})
+    seen = {kind: tuple(ids) for kind, ids in content["seen"].items()}
+    return Devices(**{**content, "kinds": kinds, "absent": tuple(content["absent"]), "seen": seen})
 
 
 @dataclass(frozen=True, kw_only=True)

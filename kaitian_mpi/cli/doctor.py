@@ -15,6 +15,7 @@ from functools import partial
 from kaitian_mpi import __version__
 from kaitian_mpi.checks.facts import JobFacts
 from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.doctor.examination import Examination, Options, examine_machine
 from kaitian_mpi.doctor.job import Job
 from kaitian_mpi.doctor.post import NoAnswerError
@@ -146,6 +147,11 @@ def make_parser() -> argparse.ArgumentParser:
         f"{defaults.devices})",
     )
     parser.add_argument(
+        "--share-device",
+        action="store_true",
+        help="two ranks may have one device, as with this flag of kaitian-train",
+    )
+    parser.add_argument(
         "--run-dir",
         default=defaults.run_dir,
         metavar="DIR",
@@ -177,7 +183,12 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Options]
         )
     if not chosen.run_dir:
         raise UserError("--run-dir: found an empty name, needed a folder's")
-    return chosen, Options(devices=chosen.devices, run_dir=chosen.run_dir, timeout=chosen.timeout)
+    return chosen, Options(
+        devices=chosen.devices,
+        share_device=chosen.share_device or os.environ.get(SHARE_VARIABLE) == "1",
+        run_dir=chosen.run_dir,
+        timeout=chosen.timeout,
+    )
 
 
 def show_report(job: JobFacts, *, began: float, as_json: bool) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import LOG_LEVELS
+from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.errors import UserError
@@ -45,7 +46,7 @@ def main() -> None:
         import_torch()
 
         from kaitian_mpi.backend.startup import use_backend_for
-        from kaitian_mpi.mpi.world import SHARE_VARIABLE, join_world, set_current_world
+        from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
         world = join_world(comm, chosen.devices, *emulated, chosen.share_device)

@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 from kaitian_mpi.errors import UserError
 
+SHARE_VARIABLE = "KAITIAN_SHARE_DEVICE"
+"""The environment variable that, if it is 1, acts as `--share-device`."""
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -37,11 +37,16 @@ _NETWORK = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 
 
-def examine_devices(devices: str, local_rank: int, local_size: int, host: str) -> Devices:
+def examine_devices(
+    devices: str, share: bool, local_rank: int, local_size: int, host: str
+) -> Devices:
     """Choose this rank's device as training does, and time its copies.
+
+    Training also knows what the other ranks see; whether there are enough devices is judged later.
 
     Args:
         devices: as `--devices`.
+        share: as `--share-device`.
         local_rank: the rank's number among those on its host.
         local_size: the number of ranks on the host.
         host: its name, for messages.
@@ -58,12 +63,21 @@ def examine_devices(devices: str, local_rank: int, local_size: int, host: str) -
         for name, device in known.devices.items()
     )
     device: Device | None = None
-    index, error, out, back = 0, "", None, None
+    index, error, out, back, physical = 0, "", None, None, ""
+    seen: dict[str, tuple[str, ...]] = {}
     try:
+        for kind in kinds:
+            if kind.count and not kind.is_host:
+                seen[kind.name] = tuple(known.physical_ids(kind.name))
+        # Each rank may see one device, and that its own.
+        place = (local_rank, local_size) if devices != "auto" else (0, 1)
+        if devices == "auto" and all(len(ids) >= local_size for ids in seen.values()):
+            place = local_rank, local_size
         unusable = {**known.absent, **known.faults}
-        choice = choose_device(devices, known.counts, local_rank, local_size, host, unusable)
+        choice = choose_device(devices, known.counts, *place, host, unusable, share=share)
         device, index = known.devices[choice.kind], choice.index
         device.select(index)
+        physical = device.physical_id(index)
         if not device.is_host:
             out, back = time_copies(device, index)
     except UserError as failure:
@@ -75,7 +89,11 @@ def examine_devices(devices: str, local_rank: int, local_size: int, host: str) -
         kinds=kinds,
         faults=dict(known.faults),
         absent=tuple(known.absent),
+        seen=seen,
+        requested=devices,
+        shares=share,
         chosen="" if usable is None else str(usable.torch_device(index)),
+        physical_id=physical,
         kind="" if device is None else device.kind,
         name="" if usable is None else usable.name(index),
         memory_bytes=0 if usable is None else usable.memory_bytes(index),

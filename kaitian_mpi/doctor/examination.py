@@ -22,6 +22,8 @@ class Options:
 
     devices: str = "auto"
     """As `--devices`."""
+    share_device: bool = False
+    """As `--share-device`."""
     run_dir: str = "runs"
     """The folder whose file system is examined."""
     timeout: float = 60.0
@@ -43,6 +45,7 @@ class Examination:
             Stage(
                 _DEVICES,
                 devices=options.devices,
+                share=options.share_device,
                 local_rank=self._facts.local_rank,
                 local_size=self._facts.local_size,
                 host=self._facts.host,

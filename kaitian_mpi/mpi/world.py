@@ -15,7 +15,7 @@ from kaitian_mpi.checks.facts import JobFacts, RankFacts
 from kaitian_mpi.checks.registry import judge
 from kaitian_mpi.checks.verdict import Level
 from kaitian_mpi.devices import Device, known_kinds
-from kaitian_mpi.devices.choice import choose_device
+from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
 from kaitian_mpi.devices.emulation import check_slowdown_on
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
@@ -37,9 +37,6 @@ from kaitian_mpi.runtime.ulfm import shrink, track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-SHARE_VARIABLE = "KAITIAN_SHARE_DEVICE"
-"""The environment variable that, if it is 1, acts as `--share-device`."""
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from kaitian_mpi.checks.facts import Clock, JobFacts, Kind, Launcher, Link, Rank
 from kaitian_mpi.checks.registry import CHECKS, judge
 from kaitian_mpi.checks.verdict import Level, by_value, ranks_text
 
-ACME_KIND = Kind(name="acme", count=2, is_host=False, run_on_hardware="Acme 1, yesterday")
+ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL", run_on_hardware="Acme 1")
 ACME = {
     "kinds": (ACME_KIND, Kind(name="cpu", count=8, is_host=True)),
     "chosen": "acme:0",
@@ -21,6 +21,7 @@ ACME = {
     "to_host_mb_per_sec": 12_000.0,
     "to_device_mb_per_sec": 12_000.0,
 }
+ONE, NAMED = {"acme": ("02:00",)}, {"requested": "acme:0,acme:0"}
 LAUNCHER = Launcher(path="/bin/mpirun", library="Open MPI 5.0.11", started=2, error="")
 
 
@@ -94,6 +95,19 @@ PROBLEMS = {
     "no such device": (
         two(devices={"error": "asks for acme:7, but b has none; name another", "chosen": ""}),
         "rank 1: asks for acme:7, but b has none; name another",
+    ),
+    "more ranks than devices": (
+        job(*(rank_facts(r, local_size=2, devices={**ACME, "seen": ONE}) for r in range(2))),
+        "2 ranks on a, but a has 1 acme; start 1 ranks there",
+    ),
+    "one device for two ranks": (
+        job(
+            *(
+                rank_facts(r, local_size=2, devices={**ACME, **NAMED, "physical_id": "02:00"})
+                for r in range(2)
+            )
+        ),
+        "ranks 0, 1 share the device acme 02:00, which its library refuses; start fewer",
     ),
     "no memory": (
         job(rank_facts(devices={"ram_free_bytes": 100 << 20})),
@@ -216,6 +230,20 @@ UNKNOWN = RankFacts.from_json({**rank_facts().to_json(), "mpi": None, "devices":
         two(software=with_package("torch", "2.13.0+acme")),  # another vendor's build
         two(software={"python": "3.11.2"}),
         two(devices=ACME),
+        job(
+            *(
+                rank_facts(r, local_size=2, devices={**ACME, "seen": {"acme": (str(r),)}})
+                for r in range(2)
+            )
+        ),
+        job(
+            *(
+                rank_facts(
+                    r, local_size=2, devices={**ACME, **NAMED, "physical_id": "02", "shares": True}
+                )
+                for r in range(2)
+            )
+        ),
         alone(),
         job(links=(link((0, 1), 900.0),)),
         job(clocks=(Clock(host="b", skew_sec=0.9, uncertainty_sec=0.0),)),

@@ -210,6 +210,7 @@ def test_the_defaults_are_those_of_training():
     assert vars(make_parser().parse_args([])) == {
         "json": False,
         "devices": "auto",
+        "share_device": False,
         "run_dir": "runs",
         "timeout": 60.0,
     }
