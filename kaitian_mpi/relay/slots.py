@@ -61,7 +61,7 @@ class Slots:
         ever before.
         """
         if chunk_bytes > self._slot_bytes:
-            self.release_above(0)
+            self.release_above(-1)  # those of an empty chunk, too
             self._slot_bytes = chunk_bytes
         while len(self._ring) < min(COUNT, chunks):
             self._ring.append(Slot(self._allocate()))

@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
 from kaitian_mpi.relay.chunking import SIZES, Pace, half_performance_bytes, longest_chunk
-from kaitian_mpi.relay.slots import COUNT
+from kaitian_mpi.relay.slots import COUNT, Slots
 
 MB = 1 << 20
 
@@ -42,3 +43,12 @@ def test_the_longest_chunks_fit_the_memory(memory_mb):
 @pytest.mark.parametrize("seconds", [(1e-3, 1e-3), (2e-3, 1e-3), (0.0, 0.0), (0.0, 1e-3)])
 def test_measurements_under_a_passing_load_give_some_length(seconds):
     assert half_performance_bytes(seconds) >= 1
+
+
+def test_buffers_grow_from_those_of_an_empty_chunk():
+    slots = Slots(pins=False)
+    chunk = torch.ones(3)
+    for length in (0, 3, 1):
+        assert slots.provide(1, chunk[:length].nbytes) == 1
+        assert slots.take().view_as(chunk[:length]).shape == (length,)
+    assert slots.allocated_bytes == 12
