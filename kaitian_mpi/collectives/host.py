@@ -56,7 +56,7 @@ class HostOperations:
             host_collectives.allreduce(self._comm, dense, op)
         else:
             exchange = partial(host_collectives.allreduce_chunk, self._comm, op=op)
-            self._relay.exchange(self._comm, dense.view(-1), exchange)
+            self._relay.exchange(self._comm, dense.view(-1), exchange, op)
         from_host(dense, tensor)
 
     def allreduce_gradient(self, tensor: torch.Tensor, op: Reduction) -> None:

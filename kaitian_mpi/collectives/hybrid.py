@@ -135,7 +135,7 @@ class HybridOperations(HostOperations):
                 # On the host, because devices may differ in the last bit of a division.
                 op.divide_average(chunk, size)
 
-            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange)
+            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, op)
         group.gather_pieces(tensor, shares)
 
 

@@ -29,6 +29,8 @@ class Accelerator:
     visibility: tuple[str, ...] = ()
     """The environment variables that limit which devices a process sees, by index."""
     run_on_hardware = ""
+    mpi_query = ""
+    """The function by which an MPI library says that it can access the devices' memory."""
     is_host = False
     pins_memory = False
     futures_handle_streams = False

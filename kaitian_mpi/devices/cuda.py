@@ -47,6 +47,7 @@ class CudaDevice(Accelerator):
     torch_type = "cuda"
     vendor_backend = "nccl"
     library = "NCCL"
+    mpi_query = "MPIX_Query_cuda_support"
     visibility: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
     pins_memory = True
     futures_handle_streams = True

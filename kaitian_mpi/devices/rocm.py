@@ -18,6 +18,7 @@ class RocmDevice(CudaDevice):
 
     kind = "rocm"
     library = "RCCL"
+    mpi_query = "MPIX_Query_rocm_support"
     visibility = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
     def count(self) -> int:

@@ -16,6 +16,8 @@ class RelaySettings:
     """The host memory of one process group's buffers, in MB."""
     dtype: str = TrainingConfig.relay_dtype
     """What float32 gradients cross as, `fp32` or `bf16`; they are summed in float32."""
+    device_aware: bool = False
+    """Whether MPI was given device memory itself: the ranks find out when they first relay."""
 
     def describe(self) -> dict[str, Any]:
         """Return it as an entry of `summary.json`."""

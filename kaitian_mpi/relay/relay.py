@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
 from kaitian_mpi.relay.chunking import Pace, agree_on_pace
 from kaitian_mpi.relay.copies import Copies, copies_of
+from kaitian_mpi.relay.device_aware import agree_on_direct, may_be_direct, wait_for_device
 from kaitian_mpi.relay.pipeline import Exchange, exchange_in_chunks
 from kaitian_mpi.relay.slots import Slots
 
@@ -48,6 +51,7 @@ class Relay:
         self.has_accelerators = has_accelerators
         self._is_narrowed = False
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
+        self._direct: dict[int, bool] = {}
         self._paces: dict[int, tuple[int, Pace]] = {}
 
     @property
@@ -60,7 +64,9 @@ class Relay:
         """The size of the buffers."""
         return sum(slots.allocated_bytes for _, slots in self._paths.values())
 
-    def exchange(self, comm: MPI.Comm, tensor: torch.Tensor, exchange: Exchange) -> None:
+    def exchange(
+        self, comm: MPI.Comm, tensor: torch.Tensor, exchange: Exchange, op: Reduction
+    ) -> None:
         """Apply `exchange` to a flat contiguous tensor, in place, in chunks. Collective.
 
         The chunks are the same on every rank: they depend on the tensor's length and dtype and on
@@ -70,7 +76,14 @@ class Relay:
             comm: the ranks that exchange the chunks.
             tensor: on any device.
             exchange: collective over `comm`; works on one chunk in host memory.
+            op: what `exchange` does; if that is MPI's alone, a chunk may be in device memory where
+                MPI handles that well.
         """
+        if self._is_direct(comm, tensor, op):
+            wait_for_device(tensor)
+            for chunk in self.split(comm, tensor):
+                exchange(chunk)
+            return
         wire = self._wire_dtype(tensor)
         crossing = tensor if wire is tensor.dtype else tensor.to(wire)
         self.exchange_chunks(self.split(comm, crossing), exchange)
@@ -108,6 +121,23 @@ class Relay:
         if is_narrowed and tensor.dtype is torch.float32 and tensor.nbytes > _MAX_WIDE_BYTES:
             return torch.bfloat16
         return tensor.dtype
+
+    def _is_direct(self, comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> bool:
+        """Return whether MPI is given device memory; the same on every rank."""
+        if not self.has_accelerators or comm.size == 1:
+            return False
+        if self._wire_dtype(tensor) is not tensor.dtype or not may_be_direct(tensor.dtype, op):
+            return False
+        key = comm.py2f()
+        if key not in self._direct:
+
+            def through_host(each: torch.Tensor) -> None:
+                one = partial(host_collectives.allreduce_chunk, comm, op=SUM)
+                self.exchange_chunks(self.split(comm, each), one)
+
+            self._direct[key] = agree_on_direct(comm, self._device, through_host)
+            self.settings.device_aware |= self._direct[key]
+        return self._direct[key]
 
     def _pace(self, comm: MPI.Comm) -> Pace:
         known, memory_mb = comm.py2f(), self.settings.memory_mb

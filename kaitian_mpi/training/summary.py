@@ -112,6 +112,7 @@ class Summary:
         steps = max(1, metrics.steps)
         return replace(
             self,
+            relay=trainer.world.relay.describe() if self.relay else None,
             steps=progress.step,
             epochs=progress.epoch,
             bad_steps=progress.bad_steps,

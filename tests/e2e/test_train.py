@@ -135,7 +135,7 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
     assert summary["global_batch_size"] == sum(summary["batch_sizes"])
     assert summary["batch_sizes"] == [max(1, round(40 * score)) for score in summary["scores"]]
     assert summary["allreduce"] == "striped"
-    assert summary["relay"] == {"memory_mb": 8, "dtype": "bf16"}
+    assert summary["relay"] == {"memory_mb": 8, "dtype": "bf16", "device_aware": False}
     assert summary["steps"] == 5
     assert math.isfinite(summary["val_loss"])
 

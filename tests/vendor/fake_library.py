@@ -62,7 +62,9 @@ class Library:
         store.set(f"rank/{rank}", str(world.rank))
         members = [int(store.get(f"rank/{each}")) for each in range(size)]
         tag = zlib.crc32(store.get("token")) % 32_000
-        self._comm = world.Create_group(world.group.Incl(members), tag)
+        # A single rank needs no other, of which one may have died.
+        alone = MPI.COMM_SELF.Dup() if size == 1 else None
+        self._comm = alone or world.Create_group(world.group.Incl(members), tag)
 
     def allreduce(self, tensors, opts):
         (tensor,) = tensors

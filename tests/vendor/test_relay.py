@@ -12,6 +12,8 @@ from fake_device import Stream, current_stream, on_device, values
 from test_vendor import agree
 
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.relay import device_aware
+from kaitian_mpi.relay import relay as relay_module
 from kaitian_mpi.relay.copies import StreamCopies
 from kaitian_mpi.relay.gradients import summing_gradients
 from kaitian_mpi.relay.pipeline import exchange_in_chunks
@@ -237,3 +239,89 @@ def test_wait_does_not_wait_for_the_last_copy_back(world):
     tensor.add_(1)  # on the current stream, which waits
     assert set(values(tensor).tolist()) == {5.0}
     assert work.is_completed()
+
+
+@pytest.fixture
+def group(world, monkeypatch):
+    """A new group of all ranks, whose MPI says that it can access device memory."""
+    monkeypatch.setattr(device_aware, "mpi_supports", lambda device: True)
+    made = dist.new_group()
+    made.algorithm = "leader"
+    yield made
+    dist.destroy_process_group(made)
+    world.relay.device_aware = False
+
+
+def sum_on_a_late_stream(world, group, length=300_001):
+    """Sum a tensor that is computed late; return whether the result is right."""
+    put = torch.clone if world.info.kind == "cpu" else on_device
+    for _ in range(2):
+        with fake_device.stream(Stream()):
+            tensor = put(torch.zeros(length))
+            current_stream().give(lambda: time.sleep(10 * COPY_SEC))
+            tensor.fill_(world.rank + 1)
+            dist.all_reduce(tensor, group=group)
+            tensor.mul_(2)
+            if set(values(tensor).tolist()) != {6.0}:
+                return False
+    return True
+
+
+def memory_is(monkeypatch, address):
+    """Let MPI see the accelerator's memory at an address."""
+    monkeypatch.setattr(fake_device.DeviceTensor, "data_ptr", address)
+
+
+@on_two_ranks
+def test_device_memory_goes_straight_to_an_mpi_that_handles_it_well(world, group, monkeypatch):
+    if len(world.groups) == 1:
+        pytest.skip("there is no relay")
+    memory_is(monkeypatch, lambda tensor: tensor.content.data_ptr())
+    fake_device.set_bandwidth(1e8)
+    crossed = []
+    original = fake_device.CopyEngine.copy
+    assert sum_on_a_late_stream(world, group)
+    assert world.relay.device_aware
+    fake_device.set_bandwidth()
+    monkeypatch.setattr(
+        fake_device.CopyEngine,
+        "copy",
+        lambda engine, *both: crossed.append(both[1].nbytes) or original(engine, *both),
+    )
+    tensor = torch.ones(300_001) if world.info.kind == "cpu" else on_device(torch.ones(300_001))
+    dist.all_reduce(tensor, group=group)
+    assert crossed == []
+    for dtype, op in ((torch.bfloat16, dist.ReduceOp.SUM), (torch.float32, dist.ReduceOp.AVG)):
+        tensor = tensor.to(dtype)
+        dist.all_reduce(tensor, op, group=group)  # needs work of ours in host memory
+        assert bool(crossed) == (world.info.kind != "cpu")
+        assert set(values(tensor).tolist()) == {4.0}
+    monkeypatch.setattr(device_aware, "wait_for_device", lambda tensor: None)
+    monkeypatch.setattr(relay_module, "wait_for_device", lambda tensor: None)
+    assert not sum_on_a_late_stream(world, group)  # on no rank: MPI summed what was there before
+
+
+@on_two_ranks
+@pytest.mark.parametrize("mistake", ["elsewhere", "only in sums", "slow"])
+def test_an_mpi_that_handles_device_memory_badly_does_not_get_it(
+    world, group, monkeypatch, mistake
+):
+    if len(world.groups) == 1:
+        pytest.skip("there is no relay")
+    elsewhere = torch.zeros(device_aware.TRIAL_BYTES)
+
+    def address(tensor):
+        is_wrong = mistake == "elsewhere" or (mistake == "only in sums" and tensor.numel() > 5_000)
+        return (elsewhere if is_wrong else tensor.content).data_ptr()
+
+    if mistake == "slow":
+        original = device_aware.reduce_directly
+
+        def reduce_directly(comm, tensor):
+            time.sleep(0.1)
+            original(comm, tensor)
+
+        monkeypatch.setattr(device_aware, "reduce_directly", reduce_directly)
+    memory_is(monkeypatch, address)
+    assert sum_on_a_late_stream(world, group)
+    assert not world.relay.device_aware
