@@ -119,6 +119,12 @@ class TrainingConfig:
         metavar="LIST",
     )
 
+    parity: bool = _flag(
+        True,
+        "before training, compare forward and backward of a few samples between the kinds of "
+        "devices, if there are several; a kind that differs by more than rounding ends the job",
+    )
+
     epochs: int = _flag(10, "passes over the training set")
     max_steps: int = _flag(0, "stop after this many steps; 0: no limit besides --epochs")
     precision: str = _flag(

@@ -77,6 +77,7 @@ RULES: Mapping[str, Rule] = {
     "share_device": _APPLIES_SILENTLY,
     "emulate_kinds": _APPLIES_SILENTLY,
     "emulate_slowdown": _APPLIES_SILENTLY,
+    "parity": _APPLIES_SILENTLY,
     "epochs": _APPLIES,
     "max_steps": _APPLIES,
     "optimizer": _REJECTED,  # the other one's state in the checkpoint would be of no use

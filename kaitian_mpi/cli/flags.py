@@ -22,7 +22,7 @@ SECTIONS = {
     "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "
     "benchmark_cache micro_batch_size keep_all",
     "devices and communication": "allreduce relay_dtype relay_memory_mb devices share_device "
-    "emulate_kinds emulate_slowdown",
+    "emulate_kinds emulate_slowdown parity",
     "optimization": "epochs max_steps precision memory_format max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
     "spares step_timeout snapshots snapshot_every",

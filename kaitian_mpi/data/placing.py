@@ -1,9 +1,9 @@
-"""Moves a batch of any structure to a device."""
+"""Moves a batch of any structure to a device, or changes its tensors in another way."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -21,30 +21,48 @@ def place(
         device: where to.
         memory_format: of floating-point tensors with four dimensions.
     """
-    if isinstance(batch, torch.Tensor):
-        placed = batch.to(device, non_blocking=True)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        placed = tensor.to(device, non_blocking=True)
         if placed.ndim == 4 and placed.is_floating_point():
             placed = placed.contiguous(memory_format=memory_format)
         return placed
+
+    return map_tensors(batch, move, lambda value: value.to(device))
+
+
+def map_tensors(
+    batch: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    change_object: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Return a batch with every tensor in it changed; what is no tensor stays as it is.
+
+    Args:
+        batch: a tensor, or a list, tuple, named tuple, mapping or dataclass of batches.
+        change: returns what to put in a tensor's place.
+        change_object: does so for an object with a method `to`; None means the object itself.
+    """
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
     if type(batch) in (str, bytes, int, float, bool, type(None)):
         return batch
     if callable(getattr(batch, "to", None)):  # first: some are tuples or mappings as well
-        moved = batch.to(device)
-        return batch if moved is None else moved
+        changed = change_object(batch)
+        return batch if changed is None else changed
     if isinstance(batch, Mapping):
-        return _like(
-            batch, {key: place(value, device, memory_format) for key, value in batch.items()}
-        )
+        values = {key: map_tensors(value, change, change_object) for key, value in batch.items()}
+        return _like(batch, values)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(place(value, device, memory_format) for value in batch))
+        return type(batch)(*(map_tensors(value, change, change_object) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(place(value, device, memory_format) for value in batch)
+        return type(batch)(map_tensors(value, change, change_object) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        moved = copy.copy(batch)
+        copied = copy.copy(batch)
         for field in fields(batch):
-            value = place(getattr(batch, field.name), device, memory_format)
-            object.__setattr__(moved, field.name, value)
-        return moved
+            value = map_tensors(getattr(batch, field.name), change, change_object)
+            object.__setattr__(copied, field.name, value)
+        return copied
     return batch
 
 

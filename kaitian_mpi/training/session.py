@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kaitian_mpi.benchmark.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.benchmark.exclusion import log_excluded, ranks_to_exclude
+from kaitian_mpi.benchmark.parity import check_parity
 from kaitian_mpi.benchmark.plan import is_emulated
 from kaitian_mpi.benchmark.profiles import Profiles, find_profiles
 from kaitian_mpi.checkpoint.policy import Checkpointing
@@ -90,6 +91,9 @@ def open_run(
         membership.attempt(partial(start_from_file, config, setup.task.model))
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
+    agrees = membership.attempt(
+        partial(check_parity, config, setup, profiles, selection.excluded_ranks)
+    )
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection))
     membership.put_on_standby(config.spares, selection.excluded_ranks)
@@ -103,7 +107,7 @@ def open_run(
         excluded_places=[info.place for info in selection.excluded],
         state=state,
         checkpoints=Checkpointing(config, setup.path),
-        summary=summary_of(world, setup, earlier, selection),
+        summary=replace(summary_of(world, setup, earlier, selection), parity=agrees),
     )
     return setup.task, run, run.summary
 

@@ -37,6 +37,8 @@ class Summary:
     """The algorithm that sums gradients across device kinds; `direct` with a single kind."""
     relay: dict[str, Any] | None = None
     """How tensors cross device kinds; None with a single kind."""
+    parity: bool | None = None
+    """Whether all kinds of devices computed alike before training; not known if not compared."""
     failures: list[dict[str, Any]] | None = None
     """The losses of ranks that the run has survived, in this job and earlier ones."""
 

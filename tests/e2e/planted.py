@@ -231,6 +231,29 @@ def dropping(num_classes):
     return Dropping(num_classes)
 
 
+class WrongKernel(torch.autograd.Function):
+    """On rank 1, as on a device with a wrong kernel, loses half of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else gradient
+
+
+class WithWrongKernel(nn.Module):
+    def forward(self, x):
+        return WrongKernel.apply(x)
+
+
+def with_wrong_kernel(num_classes):
+    model = SmallCNN(num_classes)
+    model.features.append(WithWrongKernel())
+    return model
+
+
 def wide(num_classes):
     """Return a model of 2.4 MB."""
     hidden = nn.Linear(3 * 32 * 32, 192)

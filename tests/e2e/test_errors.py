@@ -1,5 +1,6 @@
 """However a job fails: the right message, a non-zero exit code, all ranks gone within 5 s."""
 
+import json
 import os
 import re
 import signal
@@ -104,6 +105,19 @@ def assert_user_error(result, message):
     assert len(errors) == 1, result.text
     assert message in errors[0]
     assert "Traceback" not in result.text
+
+
+def test_a_kind_with_a_wrong_kernel_ends_the_job_unless_it_is_not_to_be_compared(mpirun, tmp_path):
+    command = "kaitian-train --model planted:with_wrong_kernel --emulate-kinds gpu,mlu".split()
+    command += "--balance off --max-steps 1 --run-dir run".split()
+    ended = mpirun(2, *command)
+    message = "by more than rounding on mlu (rank 1 ("
+    assert_user_error(Result([ended.code], ended.text, frozenset()), message)
+    assert not json.loads((tmp_path / "run/parity.json").read_text())["agrees"]
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    ended = mpirun(2, *command, "--no-parity", "--run-dir", "other")
+    assert ended.code == 0, ended.text
+    assert "parity" not in ended.text
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,10 @@ def test_run_folder_has_all_files(emulated):
     assert all(sum(plan["batch_sizes"]) == 256 for plan in plans)
     metrics = read_lines(folder / "metrics.jsonl")[-1]
     assert {"step_time_sec", "samples_per_sec", "compute_time_sec", "wait_time_sec"} <= set(metrics)
+    parity = json.loads((folder / "parity.json").read_text())
+    assert parity["agrees"]
+    assert [kind["kind"] for kind in parity["kinds"]] == ["gpu", "mlu"]
+    assert json.loads((folder / "summary.json").read_text())["parity"]
     assert not list(folder.rglob("*.partial"))
 
 

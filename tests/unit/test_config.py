@@ -35,6 +35,7 @@ DEFAULTS = {
     "--share-device": False,
     "--emulate-kinds": "",
     "--emulate-slowdown": "",
+    "--parity": True,
     "--epochs": 10,
     "--max-steps": 0,
     "--optimizer": "sgd",

@@ -29,6 +29,7 @@ SILENT = {
     "emulate_kinds": "a,b",
     "export": "model.safetensors",
     "emulate_slowdown": "1:2",
+    "parity": False,
     "resume": "run/checkpoints/step-00000001.pt",
     "run_dir": "other",
     "snapshots": "name",

@@ -1,0 +1,283 @@
+"""Compares forward and backward of the task between the kinds of devices, before training."""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.benchmark.parity_reference import Reference, make_reference
+from kaitian_mpi.benchmark.profiles import Profiles
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.placing import map_tensors
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.gradient_probe import Gradients, compute_gradients, rounding_unit
+from kaitian_mpi.engine.parity import Difference, Tolerance, differences
+from kaitian_mpi.engine.setup import Setup
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.watchdog import enter_phase
+
+FILE = "parity.json"
+_SAMPLES = 4
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class KindReport:
+    """What was found on the rank that stands for a kind of device; an entry of parity.json."""
+
+    rank: int
+    """The world rank."""
+    kind: str
+    place: str
+    """The rank with its host and device."""
+    torch_version: str
+    precision: str
+    memory_format: str
+    loss: float
+    worst: list[dict[str, Any]]
+    """The fields of a `Difference`: of the loss and the gradients, what differs most beside the
+    allowed difference."""
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The worst of them."""
+        return [Difference(**each) for each in self.worst]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains all of them."""
+        return all(each.excess <= 1 for each in self.differences)
+
+    def __str__(self) -> str:
+        """Return the kind, and how it differs."""
+        found = ", ".join(map(str, self.differences))
+        return f"{self.kind} ({self.place}, torch {self.torch_version}, {self.precision}): {found}"
+
+
+def check_parity(
+    config: TrainingConfig,
+    setup: Setup,
+    profiles: Profiles,
+    excluded: Collection[int],
+    world: World,
+) -> bool | None:
+    """Compare the loss and the gradients of a batch between the kinds of devices. Collective.
+
+    One rank of each kind, and of each torch version, precision and memory format of it, computes
+    the same few samples with the initial weights, each with the same random numbers and without
+    dropout. The reference is the same in float64 on a host, or else one kind's own result.
+
+    Args:
+        config: whether to compare, and the seed.
+        setup: the task, which is not changed.
+        profiles: how each rank computes.
+        excluded: world ranks that do not train.
+        world: all ranks.
+
+    Returns:
+        True, as they agree; None where nothing is compared: with one kind of device, a task
+        without a loss, or a loss that is not finite.
+
+    Raises:
+        AgreedError: a kind differs by more than rounding explains.
+    """
+    kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
+    if not config.parity or len(kinds) < 2 or setup.task.loss is None:
+        return None
+    began = perf_counter()
+    profile = profiles.by_place[world.info.place]
+    computation = Computation(world.device, profile.precision, profile.memory_format)
+    unit = rounding_unit(setup.task.model, computation)
+    chosen = _representatives(world, profiles, excluded)
+    is_chosen = world.rank in chosen
+    source = _reference_rank(world, chosen)
+    units = sorted({u for u in gather_values(world.comm, unit if is_chosen else 0.0) if u})
+    enter_phase("the parity check")
+    batch = _same_batch(setup, profiles, world, source)
+    own: Gradients | None = None
+    reference: Reference | None = None
+    with agree_on_errors(world.comm):
+        try:
+            if is_chosen:
+                own = compute_gradients(setup.task, batch, computation, config.seed)
+            if world.rank == source:
+                reference = make_reference(
+                    setup.task, batch, computation, config.seed, units, world
+                )
+        except Exception as error:
+            error.add_note("in the parity check before training, which --no-parity leaves out")
+            raise
+        enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
+        sleeping_barrier(world.comm)
+    shared = _share(world, source, reference)
+    worst = _compare(world, source, shared, own, unit)
+    reports = None
+    if own is not None:
+        reports = KindReport(
+            rank=world.info.world_rank,
+            kind=world.info.kind,
+            place=str(world.info),
+            torch_version=world.info.torch_version,
+            precision=profile.precision,
+            memory_format=profile.memory_format,
+            loss=own.loss,
+            worst=[asdict(each) for each in worst],
+        )
+    gathered = gather_values(world.comm, None if reports is None else asdict(reports))
+    found = [KindReport(**each) for each in gathered if each is not None]
+    return _conclude(setup, world, found, shared, perf_counter() - began)
+
+
+def _representatives(world: World, profiles: Profiles, excluded: Collection[int]) -> list[int]:
+    """Return the first rank of each kind, and of whatever else chooses other kernels."""
+    first: dict[tuple[str, ...], int] = {}
+    for rank, info in enumerate(world.infos):
+        profile = profiles.by_place[info.place]
+        if info.world_rank not in excluded:
+            key = (info.kind, info.device_name, info.torch_version)
+            first.setdefault((*key, profile.precision, profile.memory_format), rank)
+    return list(first.values())
+
+
+def _reference_rank(world: World, chosen: Sequence[int]) -> int:
+    """Return the rank that computes the reference: if possible one that computes on its host.
+
+    Preferably one that stands for no kind, so that both are computed at once. Collective.
+    """
+    on_host = gather_values(world.comm, world.device_kind.is_host)
+    hosts = [rank for rank in range(world.size) if on_host[rank]]
+    free = [rank for rank in hosts if rank not in chosen]
+    return (free or hosts or list(chosen))[0]
+
+
+def _same_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> Any:
+    """Return a few samples, spread over the data, the same on every rank. Collective.
+
+    Where a random augmentation or a decoder has made others of them, they are the source's.
+
+    Raises:
+        AgreedError: the samples cannot be loaded, or have other shapes.
+    """
+    costs = [profiles.by_place[info.place].cost for info in world.infos]
+    most = [cost.largest_micro_batch for cost in costs if cost and cost.largest_micro_batch]
+    total = len(setup.train)
+    count = min(total, max(profiles.min_batch, min([_SAMPLES, *most])))
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor.contiguous())
+        return tensor
+
+    with agree_on_errors(world.comm), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of a random augmentation
+        batch = map_tensors(setup.train[[index * total // count for index in range(count)]], note)
+    content = io.BytesIO()
+    torch.save(tensors, content)
+    if len(set(gather_values(world.comm, zlib.crc32(content.getvalue())))) == 1:
+        return batch
+    sent = content.getvalue() if world.rank == source else None
+    received = torch.load(io.BytesIO(broadcast_bytes(world.comm, sent, source)), weights_only=True)
+    with agree_on_errors(world.comm):
+        own, others = ([list(each.shape) for each in some] for some in (tensors, received))
+        if own != others:
+            raise UserError(
+                f"the parity check: found samples of shapes {own}, needed those of rank {source}, "
+                f"{others}; give every host the same data, or go on with --no-parity"
+            )
+    left = iter(received)
+    return map_tensors(batch, lambda _: next(left))
+
+
+def _share(world: World, source: int, reference: Reference | None) -> dict[str, Any]:
+    """Return what all ranks need to know of the reference but the gradients. Collective."""
+    shared = None
+    if reference is not None:
+        gradients = reference.gradients.by_name
+        shared = {
+            "text": reference.text,
+            "loss": reference.gradients.loss,
+            "shapes": {name: list(each.shape) for name, each in gradients.items()},
+            "doubles": [name for name, each in gradients.items() if each.dtype == torch.float64],
+            "tolerances": [(unit, asdict(each)) for unit, each in reference.tolerances.items()],
+            "gradients": None,
+        }
+    found: dict[str, Any] = gather_values(world.comm, shared)[source]
+    found["gradients"] = None if reference is None else reference.gradients.by_name
+    return found
+
+
+def _compare(
+    world: World, source: int, shared: dict[str, Any], own: Gradients | None, unit: float
+) -> list[Difference]:
+    """Return by what this rank's result differs most, if it has one. Collective.
+
+    Args:
+        world: all ranks.
+        source: the rank with the reference.
+        shared: of the reference.
+        own: this rank's result; None if it stands for no kind.
+        unit: its unit roundoff.
+    """
+    received = shared["gradients"] or {}
+    for name, shape in shared["shapes"].items():
+        if shared["gradients"] is None:
+            dtype = torch.float64 if name in shared["doubles"] else torch.float32
+            received[name] = torch.empty(shape, dtype=dtype)
+        dist.broadcast(received[name], source)
+    if own is None:
+        return []
+    tolerance = Tolerance(**dict(shared["tolerances"])[unit])
+    return differences(own, received, shared["loss"], tolerance)[:_SHOWN]
+
+
+def _conclude(
+    setup: Setup,
+    world: World,
+    reports: Sequence[KindReport],
+    shared: dict[str, Any],
+    seconds: float,
+) -> bool | None:
+    """Write and log the result; the same on every rank.
+
+    Raises:
+        AgreedError: a kind does not agree.
+    """
+    wrong = [report for report in reports if not report.agrees]
+    is_number = math.isfinite(shared["loss"])
+    content = {
+        "agrees": not wrong if is_number else None,
+        "reference": shared["text"],
+        "reference_loss": shared["loss"],
+        "seconds": round(seconds, 3),
+        "kinds": [asdict(report) for report in reports],
+    }
+    setup.folder.write(FILE, content)
+    if not is_number:
+        print_rank_0(
+            world,
+            f"parity: not compared, because the loss of the first samples is {shared['loss']}",
+        )
+        return None
+    if wrong:
+        raise AgreedError(
+            f"parity: forward and backward differ from those of {shared['text']} by more than "
+            f"rounding on {'; '.join(map(str, wrong))}; update that device's driver or torch "
+            "plug-in, start without it, or go on with --no-parity"
+        )
+    kinds = ", ".join(dict.fromkeys(report.kind for report in reports))
+    nearest = max(reports, key=lambda report: report.differences[0].excess)
+    print_rank_0(world, f"parity: {kinds} compute like {shared['text']} ({seconds:.1f} s)")
+    print_rank_0(world, f"parity: nearest to its limit is {nearest.kind}: {nearest.differences[0]}")
+    return True

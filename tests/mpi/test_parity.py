@@ -1,0 +1,179 @@
+"""A kind of device whose kernels are wrong is named before training.
+
+The odd ranks' module computes differently, as a device with a wrong kernel would.
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kaitian_mpi.benchmark.parity import FILE, check_parity
+from kaitian_mpi.benchmark.plan import profile_unmeasured
+from kaitian_mpi.benchmark.profiles import Profiles
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.setup import Setup
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.output.run_folder import NoFolder
+
+pytestmark = pytest.mark.sizes(2, 3)
+
+
+class Kernel(torch.autograd.Function):
+    """Multiplies by 2; on a faulty device by something else, forward or backward."""
+
+    @staticmethod
+    def forward(ctx, x, factor, backward_factor):
+        ctx.factor = backward_factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None, None
+
+
+class Network(nn.Module):
+    """A small network with batch norm, dropout and random noise, and a kernel to make wrong."""
+
+    def __init__(self, forward=2.0, backward=2.0):
+        super().__init__()
+        self.first = nn.Linear(6, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.last = nn.Linear(32, 3)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.factors = forward, backward
+
+    def forward(self, x):
+        hidden = functional.dropout(self.norm(self.first(x)), 0.5, self.training)
+        hidden = Kernel.apply(torch.tanh(hidden), *self.factors)
+        hidden = hidden + 0.1 * torch.randn_like(hidden)
+        return self.last(hidden) * self.scalar * self.frozen
+
+
+class Folder(NoFolder):
+    """Keeps what is written."""
+
+    def __init__(self):
+        self.written = {}
+
+    def write(self, name, content):
+        self.written[name] = json.loads(json.dumps(content))
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def run(world, model, task_loss=loss, length=40, excluded=(), **settings):
+    """Check a model on samples that differ between the ranks, as by random augmentation."""
+    config = TrainConfig(**settings)
+    generator = torch.Generator().manual_seed(world.rank)
+    data = [(torch.randn(6, generator=generator), index % 3) for index in range(length)]
+    torch.manual_seed(5)
+    for name, value in model.named_parameters():
+        if value.requires_grad and name != "unused":
+            nn.init.normal_(value)
+    task = Task(
+        model=model, data=data, loss=task_loss, optimizer=lambda m: torch.optim.SGD(m.parameters())
+    )
+    folder = Folder()
+    profile = profile_unmeasured(config)
+    profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
+    found = check_parity(config, Setup(task, folder, ()), profiles, excluded, world)
+    return found, folder.written.get(FILE)
+
+
+def faulty(world, good, bad):
+    return bad if world.rank % 2 else good
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_kinds_that_compute_alike_agree(world, capsys, precision):
+    torch.manual_seed(world.rank)
+    before = torch.get_rng_state()
+    model = Network()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.set_rng_state(before)
+    found, content = run(world, model, precision=precision)
+    assert found
+    assert content["agrees"]
+    assert [kind["kind"] for kind in content["kinds"]] == ["even", "odd"]
+    assert all(len(kind["worst"]) == 3 for kind in content["kinds"])
+    assert torch.equal(model.norm.running_mean, state["norm.running_mean"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    printed = capsys.readouterr().out
+    assert (f"parity: even, odd compute like rank {world.size // 3 * 2} (" in printed) == (
+        world.rank == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "worst"),
+    [
+        ((2.0, 2.4), "first"),  # a wrong backward
+        ((2.2, 2.0), ""),  # a wrong forward
+        ((float("nan"), 2.0), ""),
+        ((2.0, float("nan")), "first"),
+        ((2.0, 0.0), "first"),
+    ],
+)
+def test_a_kind_with_a_wrong_kernel_is_named(world, factors, worst):
+    with pytest.raises(AgreedError) as caught:
+        run(world, Network(*faulty(world, (2.0, 2.0), factors)))
+    text = str(caught.value)
+    assert "more than rounding on odd (rank 1 (" in text
+    assert "even (rank" not in text.partition("more than rounding")[2]
+    assert worst in text.partition("fp32): ")[2]
+    assert "--no-parity" in text
+    assert "\n" not in text
+    assert caught.value.exit_code == 2
+
+
+def test_nothing_is_compared_where_it_is_not_wanted_or_of_no_use(world):
+    wrong = Network(*faulty(world, (2.0, 2.0), (9.0, 9.0)))
+    assert run(world, wrong, parity=False) == (None, None)
+    odd = range(1, world.size, 2)
+    assert run(world, wrong, excluded=odd) == (None, None)
+    assert run(world, wrong, task_loss=None) == (None, None)
+
+
+def test_a_loss_that_is_no_number_anywhere_is_not_compared(world, capsys):
+    found, content = run(world, Network(), lambda m, batch: loss(m, batch) * float("nan"))
+    assert found is None
+    assert content["agrees"] is None
+    assert world.rank or "not compared" in capsys.readouterr().out
+
+
+def test_a_parameter_used_on_one_kind_only(world):
+    extra = faulty(world, 0.0, 1.0)
+    with pytest.raises(AgreedError, match=r"odd .*unused"):
+        run(world, Network(), lambda m, b: loss(m, b) + (m.unused.sum() if extra else 0.0))
+
+
+def test_a_loss_without_a_gradient_and_a_tiny_model(world):
+    assert run(world, Network(), lambda m, batch: loss(m, batch).detach())[0]
+    model = nn.Linear(6, 1, bias=False)
+    assert run(world, model, lambda m, batch: m(batch[0]).square().mean(), length=2)[0]
+
+
+def test_a_model_for_one_dtype_is_compared_with_float32(world):
+    def with_cast(model, batch):
+        return functional.cross_entropy(model(batch[0].float()), batch[1])
+
+    found, content = run(world, Network(), with_cast)
+    assert found
+    assert content["reference"].endswith("in fp32")
+    assert run(world, Network().double(), lambda m, b: loss(m, (b[0].double(), b[1])))[0]
+    with pytest.raises(AgreedError, match="on odd"):
+        run(world, Network(*faulty(world, (2.0, 2.0), (2.0, 2.4))), with_cast)
+
+
+@pytest.mark.sizes(2)
+def test_a_model_that_is_compiled(world):
+    compiled = torch.compile(Network(), backend="eager")
+    assert run(world, compiled)[0]
