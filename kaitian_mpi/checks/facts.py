@@ -154,15 +154,34 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
-        """Return the facts that `to_json` was called on."""
+        """Return the facts that `to_json` was called on.
+
+        Raises:
+            OtherVersionError: by another version of this package, with other fields.
+        """
         parts = {"software": Software, "machine": Machine, "mpi": Mpi, "storage": Storage}
         found = dict(content)
-        for name, part in parts.items():
-            if found.get(name) is not None:
-                found[name] = part(**found[name])
-        if found.get("devices") is not None:
-            found["devices"] = devices_from_json(found["devices"])
-        return cls(**found)
+        try:
+            for name, part in parts.items():
+                if found.get(name) is not None:
+                    found[name] = part(**found[name])
+            if found.get("devices") is not None:
+                found["devices"] = devices_from_json(found["devices"])
+            return cls(**found)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise OtherVersionError(version_in(content)) from error
+
+
+class OtherVersionError(Exception):
+    """Facts come from another version of this package; its text is the version."""
+
+
+def version_in(content: Mapping[str, Any]) -> str:
+    """Return the version of this package in facts of any version; `unknown` if it is not there."""
+    try:
+        return str(content["software"]["packages"]["kaitian-mpi"])
+    except (TypeError, KeyError):
+        return "unknown"
 
 
 def devices_from_json(content: Mapping[str, Any]) -> Devices:

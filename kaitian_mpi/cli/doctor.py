@@ -202,9 +202,13 @@ def show_report(job: JobFacts, *, began: float, as_json: bool) -> int:
     report = make_report(job, time.monotonic() - began)
     if as_json:
         date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        print(json.dumps(to_json(report, __version__, date), indent=2), flush=True)
+        text = json.dumps(to_json(report, __version__, date), indent=2) + "\n"
     else:
-        print(to_text(report, __version__), end="", flush=True)
+        text = to_text(report, __version__)
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # whoever reads it has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.exit_code
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kaitian_mpi import __version__
 from kaitian_mpi.checks.collect import collect_mpi
-from kaitian_mpi.checks.facts import Clock, JobFacts, Link, RankFacts
+from kaitian_mpi.checks.facts import Clock, JobFacts, Link, OtherVersionError, RankFacts
 from kaitian_mpi.doctor.examination import Examination
 from kaitian_mpi.doctor.link_probe import (
     Pair,
@@ -110,6 +111,8 @@ class Job:
             except NoAnswerError as error:
                 late = f"has sent nothing since, within {limit:.0f} s"
                 missing[rank] = f"{where}, and {error if error.__cause__ else late}"
+            except OtherVersionError as error:
+                missing[rank] = f"runs kaitian-mpi {error}, and rank 0 {__version__}"
         return tuple(found.values()), missing
 
     def _probe_links(self, hosts: Sequence[str]) -> tuple[Link, ...]:

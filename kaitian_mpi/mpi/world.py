@@ -6,14 +6,14 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from kaitian_mpi.checks.collect import collect, collect_mpi
-from kaitian_mpi.checks.facts import JobFacts, RankFacts
+from kaitian_mpi.checks.facts import JobFacts, OtherVersionError, RankFacts, version_in
 from kaitian_mpi.checks.registry import judge
-from kaitian_mpi.checks.verdict import Level
+from kaitian_mpi.checks.verdict import Level, by_value
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
 from kaitian_mpi.devices.emulation import check_slowdown_on
@@ -189,7 +189,7 @@ def join_world(
     )
     facts = replace(collect(host, own.rank), mpi=collect_mpi(own))
     gathered = gather_values(own, (asdict(info), facts.to_json()))
-    _check_before_job([RankFacts.from_json(each) for _, each in gathered], own.rank)
+    _check_before_job([each for _, each in gathered], own.rank)
     infos = tuple(RankInfo(**fields) for fields, _ in gathered)
     if not share_device:
         _check_own_devices(infos)
@@ -237,14 +237,22 @@ def _check_own_devices(infos: Sequence[RankInfo]) -> None:
         )
 
 
-def _check_before_job(ranks: Sequence[RankFacts], rank: int) -> None:
+def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
     """Make the checks of `kaitian-doctor` that cost nothing; all ranks have the same facts.
 
     Raises:
         AgreedError: training would fail.
     """
+    try:
+        ranks = tuple(map(RankFacts.from_json, facts))
+    except OtherVersionError:
+        versions = by_value(dict(enumerate(map(version_in, facts))))
+        raise AgreedError(
+            f"the version of kaitian-mpi differs between ranks: {versions}; install the same "
+            "version on every host"
+        ) from None
     problems = []
-    for _, verdict in judge(JobFacts(ranks=tuple(ranks)), before_job=True):
+    for _, verdict in judge(JobFacts(ranks=ranks), before_job=True):
         if verdict.level is Level.PROBLEM:
             problems.append(str(verdict))
         elif verdict.level is Level.WARNING and rank == 0 and _current is None:

@@ -8,7 +8,15 @@ import pytest
 from facts import DEVICES, GIB, rank_facts, with_package
 
 from kaitian_mpi.checks.collect import collect
-from kaitian_mpi.checks.facts import Clock, JobFacts, Kind, Launcher, Link, RankFacts
+from kaitian_mpi.checks.facts import (
+    Clock,
+    JobFacts,
+    Kind,
+    Launcher,
+    Link,
+    OtherVersionError,
+    RankFacts,
+)
 from kaitian_mpi.checks.registry import CHECKS, judge
 from kaitian_mpi.checks.verdict import Level, by_value, ranks_text
 
@@ -294,6 +302,15 @@ def test_hosts_of_which_the_same_is_found_are_named_together():
         "9,000 open files on a, b, d, e and 2 more",
         "8,000 open files on c",
     ]
+
+
+@pytest.mark.parametrize("change", [{"of_later": 1}, {"machine": {"cores": 2}}, {"devices": {}}])
+def test_facts_of_another_version_are_told_by_it(change):
+    content = {**rank_facts(software=with_package("kaitian-mpi", "0.9")).to_json(), **change}
+    with pytest.raises(OtherVersionError, match=r"^0\.9$"):
+        RankFacts.from_json(content)
+    with pytest.raises(OtherVersionError, match=r"^unknown$"):
+        RankFacts.from_json({"version": 7})
 
 
 @pytest.mark.parametrize(
