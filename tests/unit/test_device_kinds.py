@@ -16,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.backend import registration
 from kaitian_mpi.devices import known_kinds, registry
+from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.cuda import is_on_pci
 from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
+from kaitian_mpi.errors import UserError
 
 PLUG_IN = """
 import contextlib, types
@@ -143,6 +146,8 @@ def use_everything():
         "group": device.create_vendor_group(dist.HashStore(), 1, 2, timedelta(seconds=7)),
         "out_of_memory": device.is_out_of_memory(RuntimeError(f"{kind.upper()} out of memory.")),
     }
+    registration.register()  # again: the plug-in was imported after torch
+    results["accepted"] = dist.Backend.backend_capability["kaitian"]
     device.restart_memory_peak(1)
     results["peak"] = device.memory_peak_bytes(1)
     device.release_cached_memory()
@@ -172,6 +177,7 @@ def test_a_kind_uses_its_vendors_plug_in(kind, tmp_path, monkeypatch):
         "group": "the group",
         "groups": [[1, 2, 7.0]],
         "out_of_memory": True,
+        "accepted": ["cpu", kind],
         "peak": 1 << 21,
     }
     for call in (
@@ -253,6 +259,8 @@ def test_without_a_plug_in_its_kind_says_what_to_install():
         assert kind not in known.devices
         assert f"need the package {plugin}, which is not installed here" in known.absent[kind]
         assert plugin not in sys.modules
+        with pytest.raises(UserError, match=f"--devices {kind}:0: {kind} devices need the package"):
+            choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.absent)
 
 
 def test_a_plug_in_neither_prints_to_stdout_nor_moves_new_tensors(tmp_path, capfd):
