@@ -192,7 +192,7 @@ def _is_open(library: str) -> bool:
 def _awareness(mpi: Mpi) -> str:
     if mpi.device_aware is None:
         return "MPI does not say whether it can access device memory"
-    return "MPI can access device memory" if mpi.device_aware else "host memory only"
+    return f"built {'with' if mpi.device_aware else 'without'} access to device memory"
 
 
 def _on(value: bool) -> str:

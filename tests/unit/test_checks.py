@@ -276,10 +276,12 @@ def test_the_checks_before_a_job_need_no_device_and_no_disk():
 
 
 def test_gathering_what_is_cheap_takes_no_time():
-    collect("host", 0)  # reads the packages' metadata
-    began = time.perf_counter()
-    facts = collect("host", 0)
-    assert time.perf_counter() - began < 0.05
+    seconds = []
+    for _ in range(10):  # the shortest: other processes only add to it
+        began = time.perf_counter()
+        facts = collect("host", 0)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.05
     assert facts.software.packages["kaitian-mpi"]
     assert facts.machine.cores >= 1
 

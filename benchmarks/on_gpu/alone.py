@@ -1,0 +1,66 @@
+"""One rank under kaitian's DDP against plain training of the same model, alternating.
+
+    mpirun -np 1 python benchmarks/on_gpu/alone.py --devices cuda:0
+
+Prints JSON: the ratio of the step times, kaitian / plain: the median over pairs of neighbouring
+steps, and the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+
+import kaitian_mpi
+from kaitian_mpi.models import build_model
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--model", default="mobilenetv2")
+    parser.add_argument("--batch", type=int, default=256, help="images per step")
+    parser.add_argument("--pairs", type=int, default=200, help="pairs of steps")
+    options = parser.parse_args()
+    world = kaitian_mpi.init(devices=options.devices)
+    images = torch.randn(options.batch, 3, 32, 32).to(world.device)
+    labels = torch.randint(10, (options.batch,)).to(world.device)
+    models = [build_model(options.model, 10).to(world.device) for _ in range(2)]
+    trained = {"plain": models[0], "kaitian": kaitian_mpi.data_parallel(models[1])}
+    optimizers = {name: torch.optim.SGD(m.parameters(), lr=1e-3) for name, m in trained.items()}
+
+    def step(name: str) -> float:
+        world.synchronize()
+        began = time.perf_counter()
+        optimizers[name].zero_grad()
+        nn.functional.cross_entropy(trained[name](images), labels).backward()
+        optimizers[name].step()
+        world.synchronize()
+        return time.perf_counter() - began
+
+    seconds: dict[str, list[float]] = {name: [] for name in trained}
+    for pair in range(-5, options.pairs):
+        for name in list(trained) if pair % 2 else list(reversed(trained)):
+            took = step(name)
+            if pair >= 0:
+                seconds[name].append(took)
+    ratios = [k / p for k, p in zip(seconds["kaitian"], seconds["plain"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    found = {
+        "plain_sec": statistics.median(seconds["plain"]),
+        "kaitian_sec": statistics.median(seconds["kaitian"]),
+        "ratio": middle,
+        "quartiles": [low, high],
+    }
+    print(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

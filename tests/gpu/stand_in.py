@@ -1,0 +1,43 @@
+"""Which accelerator the suite runs on: the first kind with devices, or a stand-in without a GPU.
+
+`KAITIAN_GPU_KIND` names the kind. `vendor` is the fake accelerator of tests/vendor, which has
+streams and a collective library; `cpu` emulates kinds on CPU ranks. Neither says anything about a
+GPU: they show that the suite itself runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kaitian_mpi.devices import known_kinds
+
+_FAKE_KINDS = Path(__file__).parents[1] / "vendor"
+
+STAND_INS = ("vendor", "cpu")
+KIND = os.environ.get("KAITIAN_GPU_KIND", "")
+
+
+def find() -> tuple[str, int]:
+    """Return the kind and how many devices it has; ("", 0) if there is no accelerator."""
+    if KIND in STAND_INS:
+        return KIND, 2
+    counts = {name: n for name, n in known_kinds().counts.items() if n}
+    wanted = [name for name in counts if name == KIND or not (KIND or name == "cpu")]
+    return (wanted[0], counts[wanted[0]]) if wanted else ("", 0)
+
+
+def devices(kind: str, accelerators: int, cpus: int) -> list[str]:
+    """Return the flag that gives so many ranks an accelerator each, and the others the CPU."""
+    names = [kind if kind == "cpu" else f"{kind}:{index}" for index in range(accelerators)]
+    return ["--devices", ",".join([*names, *["cpu"] * cpus])]
+
+
+def environment(kind: str, accelerators: int, cpus: int) -> dict[str, str]:
+    """Return the variables that a job with these ranks needs."""
+    if kind == "vendor":
+        return {"PYTHONPATH": str(_FAKE_KINDS)}
+    if kind == "cpu":
+        labels = ["standin"] * accelerators + ["cpu"] * cpus
+        return {"KAITIAN_EMULATE_KINDS": ",".join(labels)}
+    return {}

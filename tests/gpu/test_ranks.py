@@ -1,0 +1,38 @@
+"""Accelerators and CPUs in one world: `on_ranks.py` with one and with two accelerators."""
+
+import re
+from pathlib import Path
+
+import pytest
+import stand_in
+from jobs import PYTHON, run_ranks
+
+SCRIPT = Path(__file__).with_name("on_ranks.py")
+CHECKS = re.findall(r"^    (\w+),$", SCRIPT.read_text().partition("CHECKS:")[2], re.MULTILINE)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
+def found(request, kind, count, tmp_path_factory):
+    """What the checks have found, by name; one launch for all."""
+    accelerators = request.param
+    if accelerators > count:
+        pytest.skip(f"needs {accelerators} devices")
+    (_, devices) = stand_in.devices(kind, accelerators, 1)
+    ended = run_ranks(
+        accelerators + 1,
+        *(PYTHON, SCRIPT, devices),
+        cwd=tmp_path_factory.mktemp("ranks"),
+        fresh=True,
+        **stand_in.environment(kind, accelerators, 1),
+    )
+    lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)
+    return lines, ended
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(found, check):
+    lines, ended = found
+    assert check in lines, ended.text
+    if lines[check].startswith("skipped"):
+        pytest.skip(lines[check].removeprefix("skipped, "))
+    assert lines[check] == "ok"

@@ -1,0 +1,54 @@
+"""`kaitian-train` on an accelerator and the CPU. Run by `bin/test` wherever there is one."""
+
+import json
+import time
+
+import pytest
+import stand_in
+from jobs import Job, run_ranks
+
+TRAIN = "kaitian-train --model cnn --keep-all --benchmark-seconds 2 --run-dir run".split()
+RECOVERY_LIMIT_SEC = 30
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_training_in_both_kinds(kind, tmp_path, precision):
+    if kind == "vendor" and precision != "fp32":
+        pytest.skip("torch has no autocast for the fake accelerator")
+    ended = run_ranks(
+        2,
+        *TRAIN,
+        *stand_in.devices(kind, 1, 1),
+        *("--max-steps", "5", "--precision", precision),
+        cwd=tmp_path,
+        fresh=True,
+        **stand_in.environment(kind, 1, 1),
+    )
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    first = {"cpu": "standin"}.get(kind, kind)
+    assert summary["device_kinds"] == [first, "cpu"]
+    assert summary["emulated"] is (kind == "cpu")
+
+
+def test_a_killed_rank_is_survived(kind, tmp_path):
+    """A CPU rank dies; the accelerator and another CPU continue."""
+    with Job(
+        3,
+        *TRAIN,
+        *stand_in.devices(kind, 1, 2),
+        *"--global-batch-size 96 --max-steps 60 --log-interval 0".split(),
+        cwd=tmp_path,
+        **stand_in.environment(kind, 1, 2),
+    ) as job:
+        job.wait_for(r"step 3/")
+        job.kill(2)
+        killed_at = time.time()
+        job.wait_for(r"rank 2 .* lost")
+        job.wait_for(r"step \d+/")
+        assert time.time() - killed_at < RECOVERY_LIMIT_SEC
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert summary["ranks"] == [0, 1]
