@@ -153,7 +153,7 @@ def join_world(
         kinds = [kind for kind in known.devices if devices == "auto" and kind != "cpu"]
         seen = {kind: known.physical_ids(kind) for kind in kinds if known.counts[kind]}
     wanted = share_device or os.environ.get(SHARE_VARIABLE, "") == "1"
-    node, inventories, share_device = _exchange_visible(own, seen, wanted)
+    node, inventories, share_device = _exchange_visible(own, launch.local_rank, seen, wanted)
     with agree_on_errors(own):
         choice = choose_device(
             devices,
@@ -201,22 +201,24 @@ def join_world(
 
 
 def _exchange_visible(
-    comm: MPI.Intracomm, seen: dict[str, Sequence[str]], share: bool
+    comm: MPI.Intracomm, local_rank: int, seen: dict[str, Sequence[str]], share: bool
 ) -> tuple[int, list[dict[str, list[str]]], bool]:
     """Tell the other ranks which accelerators this one sees. Collective.
 
     Returns:
         A number for this node, since hosts may have the same name, as containers often do, and
-        devices the same PCI address; what each of the node's ranks sees; and whether any rank of
-        the job may share a device, since mpirun passes variables of its own host only.
+        devices the same PCI address; what each of the node's ranks sees, by local rank, whose order
+        need not be that of the world's; and whether any rank of the job may share a device, since
+        mpirun passes variables of its own host only.
     """
     from mpi4py import MPI
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     node = gather_values(local, comm.rank)[0]
     local.Free()
-    found = gather_values(comm, (node, seen, share))
-    return node, [of for where, of, _ in found if where == node], any(s for _, _, s in found)
+    found = gather_values(comm, (node, local_rank, seen, share))
+    here = sorted((each for each in found if each[0] == node), key=lambda each: int(each[1]))
+    return node, [each[2] for each in here], any(each[3] for each in found)
 
 
 def _check_own_devices(infos: Sequence[RankInfo]) -> None:

@@ -4,7 +4,7 @@ import torch
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
-from kaitian_mpi.mpi.world import join_world
+from kaitian_mpi.mpi.world import _exchange_visible, join_world
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
 
@@ -82,3 +82,13 @@ def test_differing_values_are_named_with_their_ranks(world):
 def test_a_rank_knows_its_own_group(world):
     assert world.group.kind == world.info.kind
     assert world.rank in world.group.ranks
+
+
+def test_what_ranks_see_is_ordered_by_local_rank(world):
+    """mpirun need not number the ranks of a host in the order of their world ranks."""
+    local_rank, share = world.size - 1 - world.rank, world.rank == world.size - 1
+    seen = {"cuda": [f"GPU-{world.rank}"]}
+    node, inventories, may_share = _exchange_visible(world.comm, local_rank, seen, share)
+    assert node == 0
+    assert inventories == [{"cuda": [f"GPU-{rank}"]} for rank in reversed(range(world.size))]
+    assert may_share
