@@ -3,10 +3,12 @@
     mpirun -np 2 python benchmarks/relay.py
 
 Two ranks have a fake accelerator each, of different kinds (tests/vendor/fake_device.py): its copies
-take the time that a bus of the given bandwidth would need, in each direction, and no processor.
-By default that bandwidth is the one at which MPI exchanges the same chunks, so that all stages take
-equally long and overlap gains most. Prints the median and the quartiles over rounds, each of which
-measures every row; times are those of the slower rank.
+take the time that a bus of the given bandwidth would need, in each direction. By default that
+bandwidth is the one at which MPI exchanges chunks, so that all stages take equally long and overlap
+gains most. A copy engine needs no processor, so no data are moved while it is timed, unless with
+--move-data: on a host of two cores, of which MPI needs both, that would time the processor. The sum
+is checked before, with the data moved. Prints the median and the quartiles over rounds, each of
+which measures every row; times are those of the slower rank.
 
     copy out, exchange, copy back    each stage alone, all chunks
     one after the other              every chunk through all three stages before the next
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--gb-per-sec", type=float, default=0.0, help="of the bus, each way; 0: MPI's"
     )
+    parser.add_argument("--move-data", action="store_true", help="let the processor copy the data")
     options = parser.parse_args()
     world = kaitian_mpi.init(devices="vendor,vendor2")
     world.relay.memory_mb = options.memory_mb
@@ -137,6 +140,12 @@ def main() -> None:
     tensor = torch.zeros(options.megabytes << 18, device=world.device)
     rate = options.gb_per_sec * 1e9 or bandwidth_of_mpi(world, tensor.nbytes)
     fake_device.set_bandwidth(rate)
+    tensor.fill_(world.rank + 1)
+    dist.all_reduce(tensor)
+    assert set(fake_device.values(tensor).unique().tolist()) == {3.0}
+    tensor.zero_()
+    for engine in fake_device.engines.values():
+        engine.moves_data = options.move_data
     stages = Stages(world, tensor)
     rows = stages.rows()
     seconds: dict[str, list[float]] = {name: [] for name in rows}
