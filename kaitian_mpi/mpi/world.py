@@ -228,7 +228,8 @@ def _check_own_devices(infos: Sequence[RankInfo]) -> None:
         AgreedError: some do.
     """
     faults = [
-        f"{' and '.join(map(str, sharing))} share one device, needed one for each, since "
+        f"{' and '.join(map(str, sharing))} share one device "
+        f"({sharing[0].physical_device.rpartition('/')[2]}), needed one for each, since "
         f"{sharing[0].library} refuses such a group"
         for sharing in shared_devices(infos)
     ]

@@ -18,7 +18,8 @@ DEVICES = f"vendor:{SHARED},vendor:{SHARED}"
 def test_two_ranks_on_one_device_are_refused_or_use_host_memory(capsys):
     if dist.is_initialized():
         dist.destroy_process_group()
-    refused = r"rank 0 \(\S+, \S+ \S+\) and rank 1 \(.*\) share one device, .* refuses such a group"
+    pair = r"rank 0 \(\S+, \S+ \S+\) and rank 1 \(.*\)"
+    refused = rf"{pair} share one device \(shared\), .* refuses such a group"
     with pytest.raises(AgreedError, match=refused) as raised:
         kaitian_mpi.init(devices=DEVICES)
     assert "--share-device" in str(raised.value)
