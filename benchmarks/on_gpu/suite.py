@@ -138,7 +138,7 @@ class Suite:
             least, data = 0.97, "handwritten digits, 10 epochs"
             flags = ["--dataset", "digits"]
         if self.quick:
-            flags, data = [*flags, "--max-steps", "10"], "10 steps"
+            flags, data = [*flags, "--max-steps", "10"], "cnn, 10 steps"
         found = self._train("accuracy", 1, flags)
         figure = f"{found['val_accuracy']:.4f} ({data}, {found['samples_per_sec']:,.0f} samples/s)"
         return self._judged(name, figure, f"at least {least}", found["val_accuracy"] >= least)
