@@ -51,7 +51,8 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
 def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdict]:
     """Every rank of a host has a device of its own, or may share one."""
     known = [facts.devices for facts in ranks if facts.devices is not None]
-    if len(known) < ranks[0].local_size or any(devices.shares for devices in known):
+    # More than there are local ranks: hosts of one name, as containers may have.
+    if len(known) != ranks[0].local_size or any(devices.shares for devices in known):
         return
     if known[0].requested == "auto":
         try:

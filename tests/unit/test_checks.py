@@ -252,6 +252,7 @@ UNKNOWN = RankFacts.from_json({**rank_facts().to_json(), "mpi": None, "devices":
                 for r in range(2)
             )
         ),
+        job(*(rank_facts(r, devices={**ACME, "seen": ONE}) for r in range(2))),  # of one name
         alone(),
         job(links=(link((0, 1), 900.0),)),
         job(clocks=(Clock(host="b", skew_sec=0.9, uncertainty_sec=0.0),)),
