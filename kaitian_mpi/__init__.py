@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.backend.data_parallel import data_parallel
     from kaitian_mpi.backend.ddp_hook import WeightedSum
     from kaitian_mpi.backend.startup import init
+    from kaitian_mpi.backend.sync_batch_norm import convert_sync_batchnorm
     from kaitian_mpi.data.sampler import LoadAdaptiveSampler
     from kaitian_mpi.engine.task import Task
     from kaitian_mpi.mpi.world import World
@@ -34,6 +35,7 @@ __all__ = [
     "WeightedSum",
     "World",
     "__version__",
+    "convert_sync_batchnorm",
     "data_parallel",
     "init",
 ]
@@ -44,6 +46,7 @@ _MODULES = {
     "Training": "kaitian_mpi.training.training",
     "WeightedSum": "kaitian_mpi.backend.ddp_hook",
     "World": "kaitian_mpi.mpi.world",
+    "convert_sync_batchnorm": "kaitian_mpi.backend.sync_batch_norm",
     "data_parallel": "kaitian_mpi.backend.data_parallel",
     "init": "kaitian_mpi.backend.startup",
 }

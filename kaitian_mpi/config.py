@@ -138,6 +138,11 @@ class TrainingConfig:
         "memory format of images; auto: whichever is faster on the rank",
         ("auto", "contiguous", "channels_last"),
     )
+    sync_bn: bool = _flag(
+        False,
+        "normalize batch norm by the statistics of the global batch, in place of those of each "
+        "rank's own samples; a share is then computed at once, without micro-batches",
+    )
     max_bad_steps: int = _flag(
         20, "end the run after this many consecutive steps with NaN or Inf gradients; 0: never"
     )
@@ -201,6 +206,11 @@ class TrainingConfig:
                 raise _out_of_range(name, value, needed)
 
     def _check_names(self) -> None:
+        if self.sync_bn and self.micro_batch_size:
+            raise UserError(
+                "--sync-bn: found --micro-batch-size as well, needed only one of them: the "
+                "statistics are those of a whole step"
+            )
         if self.snapshots and not self.snapshots.isalnum():
             raise _out_of_range("snapshots", self.snapshots, "a name of letters and digits")
         if self.resume == "auto" and not self.run_dir:

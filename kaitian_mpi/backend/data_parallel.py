@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.backend.ddp_hook import WeightedSum
+from kaitian_mpi.backend.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 
@@ -57,6 +58,9 @@ def data_parallel(
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
     weights = _Weights(group, samples_of or count_rows)
     weights.gradients.attach(wrapped)
+    for norm in sync_batch_norms(model):
+        norm.process_group = norm.process_group or group
+    participate(model, Participation(lambda: weights.samples_of_forward))
     wrapped.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
     wrapped.register_forward_hook(weights.after_forward)
     return wrapped
@@ -107,6 +111,8 @@ class _Weights:
         self._group = group
         self._samples_of = samples_of
         self._samples = 0
+        self.samples_of_forward = 0
+        """The samples of the last forward, by which its batch norms' sums are weighted."""
         self._samples_in_eval: int | None = None
         self._sum: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -124,6 +130,7 @@ class _Weights:
         samples = int(self._samples_of(args, kwargs))
         if samples < 0:
             raise ValueError(f"samples_of: found {samples}, needed a number of at least 0")
+        self.samples_of_forward = samples
         if not model.training:
             # Either an evaluation without no_grad, perhaps on one rank only, or training with
             # dropout and batch norm switched off: only then a bucket will follow.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from kaitian_mpi.backend.sync_batch_norm import Participation, participate
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.relay.gradients import summing_gradients
 
@@ -40,7 +41,11 @@ class WeightedSum:
         self._on_bucket = on_bucket
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Make `model` reduce its gradients by this hook."""
+        """Make `model` reduce its gradients by this hook.
+
+        Its batch norms over all ranks weight the ranks likewise: so set `weight` before backward.
+        """
+        participate(model, Participation(lambda: self.weight))
         model.register_comm_hook(self, _reduce)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:

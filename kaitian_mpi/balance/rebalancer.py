@@ -147,7 +147,14 @@ class Rebalancer:
     def _growth_limits(self) -> list[int | None]:
         if math.isinf(self._max_growth):
             return [None] * len(self._largest)
-        return [math.floor(self._max_growth * largest) for largest in self._largest]
+        grown = [math.floor(self._max_growth * largest) for largest in self._largest]
+        return [
+            most
+            if cost.largest_micro_batch is None
+            # What was planned before has fitted.
+            else max(largest, min(most, cost.largest_micro_batch))
+            for cost, most, largest in zip(self._costs, grown, self._largest, strict=True)
+        ]
 
     def _min_gain(self) -> float:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kaitian_mpi.backend.sync_batch_norm import local_statistics
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.setup import Setup
@@ -74,7 +75,7 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     if task.loss is None:
         norms = any(isinstance(module, _BatchNorm) for module in task.model.modules())
         return _WITH_STATISTICS if norms else 1
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), local_statistics():
         try:
             sample = single(0) if (single := getattr(data, "one", None)) else data[[0]]
             trial = copy.deepcopy(task.model).to(computation.device).train()

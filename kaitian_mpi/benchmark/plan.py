@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import plan_by_paper, plan_equal, plan_fastest
+from kaitian_mpi.balance.planner import (
+    plan_by_paper,
+    plan_equal,
+    plan_fastest,
+    plan_fastest_within,
+)
 from kaitian_mpi.benchmark.rank_benchmark import RankBenchmark, scores_of
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
 from kaitian_mpi.engine.setup import Setup
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 
@@ -89,10 +95,15 @@ def make_plan(
     by_rank = scores(times) if measured else [1.0] * world.size
     if config.batch_policy == "paper":
         shares = plan_by_paper(by_rank, config.batch_size, min_batch)
+    elif measured and config.sync_bn:
+        most = [cost.largest_micro_batch for cost in costs]
+        shares = plan_fastest_within(costs, _check_fits(config, most), most, min_batch)
     elif measured:
         shares = plan_fastest(costs, config.global_batch_size, min_batch)
     else:
         shares = plan_equal(world.size, config.global_batch_size, min_batch)
+    if config.sync_bn and measured:
+        _check_at_once(world, costs, shares)
     own = profiles[world.rank]
     return Plan(
         shares,
@@ -103,6 +114,37 @@ def make_plan(
         own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None,
         min_batch,
     )
+
+
+def _check_fits(config: TrainingConfig, most: Sequence[int | None]) -> int:
+    """Return the global batch size, if the ranks can compute it without micro-batches.
+
+    Raises:
+        UserError: they cannot.
+    """
+    limits = [limit for limit in most if limit is not None]
+    if len(limits) == len(most) and sum(limits) < config.global_batch_size:
+        raise UserError(
+            f"--sync-bn: found --global-batch-size {config.global_batch_size}, of which the ranks' "
+            f"memory holds {sum(limits)} at once, needed no more, because there are no "
+            "micro-batches; give a smaller global batch, or start more ranks"
+        )
+    return config.global_batch_size
+
+
+def _check_at_once(world: World, costs: Sequence[RankCost], shares: Sequence[int]) -> None:
+    """Check that each rank can compute its share without micro-batches.
+
+    Raises:
+        UserError: one cannot.
+    """
+    for info, cost, share in zip(world.infos, costs, shares, strict=True):
+        if cost.micro_batches(share) > 1:
+            raise UserError(
+                f"--sync-bn: found {share} samples a step on {info}, whose memory holds "
+                f"{cost.largest_micro_batch} at once, needed no more, because there are no "
+                "micro-batches; give a smaller batch, or start without that rank"
+            )
 
 
 def record_plan(world: World, setup: Setup, plan: Plan, step: int, reason: str) -> None:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from kaitian_mpi.backend.sync_batch_norm import local_statistics
 from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
@@ -237,7 +238,8 @@ class RankTimer:
         self._world.synchronize()
         start = time.perf_counter()
         self._slowdown.start()
-        loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
+        with local_statistics():  # the ranks take unlike numbers of steps
+            loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
         if loss.requires_grad:  # not of a batch in which nothing counts
             computation.scaler.scale(loss).backward()
         for optimizer in self._optimizers:

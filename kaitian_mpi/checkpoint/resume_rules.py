@@ -91,6 +91,7 @@ RULES: Mapping[str, Rule] = {
     "warmup": _APPLIES,
     "precision": _NEW_COSTS,
     "memory_format": _NEW_COSTS,
+    "sync_bn": _NEW_COSTS,
     "max_bad_steps": _APPLIES,
     "check_every": _APPLIES,
     "resume": _APPLIES_SILENTLY,

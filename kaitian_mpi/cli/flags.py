@@ -23,7 +23,7 @@ SECTIONS = {
     "benchmark_cache micro_batch_size keep_all",
     "devices and communication": "allreduce relay_dtype relay_memory_mb devices share_device "
     "emulate_kinds emulate_slowdown parity",
-    "optimization": "epochs max_steps precision memory_format max_bad_steps check_every",
+    "optimization": "epochs max_steps precision memory_format sync_bn max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
     "spares step_timeout snapshots snapshot_every",
     "seed and output": "seed run_dir export log_interval log_level",

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kaitian_mpi.backend.sync_batch_norm import SyncBatchNorm, is_local
+
 _MIN_WEIGHT = 1e-30  # so that the mean is defined even if no rank has seen a sample
 _TIME_CONSTANTS = 5.0  # until a momentum has forgotten the statistics of earlier weights
 
@@ -88,6 +90,9 @@ class RunningStatistics:
         ]
         self._taken, self._samples = 0, samples
         self._fractions = self._current_fractions()
+        for norm, step_momentum in zip(self._norms, self._step_momenta, strict=True):
+            if norm.momentum is not None and _is_synchronized(norm):
+                norm.momentum = step_momentum
 
     def before_batch(self, samples: int) -> None:
         """Weight the next forward pass by its number of samples in the step."""
@@ -95,15 +100,26 @@ class RunningStatistics:
         self._fractions = self._current_fractions()
         weights = zip(self._norms, self._momenta, self._step_momenta, self._fractions, strict=True)
         for norm, momentum, step_momentum, fraction in weights:
-            if momentum is not None:
+            if momentum is not None and not _is_synchronized(norm):
                 norm.momentum = step_momentum * (samples / self._samples / fraction)
 
     def _current_fractions(self) -> list[float]:
         taken = self._taken / self._samples
+        by_layer = zip(self._norms, self._fractions_before, self._step_momenta, strict=True)
         return [
-            taken if momentum == 1.0 else before + momentum * (taken - before)
-            for before, momentum in zip(self._fractions_before, self._step_momenta, strict=True)
+            # Every rank's statistics are then those of all ranks.
+            1.0
+            if _is_synchronized(norm)
+            else taken
+            if momentum == 1.0
+            else before + momentum * (taken - before)
+            for norm, before, momentum in by_layer
         ]
+
+    def synchronized_buffers(self) -> set[int]:
+        """Return the ids of the buffers that a step gives the same content on every rank."""
+        norms = [norm for norm in self._norms if _is_synchronized(norm)]
+        return {id(buffer) for norm in norms for buffer in norm.buffers()}
 
     @torch.no_grad()
     def pool(self, fraction: float) -> None:
@@ -151,6 +167,11 @@ class RunningStatistics:
         for norm, (mean, square) in zip(self._norms, parts, strict=True):
             _tensor(norm.running_mean).copy_(mean)
             _tensor(norm.running_var).copy_((square - mean**2).clamp_min(0))
+
+
+def _is_synchronized(norm: _BatchNorm) -> bool:
+    """Return whether a layer's forward takes the statistics of all ranks."""
+    return isinstance(norm, SyncBatchNorm) and not is_local()
 
 
 def _tensor(value: torch.Tensor | None) -> torch.Tensor:

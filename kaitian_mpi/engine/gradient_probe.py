@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kaitian_mpi.backend.sync_batch_norm import local_statistics
 from kaitian_mpi.data.placing import map_tensors
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.computation import Computation
@@ -81,7 +82,7 @@ def compute_gradients(
             batch = map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
         placed = computation.place(batch)
         eager = _eager() if dtype is not None or noise is not None else nullcontext()
-        with eager, _noise(model, noise):
+        with eager, local_statistics(), _noise(model, noise):
             return _compute(task, model, placed, computation, seed)
 
 

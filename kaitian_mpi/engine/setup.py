@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kaitian_mpi.backend.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import as_batches
 from kaitian_mpi.data.sample_digest import digest_samples
@@ -21,6 +22,7 @@ from kaitian_mpi.devices.emulation import Schedule, check_slowdown_on, parse_slo
 from kaitian_mpi.engine.export import check_exportable
 from kaitian_mpi.engine.initial_weights import load_initial_weights
 from kaitian_mpi.engine.task import Task
+from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import NoFolder, RunFolder, open_run_folder
@@ -113,6 +115,8 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
         set_phase_limit(setup_limit(config.step_timeout))
         enter_phase("making the task")
         task = make_task()
+        if config.sync_bn:
+            _synchronize_batch_norms(task.model)
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
     setup = Setup(task, NoFolder(), slowdowns, dataset_size=_describe_length(task))
     check_same(world.comm, "the dataset", setup.dataset_size, "give every host the same files")
@@ -124,6 +128,18 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
     # From here on random numbers differ between ranks: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
     return setup
+
+
+def _synchronize_batch_norms(model: nn.Module) -> None:
+    """Convert a model's batch norms, in place.
+
+    Raises:
+        UserError: one cannot be converted.
+    """
+    try:
+        convert_sync_batchnorm(model)
+    except UnsupportedError as error:
+        raise UserError(f"--sync-bn: {error}") from error
 
 
 def _describe_length(task: Task) -> str:

@@ -163,9 +163,15 @@ class TrainingState:
             self.statistics.restore()
         self._in_unit = False
 
-    def restore_buffers(self) -> None:
-        """Take back what a forward has done to the buffers since `begin_unit`."""
-        _copy(list(self.model.buffers()), self._saved_buffers)
+    def restore_buffers(self, besides: Collection[int] = ()) -> None:
+        """Take back what a forward has done to the buffers since `begin_unit`.
+
+        Args:
+            besides: the ids of buffers that keep their content.
+        """
+        pairs = zip(self.model.buffers(), self._saved_buffers, strict=True)
+        restored = [(buffer, saved) for buffer, saved in pairs if id(buffer) not in besides]
+        _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
 
     def zero_gradients(self) -> None:
         """Let the next step begin without a gradient."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from kaitian_mpi.backend.reducer import GradientReducer
+from kaitian_mpi.backend.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import MicroBatch, StepBatches
@@ -25,6 +26,7 @@ from kaitian_mpi.engine.state import Progress, TrainingState
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.steps.step import Step, StepInProgress
+from kaitian_mpi.steps.sync_bn import StepParticipation
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 _SAMPLES_OF_STATISTICS = 256
@@ -84,11 +86,17 @@ class Trainer:
         )
         self._steps_seen = 0
         self._step = StepInProgress()
+        self._sync_bn = StepParticipation(self.clock, slowdown, lambda: self._step)
+        participate(state.model, self._sync_bn)
 
     @property
     def has_micro_batches(self) -> bool:
-        """Whether a share may be split: in the open form the script computes it all at once."""
-        return self._task.loss is not None
+        """Whether a share may be split.
+
+        In the open form the script computes it all at once; with `--sync-bn` the ranks have to
+        compute equally often.
+        """
+        return self._task.loss is not None and not self._config.sync_bn
 
     @property
     def progress(self) -> Progress:
@@ -99,6 +107,7 @@ class Trainer:
         """Let go of the model; its gradients are no longer summed. Not collective."""
         self._loading = None
         self._gradients.close()
+        participate(self.state.model, None)
 
     def steps(self) -> Iterator[Step]:
         """Train a step per iteration, until the end of the epoch or `--max-steps`."""
@@ -148,6 +157,7 @@ class Trainer:
         samples = self.sampler.samples_of_step(self.progress.position)
         step = self._step
         step.begin(self._task, parts, samples)
+        self._sync_bn.begin_step(self.progress.step + 1)
         self._schedule(samples)
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
             self.state.begin_unit()
@@ -192,6 +202,8 @@ class Trainer:
         scaled = self._computation.scaler.scale(loss)
         if scaled.requires_grad:  # it may not where nothing of the share counts
             scaled.backward()
+        else:
+            self._sync_bn.take_part_in_backward()
 
     def finish(self) -> Step:
         """End the step: all ranks do with their state what the sum of the gradients says."""
@@ -200,7 +212,7 @@ class Trainer:
         is_finite = self._gradients.is_finite()
         mean_loss = step.mean_loss()
         if step.own_samples == 0:
-            self.state.restore_buffers()
+            self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
         self.clock.gradients_summed()
         self._slowdown.start()
@@ -253,6 +265,7 @@ class Trainer:
         return result
 
     @torch.no_grad()
+    @local_statistics()
     def _recompute_statistics(self) -> None:
         """Recompute batch norm's statistics from the epoch's first samples and current weights.
 

@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from kaitian_mpi.backend.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 
 
@@ -18,6 +19,7 @@ from kaitian_mpi.engine.batch_norm import RunningStatistics
         ([nn.BatchNorm1d(2, momentum=None)], 1, False),
         ([nn.BatchNorm1d(2, track_running_stats=False)], 1, False),
         ([nn.SyncBatchNorm(2), nn.BatchNorm1d(2)], 1, False),
+        ([convert_sync_batchnorm(nn.BatchNorm1d(2))], 1, True),
         ([nn.Linear(2, 2), nn.LayerNorm(2)], 1, False),
     ],
 )

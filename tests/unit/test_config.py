@@ -48,6 +48,7 @@ DEFAULTS = {
     "--schedule": "cosine",
     "--warmup": 0.25,
     "--precision": "fp32",
+    "--sync-bn": False,
     "--memory-format": "auto",
     "--max-bad-steps": 20,
     "--check-every": 200,

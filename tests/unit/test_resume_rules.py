@@ -58,6 +58,7 @@ APPLIES = {
     "schedule": ("constant", set(), ""),
     "warmup": (0.5, set(), ""),
     "precision": ("bf16", COSTS, "; the ranks are benchmarked again"),
+    "sync_bn": (True, COSTS, "; the ranks are benchmarked again"),
     "memory_format": ("contiguous", COSTS, "; the ranks are benchmarked again"),
     "max_bad_steps": (5, set(), ""),
     "check_every": (5, set(), ""),
