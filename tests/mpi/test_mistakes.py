@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "a loss per sample": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean(1)),
-        "found a tensor of shape [2], needed a tensor of one element: the mean loss",
+        "found a tensor of shape [4], needed a tensor of one element: the mean loss",
     ),
     "a loss that is a number": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean().item()),
