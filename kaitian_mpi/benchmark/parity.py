@@ -116,11 +116,13 @@ def check_parity(
                 reference = make_reference(
                     setup.task, batch, computation, config.seed, units, world
                 )
+        except UserError:
+            _wait_for_others(world)
+            raise
         except Exception as error:
             error.add_note("in the parity check before training, which --no-parity leaves out")
             raise
-        enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
-        sleeping_barrier(world.comm)
+        _wait_for_others(world)
     shared = _share(world, source, reference)
     worst = _compare(world, source, shared, own, unit)
     reports = None
@@ -138,6 +140,12 @@ def check_parity(
     gathered = gather_values(world.comm, None if reports is None else asdict(reports))
     found = [KindReport(**each) for each in gathered if each is not None]
     return _conclude(setup, world, found, shared, perf_counter() - began)
+
+
+def _wait_for_others(world: World) -> None:
+    """Wait asleep until every rank has computed, or found an error of the user's. Collective."""
+    enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
+    sleeping_barrier(world.comm)
 
 
 def _representatives(world: World, profiles: Profiles, excluded: Collection[int]) -> list[int]:
@@ -177,7 +185,8 @@ def _same_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> 
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor.contiguous())
+        if _is_plain(tensor):
+            tensors.append(tensor.contiguous())
         return tensor
 
     with agree_on_errors(world.comm), torch.random.fork_rng(devices=[]):
@@ -197,7 +206,12 @@ def _same_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> 
                 f"{others}; give every host the same data, or go on with --no-parity"
             )
     left = iter(received)
-    return map_tensors(batch, lambda _: next(left))
+    return map_tensors(batch, lambda tensor: next(left) if _is_plain(tensor) else tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be sent: no sparse or nested one, nor of a class of its own."""
+    return tensor.layout is torch.strided and type(tensor) is torch.Tensor
 
 
 def _share(world: World, source: int, reference: Reference | None) -> dict[str, Any]:

@@ -123,7 +123,9 @@ def _compute(
 
 def _on_host(gradient: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Return a gradient as float64 for a parameter that is one, else as float32."""
-    unscaled = gradient.detach().to("cpu").double() / scale
+    dense = gradient.detach() if gradient.layout is torch.strided else gradient.to_dense()
+    parts = torch.view_as_real(dense) if dense.is_complex() else dense
+    unscaled = parts.to("cpu").double() / scale
     return unscaled if dtype == torch.float64 else unscaled.float()
 
 
@@ -158,7 +160,10 @@ def _noise(model: nn.Module, noise: Noise | None) -> Iterator[None]:
             parameter.copy_(factors.change(parameter))
 
     def change(_: nn.Module, __: Any, output: Any) -> Any:
-        return map_tensors(output, factors.change_with_gradient)
+        try:
+            return map_tensors(output, factors.change_with_gradient)
+        except Exception:  # of an output that cannot be rebuilt from changed tensors
+            return None  # it stays as it is
 
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
     handles = [module.register_forward_hook(change) for module in leaves]

@@ -177,3 +177,35 @@ def test_a_model_for_one_dtype_is_compared_with_float32(world):
 def test_a_model_that_is_compiled(world):
     compiled = torch.compile(Network(), backend="eager")
     assert run(world, compiled)[0]
+
+
+def test_a_users_mistake_on_one_rank_is_an_error_on_all(world):
+    def on_odd(model, batch):
+        return model(batch[0]) if world.rank % 2 else loss(model, batch)
+
+    with pytest.raises(AgreedError, match=r"rank 1: loss: found a tensor of shape \[4, 3\]"):
+        run(world, Network(), on_odd)
+
+
+def test_unusual_outputs_and_parameters(world):
+    class Output(dict):
+        def update(self, *_):
+            raise TypeError("not changed")
+
+    class Unusual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wrapped = nn.Identity()
+            self.wrapped.forward = lambda x: Output(x=x)
+            self.complex = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+            self.table = nn.Embedding(5, 6, sparse=True)
+
+        def forward(self, batch):
+            x = self.wrapped(batch["x"])["x"] * self.complex
+            return (x.abs() + self.table(batch["index"])).square().sum()
+
+    def collated(model, batch):
+        index = torch.zeros(len(batch[0]), dtype=torch.int64)
+        return model({"x": batch[0], "index": index})
+
+    assert run(world, Unusual(), collated)[0]

@@ -125,6 +125,17 @@ def test_checkpointing_no_grad_and_local_statistics(world):
         assert isinstance(copied.first, type(ours.inner.first))
 
 
+@pytest.mark.ranks(3)
+def test_compiled_code_calls_it(world):
+    torch.manual_seed(1)
+    alone = Network(nn.BatchNorm2d).double()
+    ours = kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(alone))
+    wrapped = kaitian_mpi.data_parallel(torch.compile(ours, backend="eager"))
+    batches = [torch.randn(9, 4, 2, 2).double() for _ in range(2)]
+    owns = [own_of(world, batch, SPLITS[0]) for batch in batches]
+    assert_close(train_steps(wrapped, owns), train_steps(alone, batches))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_have_statistics_of_thirty_two(world, dtype):
     torch.manual_seed(1)
