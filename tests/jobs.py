@@ -197,6 +197,9 @@ class Job:
         self.process.kill()  # its ranks go with it
         self._listener.join()
         self.process.wait()
+        # A killed mpirun leaves its folder, and a later one with its pid cannot start.
+        left = Path(tempfile.gettempdir(), f"ompi.{self.process.pid}")
+        shutil.rmtree(left, ignore_errors=True)
 
     @property
     def text(self) -> str:
