@@ -30,10 +30,9 @@ REDUCED = frozenset(
     }
 )
 """The dtypes that NCCL, and libraries with its interface, reduce."""
-BYTES = frozenset(
+_BYTES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-)
-"""The dtypes that are moved as bytes, but not reduced in every release of torch."""
+)  # moved as bytes, but not reduced in every release of torch
 REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_SUM
 _PCI_VENDOR = "0x10de"
@@ -75,13 +74,9 @@ class CudaDevice(Accelerator):
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether NCCL supports this dtype; other dtypes go through host memory."""
-        if reduction is None:
-            return dtype in REDUCED or dtype in BYTES
         if reduction == "PREMUL_SUM":
             return dtype in _SCALED
-        if reduction == "AVG" and dtype is torch.bool:
-            return False
-        return dtype in REDUCED and reduction in REDUCTIONS
+        return supports_as_nccl(dtype, reduction)
 
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -95,6 +90,15 @@ class CudaDevice(Accelerator):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def supports_as_nccl(dtype: torch.dtype, reduction: str | None) -> bool:
+    """Return whether a library with NCCL's interface moves a dtype (None), or reduces it."""
+    if reduction is None:
+        return dtype in REDUCED or dtype in _BYTES
+    if reduction == "AVG" and dtype is torch.bool:
+        return False
+    return dtype in REDUCED and reduction in REDUCTIONS
 
 
 def is_on_pci(vendor: str, device_class: str, bus: Path = Path("/sys/bus/pci/devices")) -> bool:

@@ -10,20 +10,10 @@ from __future__ import annotations
 import torch
 
 from kaitian_mpi.devices.accelerator import Accelerator
+from kaitian_mpi.devices.cuda import REDUCED
 
 # Without float64, which the plug-in would pass on as float32.
-_TYPES = frozenset(
-    {
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
+_TYPES = REDUCED - {torch.float64}
 
 
 class MluDevice(Accelerator):

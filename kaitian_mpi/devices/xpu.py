@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
-from kaitian_mpi.devices.cuda import BYTES, REDUCED, REDUCTIONS
+from kaitian_mpi.devices.cuda import supports_as_nccl
 from kaitian_mpi.devices.plugin import KindError
 
 
@@ -44,11 +44,7 @@ class XpuDevice(Accelerator):
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether XCCL supports this dtype; other dtypes go through host memory."""
-        if reduction is None:
-            return dtype in REDUCED or dtype in BYTES
-        if reduction == "AVG" and dtype is torch.bool:
-            return False
-        return dtype in REDUCED and reduction in REDUCTIONS
+        return supports_as_nccl(dtype, reduction)
 
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
