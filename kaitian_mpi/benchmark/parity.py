@@ -106,23 +106,9 @@ def check_parity(
     units = sorted({u for u in gather_values(world.comm, unit if is_chosen else 0.0) if u})
     enter_phase("the parity check")
     batch = _same_batch(setup, profiles, world, source)
-    own: Gradients | None = None
-    reference: Reference | None = None
-    with agree_on_errors(world.comm):
-        try:
-            if is_chosen:
-                own = compute_gradients(setup.task, batch, computation, config.seed)
-            if world.rank == source:
-                reference = make_reference(
-                    setup.task, batch, computation, config.seed, units, world
-                )
-        except UserError:
-            _wait_for_others(world)
-            raise
-        except Exception as error:
-            error.add_note("in the parity check before training, which --no-parity leaves out")
-            raise
-        _wait_for_others(world)
+    own, reference = _compute_all(
+        config.seed, setup, batch, computation, units, world, is_chosen, source
+    )
     shared = _share(world, source, reference)
     worst = _compare(world, source, shared, own, unit)
     reports = None
@@ -140,6 +126,39 @@ def check_parity(
     gathered = gather_values(world.comm, None if reports is None else asdict(reports))
     found = [KindReport(**each) for each in gathered if each is not None]
     return _conclude(setup, world, found, shared, perf_counter() - began)
+
+
+def _compute_all(
+    seed: int,
+    setup: Setup,
+    batch: Any,
+    computation: Computation,
+    units: list[float],
+    world: World,
+    is_chosen: bool,
+    source: int,
+) -> tuple[Gradients | None, Reference | None]:
+    """Return this rank's gradients if it is chosen, and the reference on its rank. Collective.
+
+    Raises:
+        AgreedError: an error of the user's, on any rank.
+    """
+    own: Gradients | None = None
+    reference: Reference | None = None
+    with agree_on_errors(world.comm):
+        try:
+            if is_chosen:
+                own = compute_gradients(setup.task, batch, computation, seed)
+            if world.rank == source:
+                reference = make_reference(setup.task, batch, computation, seed, units, world)
+        except UserError:
+            _wait_for_others(world)
+            raise
+        except Exception as error:
+            error.add_note("in the parity check before training, which --no-parity leaves out")
+            raise
+        _wait_for_others(world)
+    return own, reference
 
 
 def _wait_for_others(world: World) -> None:
