@@ -207,7 +207,7 @@ def show_report(job: JobFacts, *, began: float, as_json: bool) -> int:
         text = to_text(report, __version__)
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:  # whoever reads it has enough, such as `head`
+    except BrokenPipeError:  # the reader, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.exit_code
 

@@ -25,7 +25,7 @@ class Post:
     """Sends and receives small values as JSON.
 
     Attributes:
-        is_clean: whether everything sent and awaited has come to an end, so that MPI can be
+        is_clean: whether everything sent and awaited has ended, so that MPI can be
             finalized.
     """
 
@@ -51,7 +51,7 @@ class Post:
         """Return the next value of this rank.
 
         Raises:
-            NoAnswerError: none has come within the limit.
+            NoAnswerError: none arrived within the limit.
         """
         from mpi4py import MPI
 

@@ -298,7 +298,7 @@ class Trainer:
         return iter(make_loader(self._data, self.sampler, self._config.workers, pin_memory, seed))
 
     def _commit_unit(self) -> None:
-        """Continue only if every rank has come so far."""
+        """Continue only if every rank got this far."""
         if self._commit is not None:
             self._commit(not self._group.is_broken)
         self.state.end_unit()
