@@ -4,7 +4,7 @@ They share its memory, files and process numbers, and take turns at its cores; e
 address and a link of its own, so that mpirun reaches them over real ssh and ranks talk over real
 sockets. Needs root::
 
-    python tests/emulated_hosts.py --slots 2,1,1 -- COMMAND HOSTFILE ...
+    python tests/emulated_hosts.py --slots 2,1,1 --link-mbit 1000 -- COMMAND HOSTFILE ...
 
 runs a command on the first of them; the word HOSTFILE becomes the path of mpirun's.
 """
@@ -30,6 +30,8 @@ _SSHD = "/usr/sbin/sshd"
 _STARTING_SEC = 10.0
 _SSH = "PRTE_MCA_plm_ssh_agent"  # what mpirun calls for ssh
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
+_BURST = "128kb"  # more than the largest packet that the kernel hands to a link
+_QUEUE = "50ms"
 
 
 def why_not() -> str:
@@ -45,6 +47,29 @@ def why_not() -> str:
         return "needs the right to make network namespaces"
     _run("ip", "netns", "del", trial)
     return ""
+
+
+def why_not_shaped() -> str:
+    """Return why links cannot be given a speed here; nothing where they can, or hosts cannot be."""
+    if why_not():
+        return why_not()
+    if not shutil.which("tc"):
+        return "needs tc"
+    trial = f"kt{os.getpid()}"
+    _run("ip", "netns", "add", trial)
+    try:
+        shaped = subprocess.run(
+            ["tc", "-n", trial, *_shape("lo", 1000)], capture_output=True, check=False
+        )
+    finally:
+        _run("ip", "netns", "del", trial)
+    return "needs a kernel with the tbf queueing discipline" if shaped.returncode else ""
+
+
+def _shape(link: str, mbit_per_sec: float) -> tuple[str, ...]:
+    """Return the words for tc that limit what a link sends."""
+    queue = ("tbf", "rate", f"{round(mbit_per_sec * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
+    return ("qdisc", "replace", "dev", link, "root", *queue)
 
 
 def _run(*words: object) -> None:
@@ -132,6 +157,21 @@ class EmulatedHosts:
         """Take a host's link down; its processes live."""
         _run("ip", "link", "set", self._link(number), "down")
 
+    def set_link_speed(self, mbit_per_sec: float) -> None:
+        """Limit the link of every host, in each direction, to a speed in 10^6 bits a second.
+
+        See `why_not_shaped`. A host that starts later has no limit.
+        """
+        for number in self._numbers:
+            _run("tc", "-n", self._namespace(number), *_shape("eth0", mbit_per_sec))
+            _run("tc", *_shape(self._link(number), mbit_per_sec))
+
+    def lift_link_speed(self) -> None:
+        """Undo `set_link_speed`."""
+        for number in self._numbers:
+            _run("tc", "-n", self._namespace(number), "qdisc", "del", "dev", "eth0", "root")
+            _run("tc", "qdisc", "del", "dev", self._link(number), "root")
+
     def _inside(self, number: int, *words: str) -> list[str]:
         cores = sorted(os.sched_getaffinity(0))
         own = cores[(number - 1) % len(cores) :: len(self._numbers)]
@@ -214,15 +254,20 @@ def main() -> int:
     """Run a command on the first of some hosts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", default="2,1,1", help="the ranks each host takes")
+    parser.add_argument(
+        "--link-mbit", type=float, help="the speed of each host's link, in 10^6 bits a second"
+    )
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     slots = [int(word) for word in options.slots.split(",")]
-    if reason := why_not():
+    if reason := why_not_shaped() if options.link_mbit else why_not():
         parser.error(reason)
     with (
         tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
         EmulatedHosts(Path(folder), slots) as hosts,
     ):
+        if options.link_mbit:
+            hosts.set_link_speed(options.link_mbit)
         words = [str(hosts.hostfile) if word == "HOSTFILE" else word for word in options.command]
         return subprocess.run(hosts.on_first(*words), check=False).returncode
 
