@@ -10,7 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from kaitian_mpi.cli import bench, doctor, flags, plan, run, supervise, train
+from kaitian_mpi.cli import bench, doctor, env, flags, plan, run, supervise, train
 
 TARGET = Path(__file__).with_name("cli.md")
 PARSERS = (
@@ -19,6 +19,7 @@ PARSERS = (
     bench.make_parser(),
     plan.make_parser(),
     supervise.make_parser(),
+    env.make_parser(),
     doctor.make_parser(),
 )
 HEAD = """# Commands

@@ -45,7 +45,10 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export")
+_PATHS = (
+    *("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export"),
+    "device_map",
+)
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -286,6 +289,12 @@ class TrainConfig(TrainingConfig):
 
     devices: str = _flag(
         "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
+    )
+    device_map: str = _flag(
+        "",
+        "a TOML file with the devices of each host's ranks, such as node-a = "
+        '["cuda:0", "cuda:1"]; read by rank 0, in place of --devices',
+        metavar="FILE",
     )
     share_device: bool = _flag(
         False,

@@ -18,6 +18,7 @@ SOFTWARE = Software(
         "psutil": "7.0.0",
         "rich": "14.0.0",
     },
+    protocol=1,
 )
 MACHINE = Machine(
     cores=8,

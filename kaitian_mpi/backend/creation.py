@@ -50,8 +50,9 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     name, slowdown = str(options.group_id), world.script_slowdown
     has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
     relay = Relay(world.relay, world.device, has_accelerators=has_accelerators)
+    versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
-        options.store, group_store, comms, own, name, options.timeout, slowdown, relay
+        options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions
     )
     slowdown.forget()  # waiting for the other ranks above was not computing
     return group

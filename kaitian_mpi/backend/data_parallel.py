@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.backend.ddp_hook import WeightedSum
 from kaitian_mpi.backend.sync_batch_norm import Participation, participate, sync_batch_norms
+from kaitian_mpi.checks.verdict import by_value
 from kaitian_mpi.collectives.compiler import not_compiled
-from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.errors import AgreedError, UnsupportedError
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 """Returns how many samples a forward's positional and keyword arguments hold."""
@@ -51,11 +53,13 @@ def data_parallel(
         ddp_options: options of DDP, such as `find_unused_parameters`.
 
     Raises:
+        AgreedError: ranks with different releases of torch divide the gradients differently.
         ValueError: in a forward, if there is no tensor to count samples by, or `samples_of`
             returned a number below 0.
         UnsupportedError: in a forward under `DistributedDataParallel.join`.
     """
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
+    check_same_buckets(wrapped)
     weights = _Weights(group, samples_of or count_rows)
     weights.gradients.attach(wrapped)
     for norm in sync_batch_norms(model):
@@ -64,6 +68,34 @@ def data_parallel(
     wrapped.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
     wrapped.register_forward_hook(weights.after_forward)
     return wrapped
+
+
+def check_same_buckets(model: DistributedDataParallel) -> None:
+    """Check that DDP has put the gradients into the same buckets on every rank.
+
+    The first backward uses what each rank's torch has chosen, the others what rank 0's has chosen.
+    Collective if the ranks have different releases of torch; else it does nothing.
+
+    Raises:
+        AgreedError: the buckets differ.
+    """
+    versions = getattr(model.process_group, "torch_versions", ())
+    if len(set(versions)) < 2:
+        return
+    sizes = str(model._get_ddp_logging_data()["bucket_sizes"])
+    own = torch.tensor([len(sizes.split(",")), zlib.crc32(sizes.encode())])
+    found = [torch.empty_like(own) for _ in versions]
+    dist.all_gather(found, own, group=model.process_group)
+    layouts = {rank: (int(each[0]), int(each[1])) for rank, each in enumerate(found)}
+    if len(set(layouts.values())) > 1:
+        texts = {
+            rank: f"{count} (layout {digest:08x}, torch {versions[rank]})"
+            for rank, (count, digest) in layouts.items()
+        }
+        raise AgreedError(
+            f"DistributedDataParallel's buckets differ between ranks: {by_value(texts)}; install "
+            "one release of torch, or use kaitian_mpi.Training, which makes its own buckets"
+        )
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from kaitian_mpi.backend.point_to_point import ENDED, Mailbox
 from kaitian_mpi.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.collectives.collective import Collective, Tensors
 from kaitian_mpi.collectives.compiler import not_compiled
-from kaitian_mpi.collectives.detail_check import AgreementCheck
+from kaitian_mpi.collectives.detail_check import agreement_check
 from kaitian_mpi.collectives.host import HostOperations
 from kaitian_mpi.collectives.hybrid import ALGORITHMS, HybridOperations
 from kaitian_mpi.collectives.observation import profile_record
@@ -85,6 +85,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         timeout: timedelta,
         slowdown: ScriptSlowdown,
         relay: Relay,
+        torch_versions: Sequence[str],
     ) -> None:
         """Create the group on this rank.
 
@@ -97,6 +98,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             timeout: how long one operation may take.
             slowdown: the emulated slowdown of this process.
             relay: this group's own.
+            torch_versions: of each rank of the group.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
@@ -112,9 +114,10 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         self._hybrid = HybridOperations(comms, self._arrivals, self._library, relay)
         streams = SideStreams(own.device if own.has_vendor else None)
         self._worker = Worker(f"kaitian-{name}", streams)
-        is_detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
-        check = AgreementCheck(comms.world, self._arrivals.arrive) if is_detailed else None
-        router = Router(self._library, host, self._hybrid, self._worker, streams, check)
+        self.torch_versions = tuple(torch_versions)
+        """The release of torch of each rank."""
+        self._check = agreement_check(comms.world, self._arrivals.arrive, torch_versions)
+        router = Router(self._library, host, self._hybrid, self._worker, streams, self._check)
         self._mailbox = Mailbox(
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )
@@ -157,6 +160,14 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
     @algorithm.setter
     def algorithm(self, name: str) -> None:
         self._hybrid.algorithm = name
+
+    def trust_calls(self) -> None:
+        """Stop comparing the first calls of ranks with different releases of torch.
+
+        For callers whose collectives do not depend on torch's release.
+        """
+        if self._check is not None:
+            self._check.stop_unless_detailed()
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place."""

@@ -74,6 +74,7 @@ RULES: Mapping[str, Rule] = {
     "relay_dtype": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "relay_memory_mb": _APPLIES,
     "devices": _APPLIES_SILENTLY,  # like mpirun's hosts and number of ranks
+    "device_map": _APPLIES_SILENTLY,
     "share_device": _APPLIES_SILENTLY,
     "emulate_kinds": _APPLIES_SILENTLY,
     "emulate_slowdown": _APPLIES_SILENTLY,

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.checks.facts import Machine, Mpi, RankFacts, Software
 from kaitian_mpi.checks.machine import SHM
+from kaitian_mpi.launch.parent import hosts_of_launcher
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.launcher import read_launch, usable_cores
+from kaitian_mpi.runtime.launcher import Launch, read_launch, usable_cores
 from kaitian_mpi.runtime.mpi_settings import read_flag, read_settings, read_text
+from kaitian_mpi.runtime.tags import PROTOCOL
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,8 +39,10 @@ def collect(host: str, rank: int) -> RankFacts:
         software=Software(
             python=platform.python_version(),
             packages={name: _version(name) for name in PACKAGES},
+            protocol=PROTOCOL,
         ),
         machine=_machine(),
+        given_hosts=_given_hosts(launch),
     )
 
 
@@ -60,6 +64,12 @@ def collect_mpi(comm: MPI.Comm) -> Mpi:
         device_aware=any(aware) if aware else None,
         transports={name: text for name in _COMPONENTS if (text := read_text(settings, name))},
     )
+
+
+def _given_hosts(launch: Launch) -> dict[str, int | None]:
+    if launch.world_rank or launch.local_size < launch.world_size:
+        return {}
+    return {host.name: host.slots for host in hosts_of_launcher(os.getppid())}
 
 
 def _library_name() -> str:

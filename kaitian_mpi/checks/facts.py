@@ -19,6 +19,8 @@ class Software:
     python: str
     packages: Mapping[str, str]
     """By distribution, such as `torch`; empty for one that is not installed."""
+    protocol: int
+    """The version of the messages between ranks, `runtime.tags.PROTOCOL`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,8 @@ class RankFacts:
     devices: Devices | None = None
     storage: Storage | None = None
     """On the first rank of each host; None on the others."""
+    given_hosts: Mapping[str, int | None] = field(default_factory=dict)
+    """The hosts that mpirun was given, and their slots; on rank 0 of a job on one host."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """The examinations that failed, by name, and why."""
 

@@ -19,9 +19,9 @@ from kaitian_mpi.checks.machine import (
     judge_shared_memory,
 )
 from kaitian_mpi.checks.software import (
+    judge_environments,
     judge_installed,
     judge_mpi_library,
-    judge_python,
     judge_versions,
 )
 from kaitian_mpi.checks.storage import judge_storage
@@ -30,6 +30,7 @@ from kaitian_mpi.checks.world import (
     judge_faults,
     judge_launcher,
     judge_mpi,
+    judge_placement,
     judge_presence,
     judge_survival,
     judge_transports,
@@ -41,8 +42,9 @@ CHECKS = (
     Check("examination", judge_faults),
     Check("software", judge_installed),
     Check("versions", judge_versions, before_jobs=True),
-    Check("python", judge_python, before_jobs=True),
+    Check("environments", judge_environments),
     Check("mpi", judge_mpi),
+    Check("placement", judge_placement, before_jobs=True),
     Check("mpi library", judge_mpi_library, before_jobs=True),
     Check("mpirun", judge_launcher),
     Check("mpi features", judge_transports),

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from kaitian_mpi.checks.facts import JobFacts
 from kaitian_mpi.checks.verdict import Level, Verdict, by_value, ok, problem
 
-_PACKAGES = ("kaitian-mpi", "torch")
-"""Packages that must be the same everywhere."""
 _REQUIRED = ("kaitian-mpi", "torch", "mpi4py", "numpy", "psutil", "rich")
 
 
@@ -28,31 +26,30 @@ def judge_installed(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_versions(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks have the same kaitian-mpi and torch."""
-    for name in _PACKAGES:
-        # The part after + names the vendor's build, which differs in a mixed job.
-        versions = {
-            facts.rank: version.partition("+")[0]
-            for facts in job.ranks
-            if (version := facts.software.packages.get(name))
-        }
+    """The ranks have the same kaitian-mpi, and send each other the same messages."""
+    versions = {
+        facts.rank: version
+        for facts in job.ranks
+        if (version := facts.software.packages.get("kaitian-mpi"))
+    }
+    protocols = {facts.rank: str(facts.software.protocol) for facts in job.ranks}
+    differing = {"version": versions, "wire protocol": protocols}
+    for what, found in differing.items():
         yield from _differing(
-            f"the version of {name}",
-            versions,
+            f"the {what} of kaitian-mpi",
+            found,
             Level.PROBLEM,
             "install the same version on every host",
         )
 
 
-def judge_python(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks have the same Python, up to the patch release."""
-    versions = {facts.rank: ".".join(facts.software.python.split(".")[:2]) for facts in job.ranks}
-    yield from _differing(
-        "the version of Python",
-        versions,
-        Level.WARNING,
-        "use one version: what torch's object collectives pickle may not be readable",
-    )
+def judge_environments(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks may have different torch and Python: what has to be the same is compared itself."""
+    torch = {facts.rank: facts.software.packages.get("torch", "") for facts in job.ranks}
+    python = {facts.rank: facts.software.python for facts in job.ranks}
+    for name, versions in (("torch", torch), ("Python", python)):
+        if len(set(versions.values())) > 1:
+            yield ok(f"{name}: {by_value(versions)}")
 
 
 def judge_mpi_library(job: JobFacts) -> Iterator[Verdict]:

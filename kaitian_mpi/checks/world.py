@@ -74,6 +74,26 @@ def judge_mpi(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"{first.library}, {count_text(first.size, 'rank')}, thread level {first.threads}")
 
 
+def judge_placement(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks are on the hosts that mpirun was given."""
+    first = job.ranks[0] if job.ranks else None
+    if first is None or len(first.given_hosts) < 2 or first.local_size != len(job.ranks):
+        return
+    given = first.given_hosts
+    slots = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
+    found = f"all {len(job.ranks)} ranks are on {first.host}; mpirun was given (slots) {slots}"
+    if all(count is not None and count < len(job.ranks) for count in given.values()):
+        yield problem(found, _UNSET)
+    else:
+        yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
+
+
+_UNSET = (
+    "unset PRTE_MCA_rmaps_default_mapping_policy, and leave out --map-by: the policy "
+    ":oversubscribe puts every rank on the first host"
+)
+
+
 def _unknown_launcher(job: JobFacts, mpi: Mpi) -> Verdict:
     ranks = count_text(mpi.size, "rank")
     found = f"MPI sees {ranks}, but no variable of the launcher says which is which"

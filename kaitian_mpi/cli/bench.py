@@ -13,6 +13,7 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import (
     check_before_loading,
     check_file_can_be_written,
+    devices_of_host,
     with_emulation,
 )
 from kaitian_mpi.devices.plugin import import_torch
@@ -27,8 +28,8 @@ PROGRAM = "kaitian-bench"
 FLAGS = (
     *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
     *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "devices"),
-    *("relay_dtype", "relay_memory_mb", "share_device", "emulate_kinds", "emulate_slowdown"),
-    *("precision", "memory_format", "seed", "log_level"),
+    *("device_map", "relay_dtype", "relay_memory_mb", "share_device", "emulate_kinds"),
+    *("emulate_slowdown", "precision", "memory_format", "seed", "log_level"),
 )
 
 _SECONDS = 20.0  # more than before training, since nothing else follows
@@ -51,6 +52,7 @@ def main() -> None:
         watchdog = start_watchdog(setup_limit(0))
         comm = initialize_mpi()
         config = with_emulation(config, comm)
+        devices = devices_of_host(config.devices, config.device_map, comm)
         check_before_loading(config, comm)
         with agree_on_errors(comm):
             if comm.rank == 0 and target is not None:
@@ -62,9 +64,7 @@ def main() -> None:
         from kaitian_mpi.benchmark.report import bench
         from kaitian_mpi.recipes.image_classification import make_task
 
-        world = init(
-            config.devices, config.emulate_kinds, config.emulate_slowdown, config.share_device
-        )
+        world = init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
         world.relay.memory_mb, world.relay.dtype = config.relay_memory_mb, config.relay_dtype
         bench(partial(make_task, config), config, world, target)
         dist.destroy_process_group()

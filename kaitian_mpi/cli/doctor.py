@@ -17,10 +17,12 @@ from kaitian_mpi.checks.facts import JobFacts
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.doctor.examination import Examination, Options, examine_machine
+from kaitian_mpi.doctor.hosts import examine_hosts
 from kaitian_mpi.doctor.job import Job
 from kaitian_mpi.doctor.post import NoAnswerError
-from kaitian_mpi.doctor.report import make_report, to_json, to_text
+from kaitian_mpi.doctor.report import Report, make_report, to_json, to_text
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.environments import read_environments
 from kaitian_mpi.runtime.abort import (
     abort_job,
     abort_on_error,
@@ -55,10 +57,32 @@ def main() -> None:
         with report_once():
             chosen, options = read_options(arguments)
         show = partial(show_report, began=began, as_json=chosen.json)
-        code = (
-            show(examine_machine(options)) if tasks is None else examine_rank(options, show, tasks)
-        )
+        if chosen.hostfile:
+            code = show_hosts(chosen, tasks, began)
+        elif tasks is None:
+            code = show(examine_machine(options))
+        else:
+            code = examine_rank(options, show, tasks)
     sys.exit(code)
+
+
+def show_hosts(chosen: argparse.Namespace, tasks: tuple[int, int] | None, began: float) -> int:
+    """Examine the hosts of a hostfile, print the report, and return the exit code.
+
+    Raises:
+        UserError: a file cannot be read or is wrong, or mpirun has started this.
+    """
+    if tasks is not None:
+        raise UserError(
+            "--hostfile: found kaitian-doctor started by mpirun, needed it before mpirun; run "
+            f"{PROGRAM} --hostfile {chosen.hostfile}"
+        )
+    pythons = read_environments(chosen.env) if chosen.env else {}
+    verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
+    report = Report(
+        JobFacts(ranks=()), verdicts, time.monotonic() - began, f"hosts of {chosen.hostfile}"
+    )
+    return print_report(report, as_json=chosen.json)
 
 
 def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple[int, int]) -> int:
@@ -140,6 +164,20 @@ def make_parser() -> argparse.ArgumentParser:
         help="print one JSON document (docs/doctor.md) instead of text",
     )
     parser.add_argument(
+        "--hostfile",
+        default="",
+        metavar="FILE",
+        help="without mpirun: ask the hosts of this hostfile whether they answer and have this "
+        "package, within 10 s; mpirun may wait minutes for one that does not answer",
+    )
+    parser.add_argument(
+        "--env",
+        default="",
+        metavar="FILE",
+        help="with --hostfile: the interpreters of hosts, as for kaitian-env; by default all have "
+        "the one that runs this command",
+    )
+    parser.add_argument(
         "--devices",
         default=defaults.devices,
         metavar="LIST",
@@ -181,6 +219,8 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Options]
             f"--timeout: found {chosen.timeout:g}, needed seconds, above 0 and at most "
             f"{_MAX_TIMEOUT:g}"
         )
+    if chosen.env and not chosen.hostfile:
+        raise UserError("--env: found no --hostfile, needed the hosts that it is about")
     if not chosen.run_dir:
         raise UserError("--run-dir: found an empty name, needed a folder's")
     return chosen, Options(
@@ -199,7 +239,11 @@ def show_report(job: JobFacts, *, began: float, as_json: bool) -> int:
         began: when this began, by `time.monotonic`.
         as_json: print a JSON document.
     """
-    report = make_report(job, time.monotonic() - began)
+    return print_report(make_report(job, time.monotonic() - began), as_json=as_json)
+
+
+def print_report(report: Report, *, as_json: bool) -> int:
+    """Print a report; return the exit code."""
     if as_json:
         date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         text = json.dumps(to_json(report, __version__, date), indent=2) + "\n"

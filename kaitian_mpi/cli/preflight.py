@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.device_map import devices_for, parse_device_map
+from kaitian_mpi.launch.probe import is_local
 from kaitian_mpi.mpi.emulation import agree_on_emulation
-from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.runtime import ulfm
 
 if TYPE_CHECKING:
@@ -26,6 +30,42 @@ def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
     """
     found = agree_on_emulation(comm, config.emulate_kinds, config.emulate_slowdown)
     return replace(config, emulate_kinds=found.kinds, emulate_slowdown=found.slowdown)
+
+
+def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
+    """Return the devices of this host's ranks, as `--devices` takes them. Collective.
+
+    Args:
+        devices: `--devices`.
+        device_map: `--device-map`; read by rank 0, which sends it to the others.
+        comm: all ranks.
+
+    Raises:
+        AgreedError: both are given, the file cannot be read or is wrong, or lacks a host.
+    """
+    if not any(gather_values(comm, device_map)):
+        return devices
+    text = ""
+    with agree_on_errors(comm):
+        if devices != "auto":
+            raise UserError("found --devices and --device-map, needed only one of them")
+        if comm.rank == 0:
+            text = _read_device_map(device_map)
+    path, text = gather_values(comm, (device_map, text))[0]
+    with agree_on_errors(comm):
+        known = parse_device_map(text, path)
+        devices = devices_for(known, socket.gethostname(), is_local, path)
+    return devices
+
+
+def _read_device_map(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fault = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"--device-map {path}: {fault}; name a TOML file that rank 0 can read"
+        ) from error
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import configure_logging
+from kaitian_mpi.cli.preflight import devices_of_host
 from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
@@ -40,6 +41,7 @@ def main() -> None:
         if not os.path.isfile(chosen.script):
             raise UserError(f"found no script {chosen.script}; name the file to run")
         comm = initialize_mpi()
+        devices = devices_of_host(chosen.devices, chosen.device_map, comm)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
@@ -49,7 +51,7 @@ def main() -> None:
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = join_world(comm, chosen.devices, *emulated, chosen.share_device)
+        world = join_world(comm, devices, *emulated, chosen.share_device)
         set_current_world(world)
         if chosen.share_device:  # also for a script that calls kaitian_mpi.init()
             os.environ[SHARE_VARIABLE] = "1"
@@ -79,6 +81,13 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="LIST",
         help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
+    )
+    parser.add_argument(
+        "--device-map",
+        default="",
+        metavar="FILE",
+        help="a TOML file with the devices of each host's ranks, such as node-a = "
+        '["cuda:0", "cuda:1"]; read by rank 0, in place of --devices',
     )
     parser.add_argument(
         "--share-device",

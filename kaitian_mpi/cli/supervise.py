@@ -14,17 +14,11 @@ from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.allocation import read_hosts
+from kaitian_mpi.launch.command import FOLDERS, parse_command
+from kaitian_mpi.launch.command import PROGRAM as TRAIN
+from kaitian_mpi.launch.probe import find_agent, is_local
 from kaitian_mpi.output.folders import make_new_folder
-from kaitian_mpi.supervision.command import (
-    FOLDERS,
-    HOST_LISTS,
-    HOSTFILES,
-    Command,
-    parse_command,
-)
-from kaitian_mpi.supervision.command import PROGRAM as TRAIN
-from kaitian_mpi.supervision.hosts import Host, choose, parse_host_list, parse_hostfile
-from kaitian_mpi.supervision.probe import find_agent, is_local
 from kaitian_mpi.supervision.process import Machine
 from kaitian_mpi.supervision.starts import Job
 from kaitian_mpi.supervision.supervisor import supervise
@@ -132,8 +126,7 @@ def make_job(words: Sequence[str]) -> Job:
     """
     command = parse_command(words)
     config = parse_config(TRAIN, command.arguments)
-    hostfiles = {path: _read_hostfile(path) for path in command.values(HOSTFILES)}
-    hosts = _hosts(command, hostfiles)
+    hosts, hostfiles = read_hosts(command)
     # With mpirun --wdir the run folder is relative to that directory.
     place = Path(*command.values(FOLDERS)[-1:])
     run_dir = config.run_dir
@@ -154,23 +147,6 @@ def make_job(words: Sequence[str]) -> Job:
         emulate_slowdown=config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ),
         spares=config.spares,
     )
-
-
-def _hosts(command: Command, hostfiles: dict[str, str]) -> tuple[Host, ...]:
-    from_files = parse_hostfile("\n".join(hostfiles.values()), ", ".join(hostfiles))
-    lists = ",".join(command.values(HOST_LISTS))
-    return choose(from_files, parse_host_list(lists) if lists else ())
-
-
-def _read_hostfile(path: str) -> str:
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: found no hostfile, needed a file that can be read more than once")
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); correct it or name another hostfile"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import check_before_loading, with_emulation
+from kaitian_mpi.cli.preflight import check_before_loading, devices_of_host, with_emulation
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.plugin import import_torch
+from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss, initialize_mpi
@@ -38,16 +39,20 @@ def main() -> None:
             config = parse_config(PROGRAM, arguments)
         configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
+        startup_clock.begin("MPI")
         comm = initialize_mpi()
         config = with_emulation(config, comm)
+        devices = devices_of_host(config.devices, config.device_map, comm)
         check_before_loading(config, comm)
+        startup_clock.begin("imports")
         import_torch()  # late: it takes seconds
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
         from kaitian_mpi.training.training import Training
 
-        init(config.devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
+        startup_clock.begin("devices")
+        init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
         with Training(task_maker(config), config) as training:
             for _ in training:
                 pass

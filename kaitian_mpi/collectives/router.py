@@ -43,7 +43,7 @@ class Router:
             hybrid: executes collectives between several kinds.
             worker: runs collectives in order.
             streams: the streams on which a library works on copies of the caller's tensors.
-            check: compares the ranks' calls; None unless torch's debug level is DETAIL.
+            check: compares the ranks' calls; None where that is not needed.
         """
         is_single_kind = len(hybrid.comms.groups) == 1
         self._library = library if is_single_kind and library.is_present else None

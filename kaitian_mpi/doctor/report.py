@@ -27,6 +27,8 @@ class Report:
     verdicts: Sequence[tuple[str, Verdict]]
     """The checks' names and verdicts, in the order of the checks."""
     seconds: float
+    subject: str = ""
+    """What was examined, if not the ranks."""
 
     @property
     def level(self) -> Level:
@@ -70,7 +72,9 @@ def to_json(report: Report, version: str, date: str) -> dict[str, Any]:
 
 def to_text(report: Report, version: str) -> str:
     """Return the report as lines of at most 80 characters."""
-    lines = [*_heading(report, version), "", *_ranks(report.job.ranks), ""]
+    lines = [*_heading(report, version), ""]
+    if report.job.ranks:
+        lines += [*_ranks(report.job.ranks), ""]
     lines += [*_verdicts(report.verdicts), "", *_summary(report)]
     return "\n".join(lines) + "\n"
 
@@ -78,7 +82,7 @@ def to_text(report: Report, version: str) -> str:
 def _heading(report: Report, version: str) -> list[str]:
     ranks = len(report.job.ranks) + len(report.job.missing)
     job = f"{count_text(ranks, 'rank')} on {count_text(len(report.job.hosts), 'host')}"
-    what = "this machine" if report.job.launcher else job
+    what = report.subject or ("this machine" if report.job.launcher else job)
     return [f"{what}, examined in {report.seconds:.1f} s by kaitian-doctor {version}"]
 
 

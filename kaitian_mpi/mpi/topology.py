@@ -34,6 +34,7 @@ class RankInfo:
     """Identifies the physical device among all of the job; empty for a CPU."""
     library: str = ""
     """The collective library of the rank's vendor; empty without one."""
+    python_version: str = ""
 
     def __str__(self) -> str:
         """Return the rank's name in messages, such as `rank 2 (node-b, cuda:0)`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -140,8 +141,8 @@ def join_world(
 
     Raises:
         AgreedError: a device is missing, a host has more ranks than devices, two ranks of a group
-            share a device, the ranks run different versions of torch or of this package, or what
-            is to be emulated is malformed.
+            share a device, the ranks run different versions of this package, or what is to be
+            emulated is malformed.
     """
     own = track_comm(comm.Dup())
     host = _host_name()
@@ -183,6 +184,7 @@ def join_world(
         device_name=device.name(choice.index),
         memory_bytes=device.memory_bytes(choice.index),
         torch_version=torch.__version__,
+        python_version=platform.python_version(),
         emulated=bool(labels),
         physical_device=f"{node}/{choice.kind}/{physical}" if physical else "",
         library=device.library or device.vendor_backend or "",
@@ -251,8 +253,8 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
     except OtherVersionError:
         versions = by_value(dict(enumerate(map(version_in, facts))))
         raise AgreedError(
-            f"the version of kaitian-mpi differs between ranks: {versions}; install the same "
-            "version on every host"
+            f"the builds of kaitian-mpi do not match: {versions}; install the same version on "
+            "every host"
         ) from None
     problems = []
     for _, verdict in judge(JobFacts(ranks=ranks), before_job=True):

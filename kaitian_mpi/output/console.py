@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kaitian_mpi.checks.verdict import by_value
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
 
@@ -44,6 +45,8 @@ def show_topology(world: World, survives: bool = False) -> None:
             f"{info.memory_bytes / 2**30:.1f} GiB",
         )
     show_table(world, table)
+    for line in differing_software(world.infos):
+        print_rank_0(world, line)
     for sharing in shared_devices(world.infos):
         print_rank_0(
             world,
@@ -57,6 +60,19 @@ def show_topology(world: World, survives: bool = False) -> None:
         if survives
         else "fault tolerance: off, the loss of a rank ends the job; give mpirun --with-ft ulfm",
     )
+
+
+def differing_software(infos: Sequence[RankInfo]) -> list[str]:
+    """Return a line for each of torch and Python whose version differs between the ranks."""
+    found = {
+        "torch": {info.world_rank: info.torch_version for info in infos},
+        "Python": {info.world_rank: info.python_version for info in infos},
+    }
+    return [
+        f"{name}: {by_value(versions)}"
+        for name, versions in found.items()
+        if len(set(versions.values())) > 1
+    ]
 
 
 def progress_line(

@@ -1,8 +1,12 @@
-"""The tags of the package's point-to-point messages, grouped by communicator.
+"""The tags of the package's point-to-point messages, grouped by communicator; their version.
 
 Each use has its own tag, so that no receive matches another's message. A script's own `send` and
 `recv` use a separate communicator.
 """
+
+PROTOCOL = 1
+"""The version of what ranks send each other. Raised when the order or the form of the package's own
+messages changes, so that ranks with different builds of it end with one line."""
 
 COUNT = 32_768
 """The number of tags that every MPI supports, from 0 on."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.launch.probe import NO_ANSWER, run_on
 from kaitian_mpi.output.folders import SHM, SNAPSHOTS_VARIABLE, remove_private
 from kaitian_mpi.runtime.launcher import SUPERVISED
-from kaitian_mpi.supervision.hosts import Host
-from kaitian_mpi.supervision.probe import NO_ANSWER, run_on
 from kaitian_mpi.supervision.starts import Job
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.launch.probe import lost_hosts
 from kaitian_mpi.output.folders import SHM
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks, remove_snapshots
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
-from kaitian_mpi.supervision.probe import lost_hosts
 from kaitian_mpi.supervision.starts import Job, list_names
 
 _log = logging.getLogger(__name__)

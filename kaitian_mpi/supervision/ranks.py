@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kaitian_mpi.supervision.hosts import Host
-
-
-def total_slots(hosts: Sequence[Host]) -> int | None:
-    """Return the slots of all hosts; None if a host does not state how many it has."""
-    known = [host.slots for host in hosts if host.slots is not None]
-    return sum(known) if len(known) == len(hosts) else None
+from kaitian_mpi.launch.hosts import Host, total_slots
 
 
 def fewer_ranks(ranks: int | None, left: Sequence[Host]) -> int | None:
@@ -30,19 +24,6 @@ def fewer_ranks(ranks: int | None, left: Sequence[Host]) -> int | None:
     """
     slots = total_slots(left)
     return ranks if ranks is None or slots is None else min(ranks, slots)
-
-
-def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Return each rank's host; if there are more ranks than slots, hosts are filled again."""
-    placed: list[str] = []
-    while len(placed) < ranks:
-        before = len(placed)
-        for host in hosts:
-            free = ranks - len(placed)
-            placed += [host.name] * (free if host.slots is None else min(host.slots, free))
-        if len(placed) == before:  # no host has a slot
-            return []
-    return placed
 
 
 def kept_ranks(placed: Sequence[str], lost: Collection[str], ranks: int) -> list[int]:

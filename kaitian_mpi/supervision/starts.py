@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from kaitian_mpi.supervision.command import HOST_LISTS, HOSTFILES, Command
-from kaitian_mpi.supervision.hosts import Host, host_list_without, hostfile_without
+from kaitian_mpi.launch.command import HOST_LISTS, HOSTFILES, Command
+from kaitian_mpi.launch.hosts import (
+    Host,
+    host_list_without,
+    hostfile_without,
+    place_by_slot,
+    total_slots,
+)
 from kaitian_mpi.supervision.ranks import (
     fewer_ranks,
     kept_ranks,
     kinds_of,
-    place_by_slot,
     slowdowns_of,
-    total_slots,
 )
 
 _MAX_NAMES = 8

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kaitian_mpi.errors import StorageError, UserError
+from kaitian_mpi.launch.hosts import Host
 from kaitian_mpi.output.folders import SHM
-from kaitian_mpi.supervision.hosts import Host
 from kaitian_mpi.supervision.run_state import RunState, read_state
 from kaitian_mpi.supervision.starts import Job, Start, list_names, plan_start
 

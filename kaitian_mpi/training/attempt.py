@@ -18,6 +18,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import lost_line, print_rank_0, result_line
 from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -86,6 +87,7 @@ class Attempt:
     def step_done(self, step: Step) -> Step:
         """Do what follows a step that the trainer has done, and return it."""
         requested = self._follow_up.step_done(step, self._checkpoints.wants_checkpoint())
+        self._log_startup()
         self._log_recovery(step.number)
         self._check_weights(step.number)
         self._save_if_due(step.number, requested)
@@ -178,6 +180,13 @@ class Attempt:
         record_plan(world, run.setup, plan, step, reason)
         run.summary = run.summary.with_ranks(world, self._state, plan, run.allreduce_algorithm)
         run.write_summary()
+
+    def _log_startup(self) -> None:
+        """Log, once, where the seconds until the first step went."""
+        seconds = startup_clock.finish()
+        if seconds is not None:
+            print_rank_0(self._world, startup_clock.describe(seconds))
+            self._run.summary = replace(self._run.summary, startup_sec=seconds)
 
     def _remember_costs(self) -> None:
         self._run.record_costs(self._world, self._follow_up.balancing.costs())

@@ -35,6 +35,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0, show_topology
 from kaitian_mpi.output.run_folder import check_run_folder
+from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.training.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.training.run import Run
@@ -82,6 +83,7 @@ def open_run(
     membership.attempt(partial(check_initial_file, config))
     membership.attempt(partial(check_export, config))
     on_all = partial(_on_all_ranks, membership)
+    startup_clock.begin("data and model")
     setup: Setup = on_all(partial(prepare, make_task, config))
     earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
     if earlier.is_finished:
@@ -89,11 +91,13 @@ def open_run(
         return setup.task, None, earlier.summary
     if config.resume and earlier.found.metadata is None:
         membership.attempt(partial(start_from_file, config, setup.task.model))
+    startup_clock.begin("benchmark")
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
     agrees = membership.attempt(
         partial(check_parity, config, setup, profiles, selection.excluded_ranks)
     )
+    startup_clock.begin("first step")
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection))
     membership.put_on_standby(config.spares, selection.excluded_ranks)

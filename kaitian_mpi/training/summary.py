@@ -58,6 +58,8 @@ class Summary:
     """The model's number of parameters."""
     torch_version: str | None = None
 
+    startup_sec: dict[str, float] | None = None
+    """The phases from mpirun's start to the end of this job's first step, of the first rank."""
     steps: int | None = None
     epochs: int | None = None
     bad_steps: int | None = None

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
@@ -16,13 +17,22 @@ def test_every_rank_knows_every_rank(world):
 
 
 @pytest.mark.sizes(3)
-def test_ranks_with_different_versions_do_not_start(world, monkeypatch):
-    own = torch.__version__.partition("+")[0]
+def test_ranks_with_different_versions_of_this_package_do_not_start(world, monkeypatch):
+    own = kaitian_mpi.__version__
     if world.rank == 1:
-        monkeypatch.setattr(torch, "__version__", "1.0+acme")
-    message = rf"the version of torch differs between ranks: {own} on ranks 0, 2, 1.0 on rank 1;"
+        monkeypatch.setattr(kaitian_mpi, "__version__", "0.0")
+    message = rf"the version of kaitian-mpi differs between ranks: {own} on ranks 0, 2, 0.0 on rank"
     with pytest.raises(AgreedError, match=message):
         join_world(world.comm)
+
+
+@pytest.mark.sizes(3)
+def test_ranks_with_different_releases_of_torch_start(world, monkeypatch):
+    if world.rank == 1:
+        monkeypatch.setattr(torch, "__version__", "1.0+acme")
+    joined = join_world(world.comm)
+    assert [info.torch_version == "1.0+acme" for info in joined.infos] == [False, True, False]
+    joined.comm.Free()
 
 
 @pytest.mark.ranks(3)

@@ -19,6 +19,8 @@ from kaitian_mpi.checks.facts import (
 )
 from kaitian_mpi.checks.registry import CHECKS, judge
 from kaitian_mpi.checks.verdict import Level, by_value, ranks_text
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.output.console import differing_software
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL", run_on_hardware="Acme 1")
 ACME = {
@@ -56,13 +58,13 @@ PROBLEMS = {
         job(rank_facts(software=with_package("torch", ""))),
         "not installed: torch",
     ),
-    "torch differs": (
-        two(software=with_package("torch", "2.14.1")),
-        "the version of torch differs between ranks: 2.13.0 on rank 0, 2.14.1 on rank 1",
-    ),
     "this package differs": (
         two(software=with_package("kaitian-mpi", "0.2")),
         "the version of kaitian-mpi differs between ranks: 0.1.0 on rank 0, 0.2 on rank 1",
+    ),
+    "the messages between ranks differ": (
+        two(software={"protocol": 2}),
+        "the wire protocol of kaitian-mpi differs between ranks: 1 on rank 0, 2 on rank 1",
     ),
     "a silent rank": (job(missing={1: "has died", 2: "has died"}), "ranks 1, 2: has died"),
     "a failed examination": (
@@ -80,6 +82,13 @@ PROBLEMS = {
     "unknown ranks of a host with accelerators": (
         job(*(rank_facts(rank, devices=ACME, mpi={"size": 2, "launched": 1}) for rank in range(2))),
         "no variable of the launcher says which is which",
+    ),
+    "all ranks on the first host": (
+        job(
+            rank_facts(0, local_size=2, given_hosts={"a": 1, "b": 1}),
+            rank_facts(1, local_size=2, machine={"cores": 8}),
+        ),
+        "all 2 ranks are on a; mpirun was given (slots) a (1), b (1); unset PRTE_MCA_rmaps",
     ),
     "no threads": (
         two(mpi={"threads": "single"}),
@@ -135,7 +144,6 @@ PROBLEMS = {
     ),
 }
 WARNINGS = {
-    "Python differs": (two(software={"python": "3.12.1"}), "3.11 on rank 0, 3.12 on rank 1"),
     "MPI differs": (
         two(mpi={"library": "Open MPI 5.0.3"}),
         "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1",
@@ -144,6 +152,13 @@ WARNINGS = {
     "ULFM unknown": (
         job(rank_facts(mpi={"survives_requested": True, "survives": None})),
         "does not say whether it is on",
+    ),
+    "hosts without a rank": (
+        job(
+            rank_facts(0, local_size=2, given_hosts={"a": 4, "b": None}),
+            rank_facts(1, local_size=2),
+        ),
+        "all 2 ranks are on a; mpirun was given (slots) a (4), b (?); start more ranks",
     ),
     "spinning": (
         job(rank_facts(local_size=8, mpi={"yields": False})),
@@ -236,7 +251,8 @@ UNKNOWN = RankFacts.from_json({**rank_facts().to_json(), "mpi": None, "devices":
     [
         job(rank_facts(), rank_facts(1)),
         two(software=with_package("torch", "2.13.0+acme")),  # another vendor's build
-        two(software={"python": "3.11.2"}),
+        two(software=with_package("torch", "2.14.1")),
+        two(software={"python": "3.12.1"}),
         two(devices=ACME),
         job(
             *(
@@ -267,13 +283,29 @@ def test_nothing_is_said_against_what_is_well(facts):
 
 def test_the_checks_before_a_job_need_no_device_and_no_disk():
     bare = rank_facts().to_json() | {"devices": None, "storage": None}
-    facts = job(RankFacts.from_json(bare), rank_facts(1, software=with_package("torch", "2.9")))
+    other = rank_facts(1, software=with_package("kaitian-mpi", "0.2"))
+    facts = job(RankFacts.from_json(bare), other)
     found = {check.name: verdict for check, verdict in judge(facts, before_job=True)}
     assert found["versions"].level is Level.PROBLEM
     assert set(found) == {check.name for check in CHECKS if check.before_jobs} - {
-        "python",
         "mpi library",
+        "placement",
     }
+
+
+def test_versions_that_may_differ_are_listed():
+    other = {**with_package("torch", "2.14.1"), "python": "3.12.1"}
+    found = [str(v) for check, v in judge(two(software=other)) if check.name == "environments"]
+    assert found == [
+        "torch: 2.13.0+cpu on rank 0, 2.14.1 on rank 1",
+        "Python: 3.11.7 on rank 0, 3.12.1 on rank 1",
+    ]
+    infos = [
+        RankInfo(n, 0, "a", "cpu", "cpu", "", 0, torch, python_version="3.11.7")
+        for n, torch in enumerate(("2.13.0", "2.14.1"))
+    ]
+    assert differing_software(infos) == ["torch: 2.13.0 on rank 0, 2.14.1 on rank 1"]
+    assert differing_software(infos[:1]) == []
 
 
 def test_gathering_what_is_cheap_takes_no_time():

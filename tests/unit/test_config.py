@@ -32,6 +32,7 @@ DEFAULTS = {
     "--relay-dtype": "fp32",
     "--relay-memory-mb": 32,
     "--devices": "auto",
+    "--device-map": "",
     "--share-device": False,
     "--emulate-kinds": "",
     "--emulate-slowdown": "",

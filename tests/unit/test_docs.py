@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.cli import bench, doctor, flags, plan, run, supervise, train
+from kaitian_mpi.cli import bench, doctor, env, flags, plan, run, supervise, train
 from kaitian_mpi.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,7 @@ PARSERS = {
     plan.PROGRAM: plan.make_parser(),
     supervise.PROGRAM: supervise.make_parser(),
     doctor.PROGRAM: doctor.make_parser(),
+    env.PROGRAM: env.make_parser(),
 }
 
 
@@ -65,7 +66,7 @@ def commands(path):
     for line in lines:
         words = line.replace("$(which kaitian-train)", train.PROGRAM)
         match = re.search(
-            r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise|doctor)) \S", words
+            r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise|doctor|env)) \S", words
         )
         if match and "…" not in line and not line.startswith(("#", " ", "│")):
             yield words[match.start(1) if words.startswith("mpirun") else 0 :]
@@ -111,10 +112,10 @@ def test_documented_commands_parse(path):
         assert program in PARSERS, command
         try:
             options = vars(PARSERS[program].parse_args(arguments))
-            if program == supervise.PROGRAM:
+            if program in (supervise.PROGRAM, env.PROGRAM):
                 inner = arguments[arguments.index(train.PROGRAM) + 1 :]
                 options = vars(PARSERS[train.PROGRAM].parse_args(inner))
-            if program in (train.PROGRAM, supervise.PROGRAM):
+            if program in (train.PROGRAM, supervise.PROGRAM, env.PROGRAM):
                 TrainConfig(**options)
         except (SystemExit, ValueError) as error:  # a parser exits when it rejects its arguments
             rejection = error

@@ -209,6 +209,8 @@ def test_a_wrong_flag_is_one_line(words, reason):
 def test_the_defaults_are_those_of_training():
     assert vars(make_parser().parse_args([])) == {
         "json": False,
+        "hostfile": "",
+        "env": "",
         "devices": "auto",
         "share_device": False,
         "run_dir": "runs",

@@ -30,6 +30,7 @@ FLOORS = (
     "relay",
     "mpi",
     "checks",
+    "launch",
     "runtime",
     "devices",
     "balance",
@@ -121,6 +122,7 @@ def test_the_lowest_layers_import_neither_torch_nor_mpi():
     for place in (
         "balance",
         "supervision",
+        "launch",
         "config.py",
         "errors.py",
         "factory.py",

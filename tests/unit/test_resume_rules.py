@@ -25,6 +25,7 @@ SILENT = {
     "config": "run.toml",
     "data_dir": "moved",
     "devices": "cpu",
+    "device_map": "devices.toml",
     "share_device": True,
     "emulate_kinds": "a,b",
     "export": "model.safetensors",

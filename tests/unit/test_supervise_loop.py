@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.supervision.command import parse_command
-from kaitian_mpi.supervision.hosts import parse_host_list
+from kaitian_mpi.launch.command import parse_command
+from kaitian_mpi.launch.hosts import parse_host_list
 from kaitian_mpi.supervision.run_state import RunState, read_state
 from kaitian_mpi.supervision.starts import Job
 from kaitian_mpi.supervision.supervisor import supervise

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.supervision.command import parse_command
-from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.launch.command import parse_command
+from kaitian_mpi.launch.hosts import Host
 from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks
 from kaitian_mpi.supervision.starts import Job
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from kaitian_mpi.supervision.command import Command
-from kaitian_mpi.supervision.hosts import Host
+from kaitian_mpi.launch.command import Command
+from kaitian_mpi.launch.hosts import Host
 
 _PARAMETERS = ("plm_ssh_agent", "plm_rsh_agent")  # the second one is Open MPI 4's
 _PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")

@@ -71,6 +71,25 @@ def choose(from_files: Sequence[Host], from_list: Sequence[Host]) -> tuple[Host,
     return tuple(replace(host, slots=slots[host.name]) for host in from_files if host.name in slots)
 
 
+def total_slots(hosts: Sequence[Host]) -> int | None:
+    """Return the slots of all hosts; None if a host does not state how many it has."""
+    known = [host.slots for host in hosts if host.slots is not None]
+    return sum(known) if len(known) == len(hosts) else None
+
+
+def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
+    """Return each rank's host; if there are more ranks than slots, hosts are filled again."""
+    placed: list[str] = []
+    while len(placed) < ranks:
+        before = len(placed)
+        for host in hosts:
+            free = ranks - len(placed)
+            placed += [host.name] * (free if host.slots is None else min(host.slots, free))
+        if len(placed) == before:  # no host has a slot
+            return []
+    return placed
+
+
 def hostfile_without(text: str, lost: Collection[str]) -> str:
     """Return a hostfile's content without the lines of some hosts."""
     lines = text.splitlines()

@@ -46,6 +46,11 @@ class Part:
     """The option without dashes; empty for other words."""
     values: tuple[str, ...] = ()
 
+    @property
+    def is_launcher(self) -> bool:
+        """Whether it is mpirun, or another launcher."""
+        return not self.name and PurePath(self.words[0]).name.split(".")[0] in _LAUNCHERS
+
     def with_value(self, value: str) -> Part:
         """Return the option in the same form with another value."""
         flag, equals, _ = self.words[0].partition("=")
@@ -58,9 +63,9 @@ class Command:
     """A launcher's command line, split into parts."""
 
     parts: tuple[Part, ...]
-    """Everything before the arguments of kaitian-train, including that program."""
+    """Everything before the arguments of the program, including that program."""
     arguments: tuple[str, ...]
-    """The arguments of kaitian-train."""
+    """The arguments of the program, such as kaitian-train."""
 
     @property
     def words(self) -> list[str]:
@@ -127,15 +132,9 @@ def parse_command(words: Sequence[str]) -> Command:
     Raises:
         UserError: its program is not kaitian-train, or it has several programs.
     """
-    # mpirun may come after `nice` or `env`, and may be missing in a job of one rank.
-    names = [PurePath(word).name.split(".")[0] for word in words]
-    begin = next((n for n, name in enumerate(names, 1) if name in _LAUNCHERS), 0)
-    parts = [Part((word,)) for word in words[:begin]]
-    position = begin
-    while begin and position < len(words) and words[position].startswith("-"):
-        taken = tuple(words[position : position + 1 + _values_after(words[position])])
-        parts.append(_option(taken))
-        position += len(taken)
+    launcher = parse_launcher(words)
+    parts = list(launcher.parts)
+    position = len(words) - len(launcher.arguments)
     end = _program_end(words, position)
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
@@ -144,6 +143,23 @@ def parse_command(words: Sequence[str]) -> Command:
             f"mpirun … {PROGRAM} …"
         )
     return Command(parts=tuple(parts), arguments=tuple(words[end:]))
+
+
+def parse_launcher(words: Sequence[str]) -> Command:
+    """Parse the launcher and its options; `arguments` are the words after them.
+
+    Without a launcher, all words are after it: mpirun may be missing in a job of one rank.
+    """
+    # mpirun may come after `nice` or `env`.
+    names = [PurePath(word).name.split(".")[0] for word in words]
+    begin = next((n for n, name in enumerate(names, 1) if name in _LAUNCHERS), 0)
+    parts = [Part((word,)) for word in words[:begin]]
+    position = begin
+    while begin and position < len(words) and words[position].startswith("-"):
+        taken = tuple(words[position : position + 1 + _values_after(words[position])])
+        parts.append(_option(taken))
+        position += len(taken)
+    return Command(parts=tuple(parts), arguments=tuple(words[position:]))
 
 
 def _program_end(words: Sequence[str], begin: int) -> int:

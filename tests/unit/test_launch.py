@@ -1,0 +1,201 @@
+"""What mpirun is given: environments, device maps, hosts' answers, a launcher's own command."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kaitian_mpi.doctor.hosts import judge_hostfile
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.command import parse_launcher
+from kaitian_mpi.launch.device_map import devices_for, parse_device_map
+from kaitian_mpi.launch.environments import expand, parse_environments, read_environments
+from kaitian_mpi.launch.host_check import HostAnswer, _Ended, ask_hosts, judge, version_faults
+from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.launch.parent import hosts_of_launcher, launcher_command
+from kaitian_mpi.runtime.startup_clock import StartupClock, describe
+
+HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
+TRAIN = "kaitian_mpi.cli.train --lr 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "pythons", "words"),
+    [
+        (
+            "mpirun --hostfile hf -np 5 --bind-to none kaitian-train --lr 1",
+            {"b": "/b/python", "c": "/b/python"},
+            "mpirun --hostfile hf --bind-to none --host a:2 -np 2 kaitian-train --lr 1 : "
+            f"--host b:1,c:2 -np 3 /b/python -m {TRAIN}",
+        ),
+        (
+            "nice mpirun -x FOO --wdir /d --host a:2,b:1,c:3 /x/bin/python -u train.py",
+            {"a": "/a/python3"},
+            "nice mpirun -x FOO --wdir /d --host a:2 -np 2 /a/python3 -u train.py : --wdir /d "
+            "--host b:1,c:3 -np 4 /x/bin/python -u train.py",
+        ),
+        (
+            "mpirun -np 2 /opt/bin/kaitian-train --lr 1",  # b and c get no rank
+            {"b": "/b/python"},
+            "mpirun --host a:2 -np 2 /opt/bin/kaitian-train --lr 1",
+        ),
+    ],
+)
+def test_each_environment_is_a_part_of_the_command(line, pythons, words):
+    assert " ".join(expand(parse_launcher(line.split()), HOSTS, pythons)[0]) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "hosts", "pythons", "message"),
+    [
+        ("mpirun -np 7 kaitian-train", HOSTS, {}, "found 7 ranks for 6 slots"),
+        ("mpirun kaitian-train", HOSTS, {"z": "/p"}, "an environment for z, needed hosts"),
+        ("mpirun kaitian-train", (Host(name="a"),), {}, "found no slots for a; write slots=N"),
+        ("mpirun ./run.sh", HOSTS, {"a": "/p"}, "found ./run.sh as the program"),
+        ("mpirun", HOSTS, {"a": "/p"}, "found nothing as the program"),
+    ],
+)
+def test_a_command_that_cannot_be_divided(line, hosts, pythons, message):
+    with pytest.raises(UserError, match=message):
+        expand(parse_launcher(line.split()), hosts, pythons)
+
+
+def test_environments_are_read(tmp_path):
+    text = '[a]\npython = "/a/bin/python"\n["b.lab"]\npython = "/b/bin/python"\n'
+    (tmp_path / "env.toml").write_text(text)
+    known = {"a": "/a/bin/python", "b.lab": "/b/bin/python"}
+    assert read_environments(str(tmp_path / "env.toml")) == known
+    with pytest.raises(UserError, match=r"none\.toml: No such file"):
+        read_environments(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a", "found no valid TOML"),
+        ('a = "/bin/python"', "needed the path of its interpreter alone"),
+        ("[a]", "needed the path of its interpreter alone"),
+        ('[a]\npython = "/p"\nPATH = "/x"', "needed the path of its interpreter alone"),
+        ('[b.lab]\npython = "/p"', 'quote a name with dots: \\["node-b.lab"\\]'),
+        ('[a]\npython = "bin/python"', "needed a full path"),
+    ],
+)
+def test_wrong_environments(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_environments(text, "env.toml")
+
+
+def test_a_device_map_gives_each_host_its_devices():
+    known = parse_device_map('a = ["cuda:1", "cpu"]\n"10.0.0.2" = ["mlu:0"]', "m.toml")
+    assert devices_for(known, "a", lambda name: False, "m.toml") == "cuda:1,cpu"
+    assert devices_for(known, "a.lab", lambda name: False, "m.toml") == "cuda:1,cpu"
+    assert devices_for(known, "b", lambda name: name == "10.0.0.2", "m.toml") == "mlu:0"
+    with pytest.raises(UserError, match=r"no devices for c, needed .*; it has a, 10\.0\.0\.2"):
+        devices_for(known, "c", lambda name: False, "m.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = [", "found no valid TOML"),
+        ("", "found no host"),
+        ('a = "cuda:0"', "needed a list with a device for each local rank"),
+        ("a = []", "needed a list"),
+        ('a = ["cuda:0,cuda:1"]', "needed a list"),
+        ("a = [0, 1]", "needed a list"),
+        ('a.lab = ["cpu"]', "quote a name with dots"),
+    ],
+)
+def test_wrong_device_maps(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_device_map(text, "m.toml")
+
+
+@pytest.mark.parametrize(
+    ("ended", "answer"),
+    [
+        (_Ended(0, "Welcome!\n0.1.0\n"), "0.1.0"),
+        (_Ended(None), "b does not answer within 8 s; see whether"),
+        (
+            _Ended(255, "", "ssh: connect to host b port 22: No route to host\n"),
+            "b cannot be reached (ssh: connect to host b port 22: No route to host); see",
+        ),
+        (_Ended(127, "", "bash: /p: No such file or directory"), "b has no /p; install"),
+        (_Ended(1, "", "x\nimportlib.metadata.PackageNotFoundError: k"), "/p has no kaitian-mpi"),
+        (_Ended(1, "", "Fatal Python error"), "b: /p fails (Fatal Python error); run it there"),
+    ],
+)
+def test_what_a_host_answers(ended, answer):
+    found = judge(ended, "b", "/p", 8.0, False)
+    assert answer in (found.fault or found.version)
+
+
+def test_this_machine_is_asked_without_ssh():
+    hosts = [Host(name=name) for name in "abc"]
+    pythons = {"a": sys.executable, "b": "/nowhere/python", "c": "/proc/version"}
+    found = ask_hosts(["false"], hosts, pythons, {"a", "b", "c"})
+    assert not found["a"].fault
+    assert "b has no /nowhere/python" in found["b"].fault
+    assert "c has no /proc/version" in found["c"].fault
+    assert version_faults({"a": HostAnswer("9"), "b": found["b"]}, "0.1") == [
+        "a has kaitian-mpi 9, and this host 0.1; install the same version on every host"
+    ]
+
+
+def test_a_host_that_hangs_is_given_up():
+    began = time.monotonic()
+    found = ask_hosts(["sh", "-c", "sleep 60"], [Host(name="9")], {"9": "/p"}, set(), 0.2)
+    assert "does not answer within 0.2 s" in found["9"].fault
+    assert time.monotonic() - began < 5
+
+
+def test_hosts_of_a_launcher_are_found_by_its_command_line(tmp_path):
+    (tmp_path / "hf").write_text("a slots=2\nb slots=1\n")
+
+    def given(name, *words):
+        running = [name, "-c", "print(flush=True); input()", *words]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": tmp_path}
+        with subprocess.Popen(running, executable=sys.executable, **pipes) as process:
+            process.stdout.readline()  # it runs
+            found = hosts_of_launcher(process.pid)
+            process.communicate(b"\n")
+            return found
+
+    both = (Host(name="a", slots=2), Host(name="b", slots=1))
+    assert given("mpirun", "--hostfile", "hf", "train") == both
+    assert given("/opt/bin/mpirun", "--host", "a:2,b", "train") == both
+    assert given("mpirun", "--host", "a", "train", ":", "--host", "b", "train") == ()
+    assert given("mpirun", "--hostfile", "none", "train") == ()
+    assert given("train", "mpirun", "--hostfile", "hf") == ()
+    assert launcher_command(1 << 30) is None
+
+
+@pytest.mark.parametrize(
+    ("slots", "variable", "levels"),
+    [
+        ((2, 1), "", ["ok"]),
+        ((2, 1), ":oversubscribe", ["problem", "ok"]),
+        ((2,), ":oversubscribe", ["ok"]),
+        ((2, None), "", ["warning"]),
+    ],
+)
+def test_what_mpirun_will_do_with_a_hostfile(slots, variable, levels):
+    hosts = tuple(Host(name=f"n{number}", slots=each) for number, each in enumerate(slots))
+    environ = {"PRTE_MCA_rmaps_default_mapping_policy": variable}
+    assert [str(each.level) for each in judge_hostfile(hosts, environ)] == levels
+
+
+def test_the_start_is_divided_into_phases():
+    clock = StartupClock()
+    clock.begin("MPI")
+    time.sleep(0.02)
+    clock.begin("imports")
+    clock.begin("MPI")
+    found = clock.finish()
+    assert list(found) == ["python", "MPI", "imports"]  # pytest is no launcher
+    assert found["MPI"] >= 0.02
+    assert clock.finish() is None
+    assert describe({"launch": 1.0, "python": 0.26}) == (
+        "start-up: first step done 1.3 s after mpirun (launch 1.0, python 0.3)"
+    )
