@@ -111,7 +111,9 @@ class _Supervisor:
             if code == _USER_ERROR and not state.is_beyond(before):
                 return code
             if code == _DISK_FULL:
-                self._effects.report(f"not started again: {self._job.folder} cannot be written")
+                self._effects.report(
+                    "not started again: the job could not write its results, see above"
+                )
                 return code
             if number == self._max_starts or self._quick == _MAX_QUICK:
                 return self._give_up(number, code)

@@ -182,7 +182,7 @@ def test_a_full_disk_does_not_cause_a_restart(folder):
     assert supervise(make_job(folder), world, 3) == 74
     assert len(world.commands) == 1
     assert world.reports[1:] == [
-        f"not started again: {folder} cannot be written",
+        "not started again: the job could not write its results, see above",
         "the newest state is still in memory (/dev/shm): make room on the disk, and run the same "
         f"command with --run-dir {folder} --resume auto --snapshots beef",
     ]
