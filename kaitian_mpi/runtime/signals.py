@@ -34,11 +34,15 @@ _program = ""
 _on_exit_signal: Callable[[], str | None] | None = None
 _in_main_thread: Callable[[], None] | None = None
 _on_request: Callable[[], None] | None = None
+_reports: bool | None = None
 
 
 @contextmanager
 def on_exit_signal(
-    callback: Callable[[], str | None], in_main_thread: Callable[[], None] | None = None
+    callback: Callable[[], str | None],
+    in_main_thread: Callable[[], None] | None = None,
+    *,
+    reports: bool | None = None,
 ) -> Iterator[None]:
     """Call `callback` before a signal ends this process inside the block; print what it returns.
 
@@ -46,13 +50,15 @@ def on_exit_signal(
         callback: runs in a separate thread and has 0.25 s before mpirun sends SIGKILL. It returns a
             line to print, None if there is none, or "" if another rank may be saving.
         in_main_thread: runs in the main thread at the same time, once that executes Python code.
+        reports: whether this rank says that the signal ends the job; None: MPI's rank 0 does, which
+            may be lost.
     """
-    global _on_exit_signal, _in_main_thread
-    _on_exit_signal, _in_main_thread = callback, in_main_thread
+    global _on_exit_signal, _in_main_thread, _reports
+    _on_exit_signal, _in_main_thread, _reports = callback, in_main_thread, reports
     try:
         yield
     finally:
-        _on_exit_signal = _in_main_thread = None
+        _on_exit_signal = _in_main_thread = _reports = None
 
 
 @contextmanager
@@ -141,7 +147,7 @@ def _keep_from_children() -> None:
 
 
 def _exit_by_signal(number: int) -> None:
-    if read_launch(os.environ).world_rank == 0:
+    if read_launch(os.environ).world_rank == 0 if _reports is None else _reports:
         write_to_launcher_stderr(f"{_REASONS[number]}; ending the job")
     try:
         message = _on_exit_signal() if _on_exit_signal is not None else None

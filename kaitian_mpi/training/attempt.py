@@ -161,7 +161,10 @@ class Attempt:
         )
         owns_files = not isinstance(self._run.setup.folder, NoFolder)
         callbacks = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)
-        with on_exit_signal(*callbacks), on_checkpoint_request(checkpoints.request):
+        with (
+            on_exit_signal(*callbacks, reports=self._world.rank == 0),
+            on_checkpoint_request(checkpoints.request),
+        ):
             yield
 
     def _log_start(self, plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """Signals to children that a rank has forked, in real processes."""
 
+import os
 import subprocess
 import sys
 
@@ -39,3 +40,29 @@ def test_a_signal_to_a_forked_child_does_not_reach_the_rank(number, code):
     assert ended.stdout.splitlines() == [str(code), "still there"], ended.stderr
     assert ended.stderr == ""
     assert ended.returncode == 0
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from kaitian_mpi.runtime import signals
+from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
+signals.write_to_launcher_stderr = lambda text: print(text, flush=True)
+handle_signals("program")
+with on_exit_signal(lambda: None, reports=sys.argv[1] == "first"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("place", "lines"), [("first", 1), ("later", 0)])
+def test_the_first_rank_left_says_that_a_signal_ends_the_job(place, lines):
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, place],
+        env=os.environ | {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SEC,
+        check=False,
+    )
+    assert ended.stdout.count("terminated by SIGTERM") == lines, ended.stderr
+    assert ended.returncode
