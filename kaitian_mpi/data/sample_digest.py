@@ -110,10 +110,13 @@ def _sample(data: Any, index: int) -> Any:
 
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    """Seed torch, numpy and Python inside the block, and restore their state afterwards."""
+    """Seed torch, numpy and Python inside the block, and restore their state afterwards.
+
+    Of torch's generators, only the CPU's: data is made there.
+    """
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         try:
