@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kaitian_mpi.errors import AgreedError, CollectiveError, UserError
+from kaitian_mpi.runtime.polling import wait_request
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,7 +27,8 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     own = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
     # When a rank dies, MPI may leave its part unfilled and report it only in the next call.
     lengths = np.full(comm.size, -1, dtype=np.int64)
-    comm.Allgather(np.array([own.size], dtype=np.int64), lengths)
+    # Ranks may come minutes apart, as after loading their data.
+    wait_request(comm.Iallgather(np.array([own.size], dtype=np.int64), lengths))
     if lengths.min() < 0:
         raise CollectiveError("the values of a rank did not arrive")
     gathered = np.zeros(int(lengths.sum()), dtype=np.uint8)
