@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from kaitian_mpi.engine.state_lock import StateLock
 from kaitian_mpi.runtime.launcher_pause import detach_from_job, pause_launcher
 from kaitian_mpi.runtime.signals import open_launcher_stderr, output_line
@@ -39,6 +37,7 @@ class ExitSave:
         lock: StateLock,
         save: Callable[[], str],
         prepare: Callable[[], None] | None = None,
+        after_fork: Callable[[], None] | None = None,
     ) -> None:
         """Store the callbacks; nothing happens before a signal.
 
@@ -47,8 +46,10 @@ class ExitSave:
             save: called in the child; returns a line that reports what was saved.
             prepare: called in the rank before the fork, with a consistent state, if a child cannot
                 access the state because it is on a device: copies it to the host.
+            after_fork: called first in the child, which has none of this process's other threads.
         """
         self._lock, self._save, self._prepare = lock, save, prepare
+        self._after_fork = after_fork
         self._child = 0
 
     def run(self) -> str | None:
@@ -111,8 +112,8 @@ class ExitSave:
                 self._lock.on_acquired = None
                 os.dup2(stderr, _STDERR)
                 detach_from_job()
-                # A forked process does not have torch's compute threads.
-                torch.set_num_threads(1)
+                if self._after_fork is not None:
+                    self._after_fork()
                 in_child()
             os.close(stderr)
 

@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from kaitian_mpi.benchmark.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.checkpoint.exit_save import ExitSave
 from kaitian_mpi.checkpoint.metadata import RunMetadata
@@ -158,6 +160,7 @@ class Attempt:
             state.lock,
             lambda: checkpoints.save_at_exit(state, self.metadata()),
             None if device_of(state.computation.device).is_host else prepare,
+            after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
         )
         owns_files = not isinstance(self._run.setup.folder, NoFolder)
         callbacks = (exit_save.run, exit_save.interrupt) if owns_files else (lambda: "",)
