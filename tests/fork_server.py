@@ -1,17 +1,21 @@
 """Starts Python commands as forks of a process that has torch loaded.
 
-Loading torch, and what it loads for an optimizer and for DistributedDataParallel, takes each rank
-longer than most tests take. This process loads it once and forks each rank, before MPI, threads or
-any state of this project. `forked_rank.py` is what mpirun starts; it stands for the rank.
+Loading torch, what it loads for an optimizer, for DistributedDataParallel and to compile, and this
+package takes each rank longer than most tests take. This process loads all that once and forks each
+rank, before MPI or threads have started. `forked_rank.py` is what mpirun starts; it stands for the
+rank.
 
-Unlike a fresh process, a forked rank is not the launcher's child, and Python's hash seed is the
-same on all ranks. Tests of signals, of how processes end or of what is imported start fresh ones.
+Unlike a fresh process, a forked rank is not the launcher's child, Python's hash seed is the same on
+all ranks, and at its end what exit handlers leave is not freed object by object, which takes longer
+than many tests. Tests of signals, of how processes end or of what is imported start fresh ones.
 
     python fork_server.py SOCKET
 
 It ends at the end of its standard input.
 """
 
+import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -22,6 +26,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import types
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +34,10 @@ from pathlib import Path
 PRELOADED = (
     *("numpy", "pytest", "sklearn.datasets", "rich.console", "rich.table", "psutil", "mpi4py"),
     *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.nn.parallel"),
-    *("torch.distributed._functional_collectives", "torch.utils.data"),
+    *("torch.distributed._functional_collectives", "torch.distributed.optim", "torch.utils.data"),
+    *("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch.export"),
+    *("kaitian_mpi.backend.data_parallel", "kaitian_mpi.backend.startup", "kaitian_mpi.cli.train"),
+    *("kaitian_mpi.recipes.image_classification", "kaitian_mpi.training.training"),
 )
 MAX_REQUEST_BYTES = 1 << 20
 LIBRARY_FOLDERS = sys.path[1:]
@@ -38,13 +46,14 @@ LIBRARY_FOLDERS = sys.path[1:]
 def main():
     for name in PRELOADED:
         importlib.import_module(name)
+    assert "mpi4py.MPI" not in sys.modules  # each rank starts it
     gc.freeze()  # the forks share the memory of these objects
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(sys.argv[1])
         server.listen(64)
         print("ready", flush=True)
         command = serve(server)
-    run(command)
+    end(exit_code(command))
 
 
 def serve(server):
@@ -92,6 +101,7 @@ def watch(pid, connection, launcher):
 def take_over(request, descriptors):
     """Make this process what the one that it stands for would have become."""
     os.setpgid(0, 0)
+    join_host_of(request["pid"])
     os.sched_setaffinity(0, request["cores"])
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
@@ -103,6 +113,51 @@ def take_over(request, descriptors):
         line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in os.environ
     )
     sys.modules["numpy"].random.seed()  # Python's own generator is seeded at each fork
+
+
+def join_host_of(pid):
+    """Move this process to a process's host, which may be emulated by namespaces."""
+    for name in ("net", "uts"):
+        with open(f"/proc/{pid}/ns/{name}") as theirs, open(f"/proc/self/ns/{name}") as ours:
+            if os.fstat(theirs.fileno()).st_ino != os.fstat(ours.fileno()).st_ino:
+                assert ctypes.CDLL(None).setns(theirs.fileno(), 0) == 0
+
+
+def exit_code(command):
+    """Run a command; return the code, or minus the signal, with which it ends."""
+    try:
+        run(command)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def end(code):
+    """End as Python does, but for freeing what this process holds."""
+    flush = sys.stdout.flush, sys.stderr.flush
+    for leave in (threading._shutdown, atexit._run_exitfuncs, *flush, finalize_mpi):
+        try:
+            leave()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def finalize_mpi():
+    """Finalize MPI where mpi4py would, at the very end of a process."""
+    if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py"].rc.finalize is not False:
+        mpi = sys.modules["mpi4py.MPI"]
+        if mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()
 
 
 def run(command):

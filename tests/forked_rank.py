@@ -23,6 +23,7 @@ def main():
         "environ": dict(os.environ),
         "cores": sorted(os.sched_getaffinity(0)),
         "launcher": os.getppid(),
+        "pid": os.getpid(),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)

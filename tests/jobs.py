@@ -37,7 +37,7 @@ PYTHON = sys.executable
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 _HERE = Path(__file__).parent
 PLANTED = _HERE / "e2e"
-_PROGRAMS = (PYTHON, "kaitian-train", "kaitian-bench", "kaitian-run")
+_PROGRAMS = ("kaitian-train", "kaitian-bench", "kaitian-run")
 LONGEST_SEC = 120
 EVEN = "--balance off --run-dir run --log-interval 0".split()
 
@@ -106,7 +106,8 @@ def run_alone(*command: str, cwd: Path, fresh: bool = False, **env: str) -> Ende
 
 def forked(command: Sequence[str]) -> list[str]:
     """Return the command with its ranks forked; unchanged where another program starts them."""
-    at = next((index for index, word in enumerate(command) if word in _PROGRAMS), len(command))
+    programs = (PYTHON, *_PROGRAMS, *(str(SCRIPTS / name) for name in _PROGRAMS))
+    at = next((index for index, word in enumerate(command) if word in programs), len(command))
     rank = [PYTHON, "-I", "-S", str(_HERE / "forked_rank.py"), _fork_server()]
     return [*command[:at], *(rank if at < len(command) else []), *command[at:]]
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 from emulated_hosts import EmulatedHosts, why_not
-from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, steps_shown, summary_of
+from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, forked, steps_shown, summary_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"emulated hosts: {why_not()}")
 
@@ -13,6 +13,7 @@ RESTART_LIMIT_SEC = 60  # 20 s on a machine that has nothing else to do
 MOST_STEPS_REPEATED = 10
 
 TRAIN = f"{SCRIPTS}/kaitian-train --model planted:slow --global-batch-size 24".split()
+TRAIN += EVEN
 
 
 @pytest.fixture
@@ -24,9 +25,8 @@ def hosts(tmp_path):
 
 
 def test_loss_of_a_hosts_only_rank(hosts, tmp_path):
-    with HostsJob(
-        hosts, *"mpirun -np 4".split(), *TRAIN, *EVEN, "--max-steps=8", cwd=tmp_path
-    ) as job:
+    ranks = forked([*TRAIN, "--max-steps=8"])
+    with HostsJob(hosts, *"mpirun -np 4".split(), *ranks, cwd=tmp_path) as job:
         job.wait_for(r"step 3/")
         job.kill(3)
         killed_at = time.time()
@@ -45,9 +45,9 @@ def test_loss_of_a_hosts_only_rank(hosts, tmp_path):
 
 def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 4".split()
-    often = "--snapshot-every 5 --max-steps 40".split()
+    ranks = forked([*TRAIN, *"--snapshot-every 5 --max-steps 40".split()])
     lost = []
-    with HostsJob(hosts, PYTHON, *supervised, *TRAIN, *EVEN, *often, cwd=tmp_path) as job:
+    with HostsJob(hosts, PYTHON, *supervised, *ranks, cwd=tmp_path) as job:
         for number, lose in ((3, hosts.kill), (2, hosts.unplug)):
             before = max(int(job.wait_for(r"\| step (\d+)/")[1]) for _ in range(7))
             lose(number)

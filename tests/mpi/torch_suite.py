@@ -24,6 +24,7 @@ import time
 import traceback
 import types
 import unittest
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -47,6 +48,7 @@ Line = dict[str, Any]
 def main() -> None:
     """Run the command."""
     options = _make_parser().parse_args()
+    warnings.simplefilter("ignore")  # torch's own notes about its older parts
     comm = initialize_mpi().Dup()
     die_with_launcher()
     known = gather_values(comm, {} if comm.rank else _known(options.json))[0]
