@@ -9,9 +9,9 @@ import torch.distributed as dist
 pytestmark = pytest.mark.sizes(1, 3)
 
 MB = 1 << 20
-SIZE = 64 * MB
+SIZE = 32 * MB
 # A few megabytes of scratch, MPI's own buffers, and Python's allocations.
-SPARE = 16 * MB
+SPARE = 8 * MB
 
 
 def in_memory():

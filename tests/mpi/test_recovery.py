@@ -10,10 +10,8 @@ import math
 
 import pytest
 import torch
+from samples import BATCH, LENGTH, Points
 from test_trainer import (
-    BATCH,
-    LENGTH,
-    Points,
     by_step,
     make_setup,
     make_state,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer import Points
+from samples import Points
 from torch import nn
 
 from kaitian_mpi.checkpoint.resume import find_checkpoint, hand_over, restore

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from samples import BATCH, LENGTH, WORDS, pad, texts
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
@@ -21,7 +22,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 pytestmark = pytest.mark.sizes(3)
 ALSO_ALONE = pytest.mark.sizes(1, 3)
 
-WORDS, LENGTH, BATCH, EPOCHS = 20, 150, 24, 3  # 7 steps an epoch, the last of them with 6 samples
+EPOCHS = 3  # 7 steps an epoch, the last of them with 6 samples
 QUIET = {
     "global_batch_size": BATCH,
     "epochs": EPOCHS,
@@ -29,19 +30,6 @@ QUIET = {
     "log_interval": 60.0,
     "check_every": 0,
 }
-
-
-def texts():
-    """Tokens from 1 on; of those with one token nothing is predicted, so that their mean is NaN."""
-    random = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 9, (LENGTH,), generator=random).tolist()
-    lengths[::4] = [1] * len(lengths[::4])
-    return [torch.randint(1, WORDS, (length,), generator=random) for length in lengths]
-
-
-def pad(samples):
-    padded = nn.utils.rnn.pad_sequence([*samples, torch.zeros(2, dtype=torch.int64)], True)[:-1]
-    return {"input": padded[:, :-1], "target": padded[:, 1:]}
 
 
 class Language(nn.Module):

@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import pytest
 import torch
+from samples import BATCH, LENGTH, Points
 from torch import nn
-from torch.utils.data import Dataset
 
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
@@ -26,27 +26,6 @@ from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
 from kaitian_mpi.steps.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(1, 3)
-
-LENGTH, BATCH = 150, 24
-
-
-class Points(Dataset):
-    """Sample i is generated from i, and its label is a class."""
-
-    gives_batches = True
-
-    def __init__(self, length=LENGTH):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, indices):
-        index = torch.tensor(indices, dtype=torch.float64).reshape(-1, 1)
-        inputs = torch.cat([index, torch.sin(index), torch.cos(3 * index)], 1)
-        return inputs / torch.tensor([self.length, 1, 1]), torch.tensor(
-            indices, dtype=torch.int64
-        ) % 4
 
 
 def make_plan(world, shares, micro_batch_size=None, min_batch=1):

@@ -1,0 +1,40 @@
+"""Samples of the training tests. A process that loads them imports this module, not the tests'."""
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+LENGTH, BATCH = 150, 24
+WORDS = 20
+
+
+class Points(Dataset):
+    """Sample i is generated from i, and its label is a class."""
+
+    gives_batches = True
+
+    def __init__(self, length=LENGTH):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, indices):
+        index = torch.tensor(indices, dtype=torch.float64).reshape(-1, 1)
+        inputs = torch.cat([index, torch.sin(index), torch.cos(3 * index)], 1)
+        return inputs / torch.tensor([self.length, 1, 1]), torch.tensor(
+            indices, dtype=torch.int64
+        ) % 4
+
+
+def texts():
+    """Tokens from 1 on; of those with one token nothing is predicted, so that their mean is NaN."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 9, (LENGTH,), generator=random).tolist()
+    lengths[::4] = [1] * len(lengths[::4])
+    return [torch.randint(1, WORDS, (length,), generator=random) for length in lengths]
+
+
+def pad(samples):
+    padded = nn.utils.rnn.pad_sequence([*samples, torch.zeros(2, dtype=torch.int64)], True)[:-1]
+    return {"input": padded[:, :-1], "target": padded[:, 1:]}
