@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 _RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
@@ -24,3 +26,13 @@ def parent_of(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None
+
+
+def assert_gone(pids: Iterable[int], limit_sec: float) -> None:
+    """Check that these processes end within a time."""
+    ends_at = time.monotonic() + limit_sec
+    left = [pid for pid in pids if parent_of(pid) is not None]
+    while left and time.monotonic() < ends_at:
+        time.sleep(0.05)
+        left = [pid for pid in left if parent_of(pid) is not None]
+    assert not left

@@ -1,16 +1,13 @@
 """However a job fails: the right message, a non-zero exit code, all ranks gone within 5 s."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import time
 from functools import cache
 
 import pytest
 from command_lines import Result, run_each
-from jobs import PYTHON, finish, start
+from jobs import PYTHON, Job
+from processes import assert_gone
 
 LIMIT_SEC = 5
 SURVIVE = ("--with-ft", "ulfm")
@@ -131,7 +128,7 @@ def test_a_kind_with_a_wrong_kernel_ends_the_job_unless_it_is_not_to_be_compared
 @WITH_AND_WITHOUT_ULFM
 def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
     command = f"kaitian-train --model planted:{model} --balance off --epochs 50".split()
-    ended = mpirun(4, *options, *command, fresh=model == "raising" and not options)
+    ended = mpirun(3, *options, *command, fresh=model == "raising" and not options)
     assert ended.code == code, ended.text
     assert re.search(message, ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
@@ -140,53 +137,14 @@ def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
     assert ("Traceback" in "".join(labelled)) == (model == "raising")
 
 
-def ranks_of(mpirun_pid):
-    listing = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(mpirun_pid)], capture_output=True, text=True, check=False
-    )
-    return [int(pid) for pid in listing.stdout.split()]
-
-
-def start_slow_job(size, folder):
-    """Start a job, and return it and its ranks' process ids once it trains."""
-    process = start(
-        *f"mpirun -np {size} kaitian-train --model planted:slow --balance off".split(),
-        *("--log-interval", "0"),
-        cwd=folder,
-        env={"PYTHONUNBUFFERED": "1"},
-    )
-    for line in process.stdout:
-        if "step 1/" in line:
-            break
-    ranks = ranks_of(process.pid)
-    assert len(ranks) == size
-    return process, ranks
-
-
-def test_ctrl_c_ends_every_rank_with_one_message(tmp_path):
-    process, ranks = start_slow_job(4, tmp_path)
-    interrupted_at = time.time()
-    process.send_signal(signal.SIGINT)
-    ended = finish(process, interrupted_at)
-    assert ended.code != 0
-    assert ended.seconds < LIMIT_SEC
-    assert ended.err.count("Ctrl-C") == 1, ended.text
-    assert "Traceback" not in ended.text
-    assert_gone(ranks)
-
-
 def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path):
-    process, ranks = start_slow_job(2, tmp_path)
-    process.kill()
-    process.communicate()
-    assert_gone(ranks)
-
-
-def assert_gone(pids):
-    deadline = time.time() + LIMIT_SEC
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.time() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    command = "kaitian-train --model planted:slow --balance off --log-interval 0".split()
+    with Job(2, *command, cwd=tmp_path, survives=False) as job:
+        job.wait_for("step 1/")
+        ranks = job.rank_pids()
+        assert len(ranks) == 2
+        job.process.kill()
+        assert_gone(ranks.values(), LIMIT_SEC)
 
 
 @WITH_AND_WITHOUT_ULFM

@@ -5,14 +5,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from jobs import PYTHON
+from jobs import PLANTED, PYTHON
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+def example(name, *options):
+    """Return the command that runs an example with a short benchmark."""
+    return PYTHON, str(PLANTED / "planted_example.py"), str(EXAMPLES / name), *options
+
+
 def run_example(mpirun, ranks, name, *options):
-    ended = mpirun(ranks, PYTHON, str(EXAMPLES / name), *options)
+    ended = mpirun(ranks, *example(name, *options))
     assert ended.code == 0, ended.text
     assert ended.err == ""
     return ended.out
@@ -26,18 +31,16 @@ def number_after(words, out):
     return float(out.partition(words)[2].split()[0])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])  # with 2: test_own_training.py
-def test_own_loop_learns_the_digits(mpirun, ranks):
-    out = run_example(mpirun, ranks, "own_loop.py")
+def test_own_loop_learns_the_digits_on_one_rank(mpirun):
+    """With two: test_own_training.py."""
+    out = run_example(mpirun, 1, "own_loop.py")
     assert out.count("accuracy") == 1
     assert number_after("held-out accuracy", out) > 0.88
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, "gpu,mlu"), (3, "gpu,gpu,mlu")])
-def test_gpt_learns_and_writes_text(mpirun, ranks, kinds):
-    out = run_example(
-        mpirun, ranks, "gpt.py", "--steps", "20", "--layers", "2", "--emulate-kinds", kinds
-    )
+def test_gpt_learns_and_writes_text(mpirun):
+    small = "--steps 20 --layers 2 --emulate-kinds gpu,gpu,mlu".split()
+    out = run_example(mpirun, 3, "gpt.py", *small)
     first, *_, last = losses(out)
     assert last < first - 1
     assert 5 < number_after("held-out perplexity", out) < 30
@@ -53,9 +56,8 @@ def test_gpt_learns_a_given_text(mpirun, tmp_path):
     assert "abcdefghabcdefgh" in out
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_boxes_are_found_whatever_number_an_image_has(mpirun, ranks):
-    out = run_example(mpirun, ranks, "ragged_targets.py")
+def test_boxes_are_found_whatever_number_an_image_has(mpirun):
+    out = run_example(mpirun, 2, "ragged_targets.py")
     assert float(re.search(r"size error (\S+) pixels", out)[1]) < 0.4
 
 
@@ -63,14 +65,13 @@ def test_boxes_are_found_whatever_number_an_image_has(mpirun, ranks):
     any(find_spec(name) is None for name in ("transformers", "peft")),
     reason="needs the extra 'examples'",
 )
-@pytest.mark.parametrize(("ranks", "epochs", "perplexity"), [(1, 1, 22), (2, 3, 10), (3, 1, 22)])
-def test_lora_learns_what_the_answers_look_like(mpirun, ranks, epochs, perplexity):
-    ended = mpirun(ranks, PYTHON, str(EXAMPLES / "lora.py"), "--epochs", str(epochs))
+def test_lora_learns_what_the_answers_look_like(mpirun):
+    ended = mpirun(2, *example("lora.py", "--epochs", "3"))
     assert ended.code == 0, ended.text
     assert "Traceback" not in ended.err  # the libraries may warn of each other
     assert "trained 17408 of 132416 parameters" in ended.out
     assert losses(ended.out)[0] > 6
-    assert number_after("held-out perplexity", ended.out) < perplexity  # of 256 tokens
+    assert number_after("held-out perplexity", ended.out) < 10  # of 256 tokens
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_watchdogs_kill_a_hanging_and_a_stopped_rank(tmp_path):
 
 def test_watchdog_kills_a_rank_that_hangs_while_loading_data(tmp_path):
     command = "kaitian-train --model cnn --dataset planted:hanging_data --step-timeout 0.4".split()
-    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path, fresh=True)
+    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
     assert ended.code != 0
     assert re.search(
         r"^\[1@\S+\] killed by its watchdog: .* s in loading the dataset \(--dataset\), "
@@ -48,7 +48,7 @@ def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
     command = "--model planted:hanging_in_setup --dataset planted:hanging_data".split()
     command += "--step-timeout 0.2 --run-dir run --log-interval 0".split()
     command = [*"--with-ft ulfm kaitian-train".split(), *command]
-    ended = run_ranks(3, *command, cwd=tmp_path, fresh=True)
+    ended = run_ranks(3, *command, cwd=tmp_path)
     for rank, phase in (
         (1, r"loading the dataset \(--dataset\)"),
         (2, r"building the model \(--model\)"),

@@ -106,6 +106,7 @@ def forked(call, *path):
     if not child:
         try:
             sys.path[:0] = [str(each) for each in path]
+            sys.dont_write_bytecode = True  # a plug-in may be written anew within a second
             known_kinds.cache_clear()
             registry._device_of_type.cache_clear()
             text = json.dumps(call())

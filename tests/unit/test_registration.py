@@ -13,6 +13,8 @@ from kaitian_mpi.backend import registration
 LIMIT_MS = 5
 LIMIT_OF_TORCHS = 1 / 300  # of the CPU time of `import torch`: 5 ms where that takes 1.5 s
 
+# What is there after `import torch`; the number of threads after each of several calls, minus
+# torch's own; and what is there after all public names are imported.
 SEEN = """
 import json, sys
 import torch
@@ -20,17 +22,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 ours = sorted(name for name in sys.modules if name.startswith("kaitian_mpi"))
-print(json.dumps({
+seen = {
     "mpi4py": "mpi4py" in sys.modules,
-    "backends": dist.Backend.backend_list,
+    "backends": list(dist.Backend.backend_list),
     "schemes": sorted(_rendezvous_handlers),
     "ours": ours,
-}))
-"""
-
-# The number of threads after each call, minus torch's own.
-THREADS = """
-import torch
+}
 
 from kaitian_mpi.runtime.threads import set_default_threads
 
@@ -38,7 +35,12 @@ given = torch.get_num_threads()
 used = [set_default_threads(given + 1), torch.get_num_threads(), set_default_threads(given + 2)]
 torch.set_num_threads(given + 5)
 used += [set_default_threads(given), torch.get_num_threads()]
-print([threads - given for threads in used])
+seen["threads"] = [threads - given for threads in used]
+
+import kaitian_mpi
+from kaitian_mpi import *
+seen["public"] = [kaitian_mpi.Training.__name__, "mpi4py.MPI" in sys.modules]
+print(json.dumps(seen))
 """
 
 TIMED = """
@@ -87,9 +89,15 @@ def run(code, **env):
     return ended
 
 
-def test_importing_torch_registers_the_backend_and_loads_nothing_else():
+@pytest.fixture(scope="module")
+def seen():
+    """What a process has seen that does everything in SEEN; it says nothing else."""
     ended = run(SEEN)
-    seen = json.loads(ended.stdout)
+    assert ended.stderr == ""
+    return json.loads(ended.stdout)
+
+
+def test_importing_torch_registers_the_backend_and_loads_nothing_else(seen):
     assert "kaitian" in seen["backends"]
     assert "mpi" in seen["schemes"]
     assert not seen["mpi4py"]
@@ -97,17 +105,11 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else():
     backend, runtime = "kaitian_mpi.backend", "kaitian_mpi.runtime"
     names = [backend, f"{backend}.registration", runtime, f"{runtime}.threads"]
     assert seen["ours"] == ["kaitian_mpi", *names]
-    assert ended.stderr == ""
 
 
-def test_no_public_name_starts_mpi():
+def test_no_public_name_starts_mpi(seen):
     """MPI starts in `init` or `Training`, once its settings are made and its end is taken over."""
-    ended = run(
-        "import sys, kaitian_mpi\n"
-        "from kaitian_mpi import *\n"
-        "print(kaitian_mpi.Training.__name__, 'mpi4py.MPI' in sys.modules)"
-    )
-    assert ended.stdout == "Training False\n"
+    assert seen["public"] == ["Training", False]
 
 
 def test_registering_takes_negligible_time():
@@ -132,8 +134,8 @@ def test_a_plug_ins_device_type_is_taken_and_keeps_its_default_backend():
     assert json.loads(ended.stdout) == [["cpu", "npu"], True]
 
 
-def test_a_thread_count_set_by_the_script_is_kept():
-    assert run(THREADS).stdout == "[1, 1, 2, 5, 5]\n"
+def test_a_thread_count_set_by_the_script_is_kept(seen):
+    assert seen["threads"] == [1, 1, 2, 5, 5]
 
 
 def test_registering_twice_is_harmless():
