@@ -59,12 +59,16 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
             assign_devices([devices.seen for devices in known], host)
         except UserError as error:
             yield problem_from(str(error))
-        return
+            return
+        chosen = [devices.physical_id for devices in known if devices.physical_id]
+        if len(set(chosen)) < len(chosen):  # training, which knows all that is seen, does better
+            return
     users: dict[str, list[int]] = {}
     for facts, devices in zip(ranks, known, strict=True):
         library = next((kind.library for kind in devices.kinds if kind.name == devices.kind), "")
-        if library and devices.physical_id:
-            users.setdefault(f"{devices.kind} {devices.physical_id}", []).append(facts.rank)
+        device = devices.library_id or devices.physical_id
+        if library and device:
+            users.setdefault(f"{devices.kind} {device}", []).append(facts.rank)
     for device, sharing in users.items():
         if len(sharing) > 1:
             yield problem(

@@ -95,6 +95,8 @@ class Devices:
     """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
     physical_id: str
     """Its PCI address or UUID; empty for the CPU."""
+    library_id: str = ""
+    """What the vendor's library tells it from others by, where that is known."""
     kind: str
     """Its kind."""
     name: str

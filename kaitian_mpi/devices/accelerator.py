@@ -102,6 +102,10 @@ class Accelerator:
         # Some devices of one board have the same address or UUID.
         return name if name and names.count(name) == 1 else f"{name}#{self._host_index(index)}"
 
+    def library_id(self, index: int) -> str:
+        """Return the physical id."""
+        return self.physical_id(index)
+
     def memory_bytes(self, index: int) -> int:
         """Return the device's memory in bytes."""
         return int(self._module().get_device_properties(index).total_memory)

@@ -72,6 +72,10 @@ class CpuDevice:
         """Return "": any number of ranks may share the CPU."""
         return ""
 
+    def library_id(self, index: int) -> str:
+        """Return "": there is no vendor's library."""
+        return ""
+
     def memory_bytes(self, index: int) -> int:
         """Return the host's memory in bytes; its ranks share it."""
         return int(psutil.virtual_memory().total)

@@ -1,11 +1,14 @@
 """NVIDIA devices: torch's own module `torch.cuda`, and NCCL.
 
 Sources: PyTorch's `torch/csrc/distributed/c10d/NCCLUtils.hpp` (dtypes) and `ProcessGroupNCCL.cpp`
-(reductions, futures), `torch/cuda/__init__.py`; NCCL's `src/init.cc` (one rank per PCI address).
+(reductions, futures), `torch/cuda/__init__.py`; NCCL's `src/init.cc` (one rank per PCI address, in
+later releases per UUID) and user guide, "Using MIG instances"; NVIDIA's MIG user guide (names of
+instances, and that a process sees one of them). Instances have not been tried on hardware.
 """
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,8 @@ REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_SUM
 _PCI_VENDOR = "0x10de"
 _PCI_DISPLAY = "0x03"  # the class of display controllers
+_MIG = "MIG"
+_JOINS_MIG = (2, 32)  # the release of NCCL whose user guide says so first
 
 
 class CudaDevice(Accelerator):
@@ -77,6 +82,35 @@ class CudaDevice(Accelerator):
         if reduction == "PREMUL_SUM":
             return dtype in _SCALED
         return supports_as_nccl(dtype, reduction)
+
+    def library_id(self, index: int) -> str:
+        """Return the GPU's PCI address, also for a MIG instance where NCCL goes by that."""
+        if self._mig_instance(index) and not self._joins_mig_instances():
+            return super()._hardware_id(index)
+        return self.physical_id(index)
+
+    def _hardware_id(self, index: int) -> str:
+        """Return the PCI address; of a MIG instance with its own UUID, since the GPU has others."""
+        return f"{super()._hardware_id(index)} {self._mig_instance(index)}".strip()
+
+    def _mig_instance(self, index: int) -> str:
+        """Return which instance of a GPU in MIG mode the device is; "" for a whole GPU.
+
+        Instances have memory and multiprocessors of their own.
+        """
+        try:
+            found = self._module().get_device_properties(index)
+        except Exception:  # a faulty device has an index as well
+            return ""
+        if _MIG not in str(getattr(found, "name", "")).split():
+            return ""
+        listed = os.environ.get(self.visibility[0], "").split(",")
+        entry = listed[index].strip() if index < len(listed) else ""
+        return entry if entry.startswith(_MIG) else f"{_MIG}-{getattr(found, 'uuid', '')}"
+
+    def _joins_mig_instances(self) -> bool:
+        """Return whether NCCL joins instances of one GPU."""
+        return dist.is_nccl_available() and torch.cuda.nccl.version()[:2] >= _JOINS_MIG
 
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta

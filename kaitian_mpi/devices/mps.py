@@ -40,6 +40,10 @@ class MpsDevice(Accelerator):
         """Return the same for every process: there is only one."""
         return "mps"
 
+    def library_id(self, index: int) -> str:
+        """Return "": there is no vendor's library."""
+        return ""
+
     def memory_bytes(self, index: int) -> int:
         """Return what Metal recommends to use at most."""
         return int(torch.mps.recommended_max_memory())

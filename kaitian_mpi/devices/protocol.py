@@ -128,6 +128,13 @@ class Device(Protocol):
         """
         ...
 
+    def library_id(self, index: int) -> str:
+        """Return by what the vendor's library tells the device from the others of its host.
+
+        Two ranks of a group with one are refused. Mostly `physical_id`.
+        """
+        ...
+
     def memory_bytes(self, index: int) -> int:
         """Return the memory this process may use, in bytes."""
         ...

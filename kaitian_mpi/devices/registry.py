@@ -62,6 +62,19 @@ class Kinds:
             return self.probed[kind]
         return [self.devices[kind].physical_id(index) for index in range(self.counts[kind])]
 
+    def accelerators(self) -> dict[str, tuple[str, ...]]:
+        """Return the accelerators that this process sees: physical ids by kind and index.
+
+        In order of preference, without kinds that have none. Initializes them as `physical_ids`.
+        """
+        present = [kind for kind, device in self.devices.items() if not device.is_host]
+        return {kind: tuple(self.physical_ids(kind)) for kind in present if self.counts[kind]}
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        """Why kinds cannot be used, whether they are faulty or not installed."""
+        return {**self.absent, **self.faults}
+
 
 @functools.cache
 def known_kinds() -> Kinds:

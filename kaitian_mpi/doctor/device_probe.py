@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from kaitian_mpi.checks.facts import Devices, Kind
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.cpu import CGROUP, available_bytes
+from kaitian_mpi.devices.plugin import one_line
+from kaitian_mpi.devices.registry import Kinds
 from kaitian_mpi.errors import UserError
 
 _COPY_BYTES = 64 << 20
@@ -37,6 +41,25 @@ _NETWORK = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What was found of one rank's device, up to what failed."""
+
+    seen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    device: Device | None = None
+    index: int = 0
+    physical_id: str = ""
+    library_id: str = ""
+    to_host: float | None = None
+    to_device: float | None = None
+    error: str = ""
+
+    @property
+    def usable(self) -> Device | None:
+        """The device, if nothing failed."""
+        return None if self.error else self.device
+
+
 def examine_devices(
     devices: str, share: bool, local_rank: int, local_size: int, host: str
 ) -> Devices:
@@ -52,60 +75,68 @@ def examine_devices(
         host: its name, for messages.
     """
     known = known_kinds()
-    kinds = tuple(
-        Kind(
-            name=name,
-            count=known.counts[name],
-            is_host=device.is_host,
-            library=device.library,
-            run_on_hardware=device.run_on_hardware,
-        )
-        for name, device in known.devices.items()
-    )
-    device: Device | None = None
-    index, error, out, back, physical = 0, "", None, None, ""
-    seen: dict[str, tuple[str, ...]] = {}
-    try:
-        for kind in kinds:
-            if kind.count and not kind.is_host:
-                seen[kind.name] = tuple(known.physical_ids(kind.name))
-        # Each rank may see one device, and that its own.
-        place = (local_rank, local_size) if devices != "auto" else (0, 1)
-        if devices == "auto" and all(len(ids) >= local_size for ids in seen.values()):
-            place = local_rank, local_size
-        unusable = {**known.absent, **known.faults}
-        choice = choose_device(devices, known.counts, *place, host, unusable, share=share)
-        device, index = known.devices[choice.kind], choice.index
-        device.select(index)
-        physical = device.physical_id(index)
-        if not device.is_host:
-            out, back = time_copies(device, index)
-    except UserError as failure:
-        error = str(failure)
-    except Exception as failure:  # whatever a vendor's code raises
-        error = " ".join(f"{type(failure).__name__}: {failure}".split())
-    usable = device if not error else None
+    found = _find_device(known, devices, share, (local_rank, local_size), host)
+    device, usable, index = found.device, found.usable, found.index
     return Devices(
-        kinds=kinds,
+        kinds=tuple(_describe(kind, known.counts[name]) for name, kind in known.devices.items()),
         faults=dict(known.faults),
         absent=tuple(known.absent),
-        seen=seen,
+        seen=found.seen,
         requested=devices,
         shares=share,
         chosen="" if usable is None else str(usable.torch_device(index)),
-        physical_id=physical,
+        physical_id=found.physical_id,
+        library_id=found.library_id,
         kind="" if device is None else device.kind,
         name="" if usable is None else usable.name(index),
         memory_bytes=0 if usable is None else usable.memory_bytes(index),
         is_host=device is not None and device.is_host,
-        to_host_mb_per_sec=out,
-        to_device_mb_per_sec=back,
-        error=error,
+        to_host_mb_per_sec=found.to_host,
+        to_device_mb_per_sec=found.to_device,
+        error=found.error,
         ram_bytes=int(psutil.virtual_memory().total),
         ram_free_bytes=available_bytes(CGROUP),
         packages=vendor_packages(),
         drivers=loaded_drivers(),
         interconnects=interconnects(),
+    )
+
+
+def _find_device(
+    known: Kinds, devices: str, share: bool, place: tuple[int, int], host: str
+) -> _Found:
+    """Choose a rank's device, select it, and time its copies; `place` is its local rank and size.
+
+    With `auto`, each rank may see one device, and that its own: then it is this rank's.
+    """
+    found = _Found()
+    try:
+        found = replace(found, seen=known.accelerators())
+        if devices == "auto" and any(len(ids) < place[1] for ids in found.seen.values()):
+            place = (0, 1)
+        choice = choose_device(devices, known.counts, *place, host, known.unusable, share=share)
+        device, index = known.devices[choice.kind], choice.index
+        found = replace(found, device=device, index=index)
+        device.select(index)
+        physical, by_library = device.physical_id(index), device.library_id(index)
+        found = replace(found, physical_id=physical, library_id=by_library)
+        if not device.is_host:
+            out, back = time_copies(device, index)
+            found = replace(found, to_host=out, to_device=back)
+    except UserError as failure:
+        found = replace(found, error=str(failure))
+    except Exception as failure:  # whatever a vendor's code raises
+        found = replace(found, error=one_line(failure))
+    return found
+
+
+def _describe(device: Device, count: int) -> Kind:
+    return Kind(
+        name=device.kind,
+        count=count,
+        is_host=device.is_host,
+        library=device.library,
+        run_on_hardware=device.run_on_hardware,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.ulfm import track_comm
 
@@ -34,6 +35,8 @@ class RankInfo:
     """Identifies the physical device among all of the job; empty for a CPU."""
     library: str = ""
     """The collective library of the rank's vendor; empty without one."""
+    library_device: str = ""
+    """What that library takes for the physical device, if it is not that: a GPU, of a part."""
     python_version: str = ""
 
     def __str__(self) -> str:
@@ -83,9 +86,31 @@ def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
     """
     users: dict[tuple[str, str], list[RankInfo]] = {}
     for info in infos:
-        if info.physical_device and info.library:
-            users.setdefault((info.kind, info.physical_device), []).append(info)
+        device = info.library_device or info.physical_device
+        if device and info.library:
+            users.setdefault((info.kind, device), []).append(info)
     return [sharing for sharing in users.values() if len(sharing) > 1]
+
+
+def check_own_devices(infos: Sequence[RankInfo]) -> None:
+    """Check that no two ranks of a group share a device; all ranks have the same infos.
+
+    Raises:
+        AgreedError: some do.
+    """
+    faults = []
+    for sharing in shared_devices(infos):
+        first = sharing[0]
+        device = (first.library_device or first.physical_device).rpartition("/")[2]
+        faults.append(
+            f"{' and '.join(map(str, sharing))} share one device ({device}), needed one for each, "
+            f"since {first.library} refuses such a group"
+        )
+    if faults:
+        raise AgreedError(
+            f"{'; '.join(faults)}; start fewer ranks, name other devices with --devices, or give "
+            "--share-device, with which these ranks communicate through host memory"
+        )
 
 
 @dataclass(frozen=True)

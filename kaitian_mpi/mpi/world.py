@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,9 +26,9 @@ from kaitian_mpi.mpi.relay_settings import RelaySettings
 from kaitian_mpi.mpi.topology import (
     Group,
     RankInfo,
+    check_own_devices,
     group_of,
     plan_groups,
-    shared_devices,
     translate_ranks,
 )
 from kaitian_mpi.runtime.launcher import read_launch
@@ -145,65 +145,87 @@ def join_world(
             emulated is malformed.
     """
     own = track_comm(comm.Dup())
-    host = _host_name()
-    launch = read_launch(os.environ)
     emulation = agree_on_emulation(own, emulate_kinds, emulate_slowdown)
-    labels, schedules = emulation.labels, emulation.schedules
-    with agree_on_errors(own):
+    schedule = emulation.schedules[own.rank]
+    device, index, info, shares = _take_device(own, devices, share_device, emulation)
+    facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
+    gathered = gather_values(own, (asdict(info), facts.to_json()))
+    _check_before_job([each for _, each in gathered], own.rank)
+    infos = tuple(RankInfo(**fields) for fields, _ in gathered)
+    if not shares:
+        check_own_devices(infos)
+    open_job_store(own)
+    _log_emulation(emulation, own.rank)
+    slowdown = ScriptSlowdown(schedule, _needs_training(emulation))
+    threads = _use_cores(own)
+    return World(own, infos, device, index, threads, own.size, emulation, slowdown)
+
+
+def _take_device(
+    comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation
+) -> tuple[Device, int, RankInfo, bool]:
+    """Choose this rank's device, and make it the process's current one. Collective.
+
+    Returns:
+        Its kind and index, what this rank reports about itself, and whether ranks may share a
+        device, which is the same on all of them.
+
+    Raises:
+        AgreedError: a rank cannot take its device.
+    """
+    host, launch = _host_name(), read_launch(os.environ)
+    share = share or os.environ.get(SHARE_VARIABLE, "") == "1"
+    with agree_on_errors(comm):
         known = known_kinds()
-        kinds = [kind for kind in known.devices if devices == "auto" and kind != "cpu"]
-        seen = {kind: known.physical_ids(kind) for kind in kinds if known.counts[kind]}
-    wanted = share_device or os.environ.get(SHARE_VARIABLE, "") == "1"
-    node, inventories, share_device = _exchange_visible(own, launch.local_rank, seen, wanted)
-    with agree_on_errors(own):
+        seen = known.accelerators() if request == "auto" else {}
+    node, inventories, share = _exchange_visible(comm, launch.local_rank, seen, share)
+    with agree_on_errors(comm):
         choice = choose_device(
-            devices,
+            request,
             known.counts,
             launch.local_rank,
             launch.local_size,
             host,
-            {**known.absent, **known.faults},
+            known.unusable,
             inventories=inventories if len(inventories) == launch.local_size else (),
-            share=share_device,
+            share=share,
         )
-        if devices == "auto" and launch.local_rank == 0:
+        if request == "auto" and launch.local_rank == 0:
             for fault in known.faults.values():
                 _log.warning("%s", fault)
-        device = known.devices[choice.kind]
-        device.select(choice.index)
-        device_name = str(device.torch_device(choice.index))
-        physical = device.physical_id(choice.index)
-        check_slowdown_on(device.is_host, device_name, schedules, emulation.slowdown_name)
-    # A fault would have left the block above on every rank, so the names below are bound.
-    info = RankInfo(
-        world_rank=own.rank,
-        local_rank=launch.local_rank,
+        device, index = known.devices[choice.kind], choice.index
+        device.select(index)
+        info = _describe_rank(comm.rank, host, node, device, index, emulation.labels)
+        check_slowdown_on(device.is_host, info.device, emulation.schedules, emulation.slowdown_name)
+    # A fault would have left the block above on every rank, so its names are bound.
+    return device, index, info, share
+
+
+def _describe_rank(
+    rank: int, host: str, node: int, device: Device, index: int, labels: Sequence[str]
+) -> RankInfo:
+    """Return what a rank reports about itself and its device; `labels` are emulated kinds."""
+    physical, by_library = device.physical_id(index), device.library_id(index)
+    place = f"{node}/{device.kind}"
+    return RankInfo(
+        world_rank=rank,
+        local_rank=read_launch(os.environ).local_rank,
         host=host,
-        kind=labels[own.rank] if labels else choice.kind,
-        device=device_name,
-        device_name=device.name(choice.index),
-        memory_bytes=device.memory_bytes(choice.index),
+        kind=labels[rank] if labels else device.kind,
+        device=str(device.torch_device(index)),
+        device_name=device.name(index),
+        memory_bytes=device.memory_bytes(index),
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         emulated=bool(labels),
-        physical_device=f"{node}/{choice.kind}/{physical}" if physical else "",
+        physical_device=f"{place}/{physical}" if physical else "",
         library=device.library or device.vendor_backend or "",
+        library_device=f"{place}/{by_library}" if by_library != physical else "",
     )
-    facts = replace(collect(host, own.rank), mpi=collect_mpi(own))
-    gathered = gather_values(own, (asdict(info), facts.to_json()))
-    _check_before_job([each for _, each in gathered], own.rank)
-    infos = tuple(RankInfo(**fields) for fields, _ in gathered)
-    if not share_device:
-        _check_own_devices(infos)
-    open_job_store(own)
-    _log_emulation(emulation, own.rank)
-    slowdown = ScriptSlowdown(schedules[own.rank], _needs_training(emulation))
-    threads = _use_cores(own)
-    return World(own, infos, device, choice.index, threads, own.size, emulation, slowdown)
 
 
 def _exchange_visible(
-    comm: MPI.Intracomm, local_rank: int, seen: dict[str, Sequence[str]], share: bool
+    comm: MPI.Intracomm, local_rank: int, seen: Mapping[str, Sequence[str]], share: bool
 ) -> tuple[int, list[dict[str, list[str]]], bool]:
     """Tell the other ranks which accelerators this one sees. Collective.
 
@@ -221,25 +243,6 @@ def _exchange_visible(
     found = gather_values(comm, (node, local_rank, seen, share))
     here = sorted((each for each in found if each[0] == node), key=lambda each: int(each[1]))
     return node, [each[2] for each in here], any(each[3] for each in found)
-
-
-def _check_own_devices(infos: Sequence[RankInfo]) -> None:
-    """Check that no two ranks of a group share a device; all ranks have the same infos.
-
-    Raises:
-        AgreedError: some do.
-    """
-    faults = [
-        f"{' and '.join(map(str, sharing))} share one device "
-        f"({sharing[0].physical_device.rpartition('/')[2]}), needed one for each, since "
-        f"{sharing[0].library} refuses such a group"
-        for sharing in shared_devices(infos)
-    ]
-    if faults:
-        raise AgreedError(
-            f"{'; '.join(faults)}; start fewer ranks, name other devices with --devices, or give "
-            "--share-device, with which these ranks communicate through host memory"
-        )
 
 
 def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:

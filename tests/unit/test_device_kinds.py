@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from kaitian_mpi.backend import registration
 from kaitian_mpi.devices import known_kinds, registry
-from kaitian_mpi.devices.choice import choose_device
+from kaitian_mpi.devices.choice import assign_devices, choose_device
 from kaitian_mpi.devices.cuda import is_on_pci
 from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
 from kaitian_mpi.errors import UserError
@@ -416,6 +416,35 @@ def test_a_pci_address_identifies_a_device_as_in_nccl(devices, monkeypatch):
         assert devices[kind].physical_id(0) == "0000:3b:00"
     del one.pci_bus_id
     assert devices["cuda"].physical_id(0) == "GPU-1"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_mig_instances_of_one_gpu_are_devices_of_their_own(devices, monkeypatch, is_listed):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = []
+    for uuid in ("1c5e", "77d0"):  # what two ranks see
+        instance = SimpleNamespace(
+            name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", pci_bus_id=0x3B, pci_device_id=0, uuid=uuid
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, each=instance: each)
+        if is_listed:  # then whatever the UUID is
+            instance.uuid = "of the GPU"
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{uuid}")
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        ids = []
+        for release in ((2, 31, 2), (2, 32, 0)):
+            monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+            monkeypatch.setattr(torch.cuda.nccl, "version", lambda found=release: found)
+            ids += [devices["cuda"].physical_id(0), devices["cuda"].library_id(0)]
+        found.append(ids)
+    first, second = "0000:3b:00 MIG-1c5e", "0000:3b:00 MIG-77d0"
+    # Before 2.32, NCCL takes both for one GPU.
+    assert found[0] == [first, "0000:3b:00", first, first]
+    assert found[1] == [second, "0000:3b:00", second, second]
+    choices = assign_devices([{"cuda": [first]}, {"cuda": [second]}], "h")
+    assert [(each.kind, each.index) for each in choices] == [("cuda", 0), ("cuda", 0)]
 
 
 def test_xpu_groups_are_made_as_torch_makes_them(devices, monkeypatch):

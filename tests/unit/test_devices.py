@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from kaitian_mpi.devices.emulation import (
     parse_kinds,
     parse_slowdown,
 )
-from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.topology import RankInfo, shared_devices
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.topology import RankInfo, check_own_devices, shared_devices
 
 TWO_GPUS = {"cuda": 2, "cpu": 8}
 NO_GPU = {"cuda": 0, "cpu": 8}
@@ -123,6 +124,12 @@ def test_ranks_of_a_group_with_one_device_are_found():
     assert sharing(info(0, "cpu", "", ""), info(1, "cpu", "", "")) == []
     ranks = [info(rank, "cuda", f"0/{rank % 2}") for rank in range(4)]
     assert sharing(*ranks) == [[0, 2], [1, 3]]
+    parts = [info(rank, "cuda", f"0/A {rank}") for rank in range(2)]
+    assert sharing(*parts) == []
+    alike = [replace(each, library_device="0/A") for each in parts]  # to the library
+    assert sharing(*alike) == [[0, 1]]
+    with pytest.raises(AgreedError, match=r"share one device \(A\), needed one for each"):
+        check_own_devices(alike)
 
 
 @pytest.mark.parametrize("kind", known_kinds().devices)
