@@ -6,7 +6,7 @@ import io
 import math
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +21,7 @@ from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.gradient_probe import Gradients, compute_gradients, rounding_unit
 from kaitian_mpi.engine.parity import Difference, Tolerance, differences
 from kaitian_mpi.engine.setup import Setup
+from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
@@ -66,6 +67,27 @@ class KindReport:
         return f"{self.kind} ({self.place}, torch {self.torch_version}, {self.precision}): {found}"
 
 
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part in a comparison."""
+
+    world: World
+    task: Task
+    """With the loss that is compared."""
+    computation: Computation
+    seed: int
+    """Of random numbers."""
+    is_chosen: bool
+    """Whether the rank stands for a kind."""
+    source: int
+    """The rank that computes the reference."""
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of what this rank computes."""
+        return rounding_unit(self.task.model, self.computation)
+
+
 def check_parity(
     config: TrainingConfig,
     setup: Setup,
@@ -88,32 +110,41 @@ def check_parity(
 
     Returns:
         True, as they agree; None where nothing is compared: with one kind of device, a task
-        without a loss, or a loss that is not finite.
+        without a loss to compare, or a loss that is not finite.
 
     Raises:
         AgreedError: a kind differs by more than rounding explains.
     """
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    if not config.parity or len(kinds) < 2 or setup.task.loss is None:
+    if not config.parity or len(kinds) < 2:
+        return None
+    compared = setup.task.loss or setup.task.parity_loss
+    if compared is None:
+        print_rank_0(
+            world,
+            "parity: not compared, because the script computes the loss itself; give "
+            "Task(parity_loss=...), or leave it out with Training(parity=False)",
+        )
         return None
     began = perf_counter()
     profile = profiles.by_place[world.info.place]
-    computation = Computation(world.device, profile.precision, profile.memory_format)
-    unit = rounding_unit(setup.task.model, computation)
     chosen = _representatives(world, profiles, excluded)
-    is_chosen = world.rank in chosen
-    source = _reference_rank(world, chosen)
-    units = sorted({u for u in gather_values(world.comm, unit if is_chosen else 0.0) if u})
-    enter_phase("the parity check")
-    batch = _same_batch(setup, profiles, world, source)
-    own, reference = _compute_all(
-        config.seed, setup, batch, computation, units, world, is_chosen, source
+    part = _Part(
+        world=world,
+        task=replace(setup.task, loss=compared, parity_loss=None),
+        computation=Computation(world.device, profile.precision, profile.memory_format),
+        seed=config.seed,
+        is_chosen=world.rank in chosen,
+        source=_reference_rank(world, chosen),
     )
-    shared = _share(world, source, reference)
-    worst = _compare(world, source, shared, own, unit)
-    reports = None
+    enter_phase("the parity check")
+    batch = _same_batch(setup, profiles, world, part.source)
+    own, reference = _compute_all(part, batch)
+    shared = _share(world, part.source, reference)
+    worst = _compare(part, shared, own)
+    report = None
     if own is not None:
-        reports = KindReport(
+        report = KindReport(
             rank=world.info.world_rank,
             kind=world.info.kind,
             place=str(world.info),
@@ -123,34 +154,28 @@ def check_parity(
             loss=own.loss,
             worst=[asdict(each) for each in worst],
         )
-    gathered = gather_values(world.comm, None if reports is None else asdict(reports))
+    gathered = gather_values(world.comm, None if report is None else asdict(report))
     found = [KindReport(**each) for each in gathered if each is not None]
     return _conclude(setup, world, found, shared, perf_counter() - began)
 
 
-def _compute_all(
-    seed: int,
-    setup: Setup,
-    batch: Any,
-    computation: Computation,
-    units: list[float],
-    world: World,
-    is_chosen: bool,
-    source: int,
-) -> tuple[Gradients | None, Reference | None]:
+def _compute_all(part: _Part, batch: Any) -> tuple[Gradients | None, Reference | None]:
     """Return this rank's gradients if it is chosen, and the reference on its rank. Collective.
 
     Raises:
         AgreedError: an error of the user's, on any rank.
     """
+    world = part.world
+    known = gather_values(world.comm, part.unit if part.is_chosen else 0.0)
+    common = part.task, batch, part.computation, part.seed
     own: Gradients | None = None
     reference: Reference | None = None
     with agree_on_errors(world.comm):
         try:
-            if is_chosen:
-                own = compute_gradients(setup.task, batch, computation, seed)
-            if world.rank == source:
-                reference = make_reference(setup.task, batch, computation, seed, units, world)
+            if part.is_chosen:
+                own = compute_gradients(*common)
+            if world.rank == part.source:
+                reference = make_reference(*common, sorted({u for u in known if u}), world)
         except UserError:
             _wait_for_others(world)
             raise
@@ -251,27 +276,23 @@ def _share(world: World, source: int, reference: Reference | None) -> dict[str, 
     return found
 
 
-def _compare(
-    world: World, source: int, shared: dict[str, Any], own: Gradients | None, unit: float
-) -> list[Difference]:
+def _compare(part: _Part, shared: dict[str, Any], own: Gradients | None) -> list[Difference]:
     """Return by what this rank's result differs most, if it has one. Collective.
 
     Args:
-        world: all ranks.
-        source: the rank with the reference.
+        part: this rank's.
         shared: of the reference.
         own: this rank's result; None if it stands for no kind.
-        unit: its unit roundoff.
     """
     received = shared["gradients"] or {}
     for name, shape in shared["shapes"].items():
         if shared["gradients"] is None:
             dtype = torch.float64 if name in shared["doubles"] else torch.float32
             received[name] = torch.empty(shape, dtype=dtype)
-        dist.broadcast(received[name], source)
+        dist.broadcast(received[name], part.source)
     if own is None:
         return []
-    tolerance = Tolerance(**dict(shared["tolerances"])[unit])
+    tolerance = Tolerance(**dict(shared["tolerances"])[part.unit])
     return differences(own, received, shared["loss"], tolerance)[:_SHOWN]
 
 

@@ -17,6 +17,8 @@ from torch.utils.data import IterableDataset, default_collate
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
 
+_FUNCTIONS = "optimizer", "loss", "parity_loss", "weight", "collate", "scheduler", "metrics"
+
 MetricValue = Any
 """A sum over a batch's samples, or a pair (sum, count), of numbers or tensors of one element."""
 
@@ -44,6 +46,9 @@ class Task:
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """`loss(model, batch)`: the mean loss over the batch, a tensor of one element. None where the
     script computes it in its own loop, with `Training.batches`."""
+    parity_loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """The same for a task without `loss`, for the comparison of device kinds before training: it
+    need not be exactly the script's. None: nothing is compared."""
     weight: Callable[[Any], float] | None = None
     """`weight(batch)`: how many terms the batch's mean is over, such as the tokens that are not
     padding; a number of at least 0. None: its samples. The batch is still on the host."""
@@ -83,10 +88,14 @@ class Task:
                 "Task: found a model with no parameter that requires a gradient, needed one or "
                 "more; unfreeze some"
             )
-        for name in ("optimizer", "loss", "weight", "collate", "scheduler", "metrics"):
+        for name in _FUNCTIONS:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name != "optimizer"):
                 raise _wrong(name, value, "a function")
+        if self.loss is not None and self.parity_loss is not None:
+            raise UserError(
+                "Task: found a loss and a parity_loss, needed one of them; the loss is compared"
+            )
         self._check_data("data", self.data)
         if self.validation is not None:
             self._check_data("validation", self.validation)

@@ -69,7 +69,7 @@ def loss(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def run(world, model, task_loss=loss, length=40, excluded=(), **settings):
+def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, **settings):
     """Check a model on samples that differ between the ranks, as by random augmentation."""
     config = TrainConfig(**settings)
     generator = torch.Generator().manual_seed(world.rank)
@@ -79,7 +79,11 @@ def run(world, model, task_loss=loss, length=40, excluded=(), **settings):
         if value.requires_grad and name != "unused":
             nn.init.normal_(value)
     task = Task(
-        model=model, data=data, loss=task_loss, optimizer=lambda m: torch.optim.SGD(m.parameters())
+        model=model,
+        data=data,
+        loss=task_loss,
+        parity_loss=parity_loss,
+        optimizer=lambda m: torch.optim.SGD(m.parameters()),
     )
     folder = Folder()
     profile = profile_unmeasured(config)
@@ -147,6 +151,15 @@ def test_a_loss_that_is_no_number_anywhere_is_not_compared(world, capsys):
     assert found is None
     assert content["agrees"] is None
     assert world.rank or "not compared" in capsys.readouterr().out
+
+
+def test_a_loss_that_the_script_computes_is_compared_if_it_is_given(world, capsys):
+    wrong = Network(*faulty(world, (2.0, 2.0), (2.0, 2.4)))
+    assert run(world, wrong, task_loss=None) == (None, None)
+    assert ("Task(parity_loss=...)" in capsys.readouterr().out) == (world.rank == 0)
+    assert run(world, Network(), task_loss=None, parity_loss=loss)[0]
+    with pytest.raises(AgreedError, match="more than rounding on odd"):
+        run(world, wrong, task_loss=None, parity_loss=loss)
 
 
 def test_a_parameter_used_on_one_kind_only(world):

@@ -25,6 +25,7 @@ def anything(**settings): return task(**settings)
 def nothing(): return None
 def without_parameters(): return task()
 def open_form(): return task(loss=None)
+def two_losses(): return task(parity_loss=lambda model, batch: model(batch).mean())
 def raises(): raise OSError("no\\nfile")
 def wrong(): return Task(model=3, data=[1], optimizer=None)
 def positional(width, /): return task(width)
@@ -68,6 +69,7 @@ def test_the_weights_depend_on_the_seed_alone():
         ("positional", {}, r"found positional-only parameters \(width\)"),
         ("nothing", {}, r"found a function that returned a NoneType, needed one that returns a"),
         ("open_form", {}, r"found a Task without loss, needed Task\(loss=\.\.\.\)"),
+        ("two_losses", {}, r"Task: found a loss and a parity_loss, needed one of them"),
         ("raises", {}, r"--task my_tasks:raises: raised OSError: no file; correct it"),
         ("wrong", {}, r"Task: found model of type int, needed a torch.nn.Module"),
         ("number", {}, r"found an object of type int, needed a function"),
