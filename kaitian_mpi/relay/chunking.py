@@ -20,7 +20,7 @@ from kaitian_mpi.relay.slots import COUNT
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SIZES = 64 << 10, 512 << 10
+SIZES = 64 << 10, 2 << 20
 """Bytes of the chunks that are timed."""
 REPEATS = 4  # the first one warms up
 
@@ -56,6 +56,15 @@ def half_performance_bytes(seconds: tuple[float, float]) -> int:
 def longest_chunk(memory_mb: int) -> int:
     """Return the longest chunk of which enough fit in the relay's memory; a power of two."""
     return 2 ** int(math.log2((memory_mb << 20) // COUNT))
+
+
+def agree_on_longest_chunk(comm: MPI.Comm, memory_mb: int) -> int:
+    """Return the longest chunk for which every rank has the memory. Collective over `comm`."""
+    from mpi4py import MPI
+
+    agreed = np.array([longest_chunk(memory_mb)])
+    comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
+    return int(agreed[0])
 
 
 def agree_on_pace(

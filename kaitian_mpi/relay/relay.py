@@ -13,10 +13,11 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.relay.chunking import Pace, agree_on_pace
+from kaitian_mpi.relay.chunking import Pace, agree_on_longest_chunk, agree_on_pace
 from kaitian_mpi.relay.copies import Copies, copies_of
 from kaitian_mpi.relay.device_aware import agree_on_direct, may_be_direct, wait_for_device
 from kaitian_mpi.relay.pipeline import Exchange, exchange_in_chunks
+from kaitian_mpi.relay.rounds import Piece, act_in_rounds, part_bytes
 from kaitian_mpi.relay.slots import Slots
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Relay:
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
         self._direct: dict[int, bool] = {}
         self._paces: dict[int, tuple[int, Pace]] = {}
+        self._slot_bytes: dict[int, tuple[int, int]] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -99,6 +101,26 @@ class Relay:
             copies, slots = self._path(chunks[0].device)
             exchange_in_chunks(chunks, exchange, copies, slots)
 
+    def stage(
+        self, comm: MPI.Comm, pieces: Sequence[Piece], act: Callable[[list[torch.Tensor]], None]
+    ) -> None:
+        """Call `act` with the pieces' parts in host memory, as often as the buffers' size needs.
+
+        Collective over `comm`. A message or a piece is cut alike on every rank, by its length.
+
+        Args:
+            comm: the ranks; at least one has an accelerator.
+            pieces: at most two for each rank.
+            act: collective over `comm` as far as pieces of one length are concerned.
+        """
+        known, memory_mb = comm.py2f(), self.settings.memory_mb
+        if known not in self._slot_bytes or self._slot_bytes[known][0] != memory_mb:
+            agreed = agree_on_longest_chunk(comm, memory_mb)
+            self._slot_bytes[known] = memory_mb, agreed
+            self._release_above(agreed)
+        length = part_bytes(self._slot_bytes[known][1], 2 * comm.size)
+        act_in_rounds(pieces, length, act, lambda device: self._path(device)[1])
+
     @contextmanager
     def narrowed(self) -> Iterator[None]:
         """Let what crosses inside cross in the dtype for gradients, `--relay-dtype`."""
@@ -144,9 +166,12 @@ class Relay:
         if known not in self._paces or self._paces[known][0] != memory_mb:
             pace = agree_on_pace(comm, memory_mb, lambda size: self._stages(comm, size))
             self._paces[known] = memory_mb, pace
-            for _, slots in self._paths.values():
-                slots.release_above(pace.limit_bytes)
+            self._release_above(pace.limit_bytes)
         return self._paces[known][1]
+
+    def _release_above(self, slot_bytes: int) -> None:
+        for _, slots in self._paths.values():
+            slots.release_above(slot_bytes)
 
     def _path(self, device: torch.device) -> tuple[Copies, Slots]:
         if device not in self._paths:

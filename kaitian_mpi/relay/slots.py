@@ -77,6 +77,20 @@ class Slots:
         self._ring.clear()
         self._slot_bytes = 0
 
+    def take_all(self, pieces: int, slot_bytes: int) -> list[torch.Tensor]:
+        """Return the memory of the slots, once the device is done with it.
+
+        Args:
+            pieces: how many slots are needed at most.
+            slot_bytes: how long each must be.
+        """
+        self.provide(pieces, slot_bytes)
+        for slot in self._ring:
+            if slot.free is not None:
+                slot.free.synchronize()
+                slot.free = None
+        return [slot.memory for slot in self._ring]
+
     def take(self) -> Slot:
         """Return the slot that was used the longest ago."""
         self._ring.rotate(-1)

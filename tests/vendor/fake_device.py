@@ -13,6 +13,7 @@ A copy reads and writes memory at its end, so that whoever does not wait for it 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -46,20 +47,39 @@ _local = threading.local()
 
 
 class Stream:
-    """Runs operations asynchronously, in the order of submission."""
+    """Runs operations asynchronously, in the order of submission.
+
+    Work that only takes time, and of which it is known when it ends, is but noted: it needs no
+    thread, as on a device, whose copy engines need no processor. All other work is the thread's.
+    """
 
     def __init__(self, device: object = None) -> None:
+        self.ends_at = 0.0
+        """When what has been noted ends; what the thread still has to do ends later."""
+        self._left = 0  # what the thread has not done
+        self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
-    def give(self, task) -> None:
-        self._tasks.put(task)
+    def give(self, task, then=lambda: None) -> None:
+        """Queue a task for the thread, and what it does once it no longer has the task."""
+        with self._lock:
+            self._left += 1
+        self._tasks.put((self.ends_at, task, then))
+
+    def is_foreseeable(self) -> bool:
+        """Return whether all that it was given ends at a known time."""
+        return not self._left
 
     def wait_event(self, event: Event) -> None:
-        reached = event.reached
-        if reached is not None:
+        reached, reached_at = event.reached, event.reached_at
+        if reached is not None and not reached.is_set():
             self.give(lambda: wait_until(reached))
+        elif reached is None and self.is_foreseeable():
+            self.ends_at = max(self.ends_at, reached_at)
+        elif reached is None:
+            self.give(lambda: sleep_until(reached_at))
 
     def synchronize(self) -> None:
         if threading.current_thread() is not self._thread:
@@ -69,7 +89,12 @@ class Stream:
         reduce_timer_slack()
         while True:
             try:
-                self._tasks.get()()
+                begins_at, task, then = self._tasks.get()
+                sleep_until(begins_at)
+                task()
+                with self._lock:
+                    self._left -= 1
+                then()
             except BaseException:
                 abort_with_traceback("the fake accelerator failed:\n")
 
@@ -79,30 +104,46 @@ class Event:
 
     def __init__(self, stream: Stream | None = None, enable_timing: bool = False) -> None:
         self.reached: threading.Event | None = None
-        self._reached_sec = 0.0
+        """Set by the stream's thread; None where it is known when the stream reaches it."""
+        self.reached_at = 0.0
         if stream is not None:
             self.record(stream)
 
     def record(self, stream: Stream | None = None) -> None:
-        reached = self.reached = threading.Event()
+        stream = stream or current_stream()
+        if stream.is_foreseeable():
+            self.reached, self.reached_at = None, max(stream.ends_at, time.perf_counter())
+            return
+        self.reached = threading.Event()
+        stream.give(self._note_time, self.reached.set)
 
-        def reach() -> None:
-            self._reached_sec = time.perf_counter()
-            reached.set()
-
-        (stream or current_stream()).give(reach)
+    def _note_time(self) -> None:
+        self.reached_at = time.perf_counter()
 
     def query(self) -> bool:
-        return self.reached is None or self.reached.is_set()
+        if self.reached is None:
+            return time.perf_counter() >= self.reached_at
+        return self.reached.is_set()
 
     def synchronize(self) -> None:
-        if self.reached is not None:
+        if self.reached is None:
+            sleep_until(self.reached_at)
+        else:
             wait_until(self.reached)
 
     def elapsed_time(self, end: Event) -> float:
         assert self.query()
         assert end.query()
-        return 1e3 * (end._reached_sec - self._reached_sec)
+        return 1e3 * (end.reached_at - self.reached_at)
+
+
+def sleep_until(reached_at: float) -> None:
+    """Return at a time; a sleep alone would return somewhat later."""
+    left = reached_at - LATE_SEC - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+    while time.perf_counter() < reached_at:
+        os.sched_yield()
 
 
 def wait_until(reached: threading.Event) -> None:
@@ -123,6 +164,12 @@ def stream(chosen: Stream):
         _local.stream = before
 
 
+def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on a stream's thread, which is in no inference mode, whatever tensors were made in."""
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        COPY(target, source)
+
+
 class CopyEngine:
     """Copies between the host and the accelerator in one direction, one after the other."""
 
@@ -135,9 +182,15 @@ class CopyEngine:
         self._free_at = 0.0
         self._sec_per_byte = 0.0  # of the processor's own copy, which is part of the time
 
+    def book(self, ready_at: float, nbytes: int) -> float:
+        """Let a copy without data follow those before it; return when it ends."""
+        with self._turn:
+            self._free_at = max(self._free_at, ready_at) + nbytes / self.bytes_per_sec
+            return self._free_at
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.bytes_per_sec == float("inf"):
-            COPY(target, source)
+            _move(target, source)
             return
         with self._turn:
             # What follows another copy begins at its end, even if this thread woke up late.
@@ -148,7 +201,7 @@ class CopyEngine:
             awake_at = time.perf_counter()
             if not self.moves_data:
                 return
-            COPY(target, source)
+            _move(target, source)
             self._sec_per_byte = (time.perf_counter() - awake_at) / max(1, source.nbytes)
 
 
@@ -180,6 +233,9 @@ def _use_again(content: torch.Tensor, owner: Stream, recorded: list[Stream]) -> 
 class DeviceTensor(torch.Tensor):
     """A tensor in the accelerator's memory, which the host cannot touch."""
 
+    # A real device's tensors are of no class of their own, so that calls cost less.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     @staticmethod
     def __new__(cls, content: torch.Tensor, memory: Memory | None = None) -> DeviceTensor:
         return torch.Tensor._make_wrapper_subclass(
@@ -206,9 +262,9 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, classes, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
         if func is COPY:
-            return _copy(args[0], args[1], *args[2:], **kwargs)
+            return _copy(*args, **kwargs or {})
+        kwargs = dict(kwargs or {})
         given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         if any(a.ndim and not isinstance(a, DeviceTensor) for a in given):
             raise RuntimeError(f"{func}: mixes host memory with the accelerator's")
@@ -231,7 +287,9 @@ class DeviceTensor(torch.Tensor):
         def wrap(value):
             if not isinstance(value, torch.Tensor) or to_host:
                 return value
-            return same.get(id(value)) or DeviceTensor(value, owners.get(_address(value)))
+            if id(value) in same:
+                return same[id(value)]
+            return DeviceTensor(value, owners.get(_address(value)))
 
         return tree_map(wrap, func(*raw_args, **raw_kwargs))
 
@@ -259,8 +317,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     raw_target, raw_source = _content(target), _content(source)
     crosses = isinstance(target, DeviceTensor) != isinstance(source, DeviceTensor)
     engine = engines["back" if isinstance(target, DeviceTensor) else "out"]
-    copy = engine.copy if crosses else COPY
-    current_stream().give(lambda: copy(raw_target, raw_source))
+    on = current_stream()
+    if crosses and not engine.moves_data and on.is_foreseeable():
+        on.ends_at = engine.book(max(on.ends_at, time.perf_counter()), raw_source.nbytes)
+    else:
+        copy = engine.copy if crosses else _move
+        on.give(lambda: copy(raw_target, raw_source))
     if not non_blocking and not (
         isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor)
     ):

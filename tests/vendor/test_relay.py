@@ -12,7 +12,9 @@ import torch.distributed as dist
 from fake_device import Stream, current_stream, on_device, values
 from test_vendor import agree
 
+from kaitian_mpi.collectives import host
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.collectives.staging import to_host
 from kaitian_mpi.relay import device_aware
 from kaitian_mpi.relay import relay as relay_module
 from kaitian_mpi.relay.copies import StreamCopies
@@ -215,6 +217,67 @@ def test_memory_is_bounded_and_the_sum_right(world, algorithm):
             dist.all_reduce(tensor)
             assert torch.equal(values(tensor), content * 3), (length, dtype)
     assert dist.group.WORLD.relay.allocated_bytes <= 1 << 20
+    world.relay.memory_mb = before
+
+
+@pytest.mark.sizes(2, 3)
+def test_other_collectives_cross_in_the_relays_buffers(world, monkeypatch):
+    if len(world.groups) == 1:
+        pytest.skip("there is no relay")
+    staged = []
+    monkeypatch.setattr(
+        host,
+        "to_host",
+        lambda tensor, **options: staged.append(tensor) or to_host(tensor, **options),
+    )
+    put = torch.clone if world.info.kind == "cpu" else on_device
+    ranks, size, last = range(world.size), world.size, world.size - 1
+    length = 400_003
+    content = torch.arange(length) % 251
+
+    def of(rank, dtype=torch.float32):
+        return (content + rank).to(dtype)
+
+    def check(tensor, expected):
+        assert torch.equal(values(tensor), expected)
+
+    before, world.relay.memory_mb = world.relay.memory_mb, 1
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        tensor = put(of(world.rank, dtype))
+        dist.broadcast(tensor, last)
+        check(tensor, of(last, dtype))
+        pieces = [put(torch.zeros(length, dtype=dtype)) for _ in ranks]
+        dist.all_gather(pieces, put(of(world.rank, dtype)))
+        for rank in ranks:
+            check(pieces[rank], of(rank, dtype))
+        dist.all_to_all(pieces, [put(of(10 * world.rank + rank, dtype)) for rank in ranks])
+        for rank in ranks:
+            check(pieces[rank], of(10 * rank + world.rank, dtype))
+    columns = put(torch.zeros(length, 2))[:, 1]  # strided
+    dist.scatter(columns, [put(of(rank)) for rank in ranks] if world.rank == 0 else [], 0)
+    check(columns, of(world.rank))
+    dist.reduce(columns, last)
+    check(columns, sum(map(of, ranks)) if world.rank == last else of(world.rank))
+    whole = put(torch.zeros(size * length))
+    dist.all_gather_into_tensor(whole, put(of(world.rank)))
+    check(whole, torch.cat([*map(of, ranks)]))
+    part = put(torch.zeros(length))
+    dist.reduce_scatter_tensor(part, whole)
+    check(part, size * of(world.rank))
+    uneven = [100_000 * (1 + (world.rank + rank) % 2) for rank in ranks]  # either way
+    sent, got = (put(torch.full((sum(uneven),), world.rank + 1.0)) for _ in range(2))
+    dist.all_to_all_single(got, sent, uneven, uneven)
+    check(got, torch.cat([torch.full((uneven[rank],), rank + 1.0) for rank in ranks]))
+    with torch.inference_mode():
+        tensor = put(of(world.rank))
+        dist.broadcast(tensor, 0)
+        check(tensor, of(0))
+    dist.broadcast(part, 0)  # the buffers are no tensors of that mode
+    check(part, size * of(0))
+    assert not [tensor for tensor in staged if tensor.nbytes > 64 << 10]
+    allocated = dist.group.WORLD.relay.allocated_bytes
+    assert allocated <= 1 << 20
+    assert bool(allocated) == (world.info.kind != "cpu")
     world.relay.memory_mb = before
 
 
