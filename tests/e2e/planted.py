@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -144,6 +145,18 @@ class PrintsFirstStep(Exact):
     def before_call(self):
         if self.calls == 1 and self.rank == 1:
             print("rank 1 computes", flush=True)
+
+
+class DiesInFirstForward(Exact):
+    """Kills rank 1 in its first forward: without a benchmark, that of the parity check."""
+
+    def before_call(self):
+        if self.calls == 1 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in_first_forward(num_classes):
+    return DiesInFirstForward(num_classes)
 
 
 def prints_first_step(num_classes):

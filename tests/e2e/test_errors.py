@@ -117,6 +117,16 @@ def test_a_kind_with_a_wrong_kernel_ends_the_job_unless_it_is_not_to_be_compared
     assert "parity" not in ended.text
 
 
+def test_a_rank_that_dies_in_the_comparison_of_kinds_is_survived(mpirun, tmp_path):
+    command = "kaitian-train --model planted:dies_in_first_forward --balance off".split()
+    command += "--max-steps 2 --emulate-kinds gpu,mlu,cpu --run-dir run".split()
+    ended = mpirun(3, *SURVIVE, *command)
+    assert ended.code == 0, ended.text
+    assert re.search(r"step 0: rank 1 \(.*, mlu\) is lost; 2 ranks continue", ended.out), ended.text
+    kinds = json.loads((tmp_path / "run/parity.json").read_text())["kinds"]
+    assert [kind["rank"] for kind in kinds] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("model", "code", "message"),
     [

@@ -21,7 +21,7 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
         3,
         *"kaitian-train --devices vendor:0,cpu,vendor:1 --model cnn --allreduce leader".split(),
         *"--epochs 2 --check-every 2 --keep-all --benchmark-seconds 2 --run-dir run".split(),
-        *"--relay-dtype bf16".split(),
+        *"--relay-dtype bf16 --sync-bn".split(),
         PYTHONPATH=f"{OTHER_PACKAGE}:{broken.parent}",
     )
     assert ended.code == 0, ended.text
@@ -32,3 +32,4 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     assert not summary["emulated"]
     assert summary["relay"] == {"memory_mb": 32, "dtype": "bf16", "device_aware": False}
     assert summary["val_accuracy"] > 0.2  # chance gives 0.1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_bn"]
