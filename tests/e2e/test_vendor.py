@@ -4,15 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+from jobs import Job
 from torch.utils import backend_registration
 
 OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
 
 
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch cannot have a device type in Python",
 )
+
+
 def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_path):
     broken = tmp_path / "packages" / "broken-1.0.dist-info"  # never requested here
     broken.mkdir(parents=True)
@@ -33,3 +36,21 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     assert summary["relay"] == {"memory_mb": 32, "dtype": "bf16", "device_aware": False}
     assert summary["val_accuracy"] > 0.2  # chance gives 0.1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_bn"]
+
+
+def test_accelerators_survive_the_only_cpu_rank(tmp_path):
+    """They are of one kind from then on, and use its library."""
+    command = "kaitian-train --devices vendor:0,vendor:1,cpu --model cnn --balance off --no-parity"
+    command += " --max-steps 8 --log-interval 0 --run-dir run"
+    with Job(3, *command.split(), cwd=tmp_path, fresh=False, PYTHONPATH=str(OTHER_PACKAGE)) as job:
+        cpu = int(job.wait_for(r"\|\s+(\d) \| \S+ +\| cpu ")[1])  # by local rank, as --devices
+        job.wait_for("step 3/")
+        job.kill(cpu)
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["finished"]
+    assert summary["ranks"] == sorted({0, 1, 2} - {cpu})
+    assert summary["device_kinds"] == ["vendor"]
+    assert summary["allreduce"] == "direct"
+    assert [[lost["rank"] for lost in loss["ranks"]] for loss in summary["failures"]] == [[cpu]]

@@ -21,6 +21,8 @@ from fake_device import DeviceTensor, Event, Stream, current_stream
 from mpi4py import MPI
 from torch._C._distributed_c10d import Work
 
+from kaitian_mpi.mpi.world import current_world
+
 NAME = "fakeccl"
 TYPES = (
     torch.float64,
@@ -56,7 +58,10 @@ class Library:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._stream = Stream()
-        world = MPI.COMM_WORLD
+        # Not of COMM_WORLD, of which no communicator can be made after a rank has died; a real
+        # library does not use MPI.
+        known = current_world()
+        world = MPI.COMM_WORLD if known is None else known.comm
         if rank == 0:
             store.set("token", f"{world.rank}/{next(_tokens)}")
         store.set(f"rank/{rank}", str(world.rank))
