@@ -107,6 +107,12 @@ class TrainingConfig:
         "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",
         ("auto", "flat", "leader", "striped"),
     )
+    network_allreduce: str = _flag(
+        "auto",
+        "how tensors in host memory are reduced between hosts, whatever their kinds of devices; "
+        "auto: the fastest, measured at startup; mpi: by MPI's own allreduce",
+        ("auto", "mpi", "pairwise", "ring"),
+    )
     relay_dtype: str = _flag(
         "fp32",
         "what fp32 gradients cross device kinds as; bf16 halves the bytes; the sums are in fp32",
@@ -300,6 +306,12 @@ class TrainConfig(TrainingConfig):
         False,
         "let several ranks use one device; the ranks of such a group communicate through host "
         "memory, because the vendors' libraries refuse them (default $KAITIAN_SHARE_DEVICE)",
+    )
+    network_interface: str = _flag(
+        "",
+        "use only these network interfaces between hosts, such as eth0 or eth0,eth1; needed on "
+        "every host (default: all that MPI finds)",
+        metavar="LIST",
     )
     emulate_kinds: str = _flag(
         "",

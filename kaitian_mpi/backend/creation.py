@@ -38,6 +38,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     world, comm, unique = _default(options) if is_default else _subgroup(options)
     # Imported here because the import starts MPI, whose settings must be made before.
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
+    from kaitian_mpi.network.network import network_of
     from kaitian_mpi.relay.relay import Relay
 
     # Every rank has left the barrier: the communicator above needed all of them.
@@ -49,7 +50,9 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     group_store = job_store().view(f"group {unique}")
     name, slowdown = str(options.group_id), world.script_slowdown
     has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
-    relay = Relay(world.relay, world.device, has_accelerators=has_accelerators)
+    nodes = [world.infos[rank].node for rank in places]
+    network = network_of(comms, nodes, world.relay)
+    relay = Relay(world.relay, world.device, has_accelerators=has_accelerators, network=network)
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
         options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions

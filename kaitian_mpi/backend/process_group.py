@@ -169,6 +169,15 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         if self._check is not None:
             self._check.stop_unless_detailed()
 
+    def measure_links(self) -> None:
+        """Measure how to reduce between hosts, if host memory is reduced between some. Collective.
+
+        Otherwise the first long tensor is preceded by that.
+        """
+        link = self.relay.network.link(self.comms.world)
+        if link is not None and not (self.single_kind and self._library.is_present):
+            link.choose()
+
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place."""
         opts = opts or AllreduceOptions()

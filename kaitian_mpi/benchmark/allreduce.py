@@ -129,6 +129,7 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
     group = _group()
     group.trust_calls()  # a Training's buckets do not depend on torch's release
     measured = choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
+    group.measure_links()
     if group.single_kind:
         print_rank_0(world, "allreduce: direct, as there is only one device kind")
         return "direct"

@@ -71,11 +71,13 @@ RULES: Mapping[str, Rule] = {
     "micro_batch_size": _NEW_COSTS,
     "keep_all": _NEW_PLAN,
     "allreduce": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
+    "network_allreduce": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "relay_dtype": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "relay_memory_mb": _APPLIES,
     "devices": _APPLIES_SILENTLY,  # like mpirun's hosts and number of ranks
     "device_map": _APPLIES_SILENTLY,
     "share_device": _APPLIES_SILENTLY,
+    "network_interface": _APPLIES_SILENTLY,
     "emulate_kinds": _APPLIES_SILENTLY,
     "emulate_slowdown": _APPLIES_SILENTLY,
     "parity": _APPLIES_SILENTLY,

@@ -18,18 +18,19 @@ from kaitian_mpi.cli.preflight import (
 )
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
 
 PROGRAM = "kaitian-bench"
 FLAGS = (
     *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
-    *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "devices"),
-    *("device_map", "relay_dtype", "relay_memory_mb", "share_device", "emulate_kinds"),
-    *("emulate_slowdown", "precision", "memory_format", "seed", "log_level"),
+    *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "network_allreduce"),
+    *("devices", "device_map", "relay_dtype", "relay_memory_mb", "share_device"),
+    *("network_interface", "emulate_kinds", "emulate_slowdown", "precision", "memory_format"),
+    *("seed", "log_level"),
 )
 
 _SECONDS = 20.0  # more than before training, since nothing else follows
@@ -50,7 +51,7 @@ def main() -> None:
         config = config_of(chosen, FLAGS)
         configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(0))
-        comm = initialize_mpi()
+        comm = initialize_mpi_on(config.network_interface)
         config = with_emulation(config, comm)
         devices = devices_of_host(config.devices, config.device_map, comm)
         check_before_loading(config, comm)
@@ -65,7 +66,7 @@ def main() -> None:
         from kaitian_mpi.recipes.image_classification import make_task
 
         world = init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
-        world.relay.memory_mb, world.relay.dtype = config.relay_memory_mb, config.relay_dtype
+        world.relay.adopt(config)
         bench(partial(make_task, config), config, world, target)
         dist.destroy_process_group()
         if watchdog is not None:

@@ -21,9 +21,9 @@ from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 PROGRAM = "kaitian-run"
 
@@ -40,7 +40,7 @@ def main() -> None:
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not os.path.isfile(chosen.script):
             raise UserError(f"found no script {chosen.script}; name the file to run")
-        comm = initialize_mpi()
+        comm = initialize_mpi_on(chosen.network_interface)
         devices = devices_of_host(chosen.devices, chosen.device_map, comm)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
@@ -94,6 +94,13 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let several ranks use one device; the ranks of such a group communicate through host "
         "memory (default $KAITIAN_SHARE_DEVICE)",
+    )
+    parser.add_argument(
+        "--network-interface",
+        default="",
+        metavar="LIST",
+        help="use only these network interfaces between hosts, such as eth0 or eth0,eth1; needed "
+        "on every host (default: all that MPI finds)",
     )
     parser.add_argument(
         "--emulate-kinds",

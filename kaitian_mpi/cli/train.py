@@ -13,10 +13,11 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, devices_of_host, with_emulation
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.plugin import import_torch
+from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import exit_after_loss, initialize_mpi
+from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
 
@@ -40,7 +41,7 @@ def main() -> None:
         configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
         startup_clock.begin("MPI")
-        comm = initialize_mpi()
+        comm = initialize_mpi_on(config.network_interface)
         config = with_emulation(config, comm)
         devices = devices_of_host(config.devices, config.device_map, comm)
         check_before_loading(config, comm)

@@ -54,11 +54,12 @@ class HostOperations:
             return
         self._arrive()
         dense = contiguous(tensor)
+        allreduce = self._relay.network.allreduce_on(self._comm)
         if dense.is_cpu and self._relay.is_plain:
-            host_collectives.allreduce(self._comm, dense, op)
+            allreduce(dense, op)
         else:
-            exchange = partial(host_collectives.allreduce_chunk, self._comm, op=op)
-            self._relay.exchange(self._comm, dense.view(-1), exchange, op)
+            flat = dense.view(-1)
+            self._relay.exchange(self._comm, flat, lambda chunk: allreduce(chunk, op), op)
         from_host(dense, tensor)
 
     def allreduce_gradient(self, tensor: torch.Tensor, op: Reduction) -> None:

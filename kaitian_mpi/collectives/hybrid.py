@@ -129,9 +129,10 @@ class HybridOperations(HostOperations):
         group.reduce_pieces(tensor, shares, total)
         if self.comms.lane is not None and group.rank < len(shares):
             lane, size = self.comms.lane, self.comms.world.size
+            allreduce = self._relay.network.allreduce_on(lane)
 
             def exchange(chunk: torch.Tensor) -> None:
-                host_collectives.allreduce_chunk(lane, chunk, total)
+                allreduce(chunk, total)
                 # On the host, because devices may differ in the last bit of a division.
                 op.divide_average(chunk, size)
 

@@ -1,4 +1,4 @@
-"""How tensors cross between device kinds."""
+"""How tensors cross between device kinds and between hosts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ class RelaySettings:
     """The host memory of one process group's buffers, in MB."""
     dtype: str = TrainingConfig.relay_dtype
     """What float32 gradients cross as, `fp32` or `bf16`; they are summed in float32."""
+    network_allreduce: str = TrainingConfig.network_allreduce
+    """How host memory is reduced between hosts: `auto`, `mpi` or an algorithm's name."""
     device_aware: bool = False
     """Whether MPI was given device memory itself: the ranks find out when they first relay."""
+
+    def adopt(self, config: TrainingConfig) -> None:
+        """Take over a run's settings."""
+        self.memory_mb, self.dtype = config.relay_memory_mb, config.relay_dtype
+        self.network_allreduce = config.network_allreduce
 
     def describe(self) -> dict[str, Any]:
         """Return it as an entry of `summary.json`."""

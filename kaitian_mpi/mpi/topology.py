@@ -38,6 +38,8 @@ class RankInfo:
     library_device: str = ""
     """What that library takes for the physical device, if it is not that: a GPU, of a part."""
     python_version: str = ""
+    node: int = 0
+    """The number of its host. The name need not differ between hosts, as in containers."""
 
     def __str__(self) -> str:
         """Return the rank's name in messages, such as `rank 2 (node-b, cuda:0)`.

@@ -221,6 +221,7 @@ def _describe_rank(
         physical_device=f"{place}/{physical}" if physical else "",
         library=device.library or device.vendor_backend or "",
         library_device=f"{place}/{by_library}" if by_library != physical else "",
+        node=node,
     )
 
 

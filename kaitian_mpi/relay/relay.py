@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.network.network import Network
 from kaitian_mpi.relay.chunking import Pace, agree_on_longest_chunk, agree_on_pace
 from kaitian_mpi.relay.copies import Copies, copies_of
 from kaitian_mpi.relay.device_aware import agree_on_direct, may_be_direct, wait_for_device
@@ -38,6 +38,7 @@ class Relay:
         device: torch.device | None = None,
         *,
         has_accelerators: bool = False,
+        network: Network | None = None,
     ) -> None:
         """Allocate nothing yet.
 
@@ -46,7 +47,10 @@ class Relay:
             device: this rank's device; None for the host.
             has_accelerators: whether any rank of the group has one. If none has, tensors are cut as
                 suits MPI alone, since the others do nothing but exchange.
+            network: reduces what is in host memory; None: as between ranks of one host.
         """
+        self.network = network or Network()
+        """Reduces what is in host memory."""
         self.settings = settings or RelaySettings()
         self._device = device or torch.device("cpu")
         self.has_accelerators = has_accelerators
@@ -84,7 +88,7 @@ class Relay:
         if self._is_direct(comm, tensor, op):
             wait_for_device(tensor)
             for chunk in self.split(comm, tensor):
-                exchange(chunk)
+                host_collectives.allreduce_chunk(comm, chunk, op)
             return
         wire = self._wire_dtype(tensor)
         crossing = tensor if wire is tensor.dtype else tensor.to(wire)
@@ -132,6 +136,8 @@ class Relay:
 
     def split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks of a flat tensor. Collective over `comm` the first time."""
+        if not self.has_accelerators and self.network.link(comm) is not None:
+            return (tensor,)  # which the network cuts itself
         if not self.has_accelerators or comm.size == 1:
             return host_collectives.allreduce_chunks(comm, tensor)
         chunk_bytes = self._pace(comm).chunk_bytes(tensor.nbytes)
@@ -154,8 +160,8 @@ class Relay:
         if key not in self._direct:
 
             def through_host(each: torch.Tensor) -> None:
-                one = partial(host_collectives.allreduce_chunk, comm, op=SUM)
-                self.exchange_chunks(self.split(comm, each), one)
+                allreduce = self.network.allreduce_on(comm)
+                self.exchange_chunks(self.split(comm, each), lambda chunk: allreduce(chunk, SUM))
 
             self._direct[key] = agree_on_direct(comm, self._device, through_host)
             self.settings.device_aware |= self._direct[key]
@@ -182,7 +188,7 @@ class Relay:
     def _stages(self, comm: MPI.Comm, size: int) -> list[Callable[[], None]]:
         """Return the stages of a chunk of `size` bytes on this rank's device, to be timed."""
         host = torch.zeros(size // 4)
-        exchanged = [lambda: host_collectives.allreduce(comm, host)]
+        exchanged = [lambda: self.network.allreduce_on(comm)(host, SUM)]
         chunk = torch.zeros(size // 4, device=self._device)
         if chunk.is_cpu:
             return exchanged

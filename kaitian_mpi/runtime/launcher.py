@@ -24,6 +24,10 @@ _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 """The variable that `mpirun --with-ft ulfm` sets."""
 
+EAGER_BYTES = 264 << 10
+"""The longest message over TCP, with MPI's header, that is sent without asking the receiver."""
+_MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
+
 SUPERVISED = "OMPI_KAITIAN_JOB"
 """Set by `kaitian-supervise`; Open MPI forwards OMPI_* variables to the ranks on all hosts."""
 
@@ -90,6 +94,10 @@ def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores
     waits unless there are two cores per rank. (A 9.4 MB allreduce of 4 ranks on 2 cores over TCP
     took 2,200 ms spinning and 48 ms yielding.)
 
+    Between hosts, MPI sends longer messages at once, without asking the receiver first: its answer
+    would wait behind the data that the receiver itself sends. (A 9.4 MB allreduce of three hosts
+    with 1 Gbit/s took 137 ms with that, and 111 ms without.)
+
     With fault tolerance across hosts, two components of Open MPI crash when a rank dies
     (open-mpi/ompi#13915), and a connection first opened after the failure hangs forever.
     """
@@ -97,7 +105,10 @@ def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if launch.local_size == launch.world_size:
         environ.setdefault("OMPI_MCA_btl", "^tcp")
-    elif environ.get(FAULT_TOLERANCE) == "1":
-        environ.setdefault("OMPI_MCA_coll", "^han,cuda")
-        environ.setdefault("OMPI_MCA_mpi_preconnect_mpi", "1")
+    else:
+        for name in _MESSAGE_LIMITS:
+            environ.setdefault(name, str(EAGER_BYTES))
+        if environ.get(FAULT_TOLERANCE) == "1":
+            environ.setdefault("OMPI_MCA_coll", "^han,cuda")
+            environ.setdefault("OMPI_MCA_mpi_preconnect_mpi", "1")
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // launch.local_size)))

@@ -29,31 +29,35 @@ def reduce_timer_slack() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
-def nap(waited_sec: float, max_sec: float = _MAX_NAP_SEC) -> None:
-    """Sleep for 2% of the time waited so far, at least 20 microseconds, at most `max_sec`."""
-    time.sleep(min(max(waited_sec / 50, _MIN_NAP_SEC), max_sec))
+def nap(waited_sec: float, max_sec: float = _MAX_NAP_SEC, min_sec: float = _MIN_NAP_SEC) -> None:
+    """Sleep for 2% of the time waited so far, at least `min_sec`, at most `max_sec`."""
+    time.sleep(min(max(waited_sec / 50, min_sec), max_sec))
 
 
 def wait_until(
     condition: Callable[[], bool],
     limit_sec: float = math.inf,
     max_nap_sec: float = _MAX_NAP_SEC,
+    *,
+    yield_sec: float = _YIELD_SEC,
+    min_nap_sec: float = _MIN_NAP_SEC,
 ) -> bool:
     """Wait for a condition without spinning; return whether it became true within the limit.
 
-    The naps grow with the time waited, so that waking up late adds at most 2% to it.
+    The core is yielded for `yield_sec`; then the naps grow with the time waited, so that waking up
+    late adds at most 2% to it, or `min_nap_sec`.
     """
     if condition():
         return True
     began = time.perf_counter()
     while not condition():
         waited = time.perf_counter() - began
-        if waited < _YIELD_SEC:
+        if waited < yield_sec:
             os.sched_yield()
         elif waited > limit_sec:
             return False
         else:
-            nap(waited, max_nap_sec)
+            nap(waited, max_nap_sec, min_nap_sec)
     return True
 
 

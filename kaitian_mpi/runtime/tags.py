@@ -21,6 +21,7 @@ STORE_REPLIES = range(2, 2 + 16_384)
 # A group's or the world's communicator
 PAIRWISE = 1
 WAKE_UP = 2
+NETWORK = range(10, 1_000)
 MONITORED_BARRIERS = range(1_000, 31_000)
 
 # MPI's own world, on which nothing but kaitian-doctor communicates

@@ -77,7 +77,7 @@ def open_run(
         AgreedError: a rank cannot make what is asked for, and nothing has been trained.
     """
     world = membership.all_ranks
-    world.relay.memory_mb, world.relay.dtype = config.relay_memory_mb, config.relay_dtype
+    world.relay.adopt(config)
     show_topology(world, membership.survives)
     membership.attempt(partial(check_run_folder, config))
     membership.attempt(partial(check_initial_file, config))

@@ -13,6 +13,7 @@ RESTART_LIMIT_SEC = 60  # 20 s on a machine that has nothing else to do
 MOST_STEPS_REPEATED = 10
 
 TRAIN = f"{SCRIPTS}/kaitian-train --model planted:slow --global-batch-size 24".split()
+WIDE = f"{SCRIPTS}/kaitian-train --model planted:slow_and_wide --global-batch-size 24".split()
 TRAIN += EVEN
 
 
@@ -25,11 +26,14 @@ def hosts(tmp_path):
 
 
 def test_loss_of_a_hosts_only_rank(hosts, tmp_path):
-    ranks = forked([*TRAIN, "--max-steps=8"])
+    network = "--network-interface eth0 --network-allreduce pairwise --max-steps 8".split()
+    ranks = forked([*WIDE, *EVEN, *network])
     with HostsJob(hosts, *"mpirun -np 4".split(), *ranks, cwd=tmp_path) as job:
+        job.wait_for(r"allreduce among 4 ranks on 3 hosts: pairwise")
         job.wait_for(r"step 3/")
         job.kill(3)
         killed_at = time.time()
+        job.wait_for(r"allreduce among 3 ranks on 2 hosts: pairwise")
         job.wait_for(r"rank 3 .* lost")
         job.wait_for(r"step \d+/")
         recovery_sec = time.time() - killed_at

@@ -60,6 +60,17 @@ def test_tcp_is_disabled_on_a_single_host(local_size, without_tcp):
     assert ("OMPI_MCA_btl" in environ) == without_tcp
 
 
+@pytest.mark.parametrize("local_size", [4, 2])
+def test_between_hosts_a_part_of_an_allreduce_is_sent_without_asking_first(local_size):
+    environ: dict[str, str] = {}
+    prepare_environment(environ, Launch(0, 4, 0, local_size), 2)
+    limits = [environ.get(f"OMPI_MCA_btl_tcp_{name}") for name in ("eager_limit", "max_send_size")]
+    if local_size == 4:
+        assert limits == [None, None]
+    else:
+        assert min(map(int, limits)) > 256 << 10
+
+
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [

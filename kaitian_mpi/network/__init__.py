@@ -1,0 +1,1 @@
+"""Reductions between hosts: each byte crosses a host's network link once in each direction."""

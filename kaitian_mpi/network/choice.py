@@ -1,0 +1,61 @@
+"""Which way tensors are reduced between hosts, given what each way takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+SHORT_BYTES, LONG_BYTES = 256 << 10, 2 << 20
+"""The sizes that are measured. Below the first one, MPI's own allreduce is always used."""
+
+
+class Route(NamedTuple):
+    """A way to reduce tensors between hosts."""
+
+    algorithm: str
+    """`mpi` for MPI's own allreduce among all ranks, or an algorithm's name."""
+    lanes: int = 1
+    """How many ranks of each host exchange data with other hosts."""
+
+    def __str__(self) -> str:
+        """Return its name, such as `ring` or `ring in 2 lanes`."""
+        return self.algorithm + (f" in {self.lanes} lanes" if self.lanes > 1 else "")
+
+
+MPI_ROUTE = Route("mpi")
+Seconds = Mapping[Route, float]
+
+
+class Choice(NamedTuple):
+    """How tensors are reduced between hosts."""
+
+    route: Route
+    """For tensors of `min_bytes` and more; for others, MPI's own allreduce."""
+    min_bytes: int = SHORT_BYTES
+    seconds: Seconds | None = None
+    """What each route takes for a tensor of `LONG_BYTES`; None if nothing was measured."""
+
+    def describe(self) -> str:
+        """Describe it in a line, such as `ring (measured, 2 MB: mpi 41.3 ms, ring 23.0 ms)`."""
+        if self.seconds is None:
+            return str(self.route)
+        times = ", ".join(f"{route} {1e3 * sec:.1f} ms" for route, sec in self.seconds.items())
+        return f"{self.route} (measured, 2 MB: {times})"
+
+
+def routes(algorithms: Sequence[str], lanes: int) -> list[Route]:
+    """Return what there is to choose from: each algorithm in one lane, and in all of them."""
+    counts = sorted({1, lanes})
+    return [MPI_ROUTE, *[Route(name, count) for name in algorithms for count in counts]]
+
+
+def choose(short: Seconds, long: Seconds) -> Choice:
+    """Return the fastest route for long tensors, and from which length on.
+
+    Args:
+        short: the seconds for tensors of `SHORT_BYTES`, by route.
+        long: the seconds for tensors of `LONG_BYTES`, by route.
+    """
+    best = min(long, key=lambda route: long[route])
+    is_for_short = short[best] <= short[MPI_ROUTE]
+    return Choice(best, SHORT_BYTES if is_for_short else LONG_BYTES // 2, long)

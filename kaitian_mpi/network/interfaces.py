@@ -1,0 +1,95 @@
+"""Limits communication between hosts to some network interfaces: `--network-interface`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FLAG = "--network-interface"
+
+_OPEN_MPI = "OMPI_MCA_btl_tcp_if_include"
+_GLOO = "GLOO_SOCKET_IFNAME"
+_OF_ONE = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE")
+"""Of libfabric, which MPICH and Intel MPI use; each takes a single name."""
+_EXACT = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+"""Of vendors' libraries, which take prefixes of names, or names after a `=`."""
+
+_CLASS = Path("/sys/class/net")
+_IS_UP, _IS_LOOPBACK = 0x1, 0x8  # IFF_UP and IFF_LOOPBACK of <net/if.h>
+
+
+def initialize_mpi_on(interfaces: str) -> MPI.Intracomm:
+    """Initialize MPI, with its TCP connections on these interfaces; return `COMM_WORLD`.
+
+    Collective over all ranks.
+
+    Args:
+        interfaces: names, separated by commas; empty: all that MPI finds.
+
+    Raises:
+        AgreedError: a rank's host does not have such an interface.
+        UserError: there is no usable MPI.
+    """
+    fault = None
+    try:
+        limit_to(interfaces, os.environ, found_interfaces())
+    except UserError as error:
+        fault = error  # the other ranks would wait for this one to start MPI
+    comm = initialize_mpi()
+    with agree_on_errors(comm):
+        if fault is not None:
+            raise fault
+    return comm
+
+
+def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collection[str]) -> None:
+    """Set the variables that MPI and vendors' libraries read when they start.
+
+    Args:
+        interfaces: names, separated by commas; empty: change nothing.
+        environ: the environment to change.
+        found: the interfaces of this host that can be used.
+
+    Raises:
+        UserError: this host does not have such an interface.
+    """
+    names = [name.strip() for name in interfaces.split(",") if name.strip()]
+    if not names:
+        if interfaces:
+            raise UserError(
+                f"{FLAG}: found {interfaces!r}, needed names, such as eth0 or eth0,eth1"
+            )
+        return
+    if missing := [name for name in names if name not in found]:
+        raise UserError(
+            f"{FLAG}: found no interface {', '.join(missing)} that is up on "
+            f"{socket.gethostname()}, needed one of: {', '.join(sorted(found)) or '(none is up)'}; "
+            "see `ip addr`"
+        )
+    listed = ",".join(names)
+    environ[_OPEN_MPI] = environ[_GLOO] = listed
+    environ.update(dict.fromkeys(_EXACT, f"={listed}"))
+    environ.update(dict.fromkeys(_OF_ONE, names[0]))
+
+
+def found_interfaces() -> list[str]:
+    """Return this host's interfaces that are up and reach other hosts."""
+    return [name for _, name in socket.if_nameindex() if _reaches_others(name)]
+
+
+def _reaches_others(name: str) -> bool:
+    try:
+        flags = int((_CLASS / name / "flags").read_text(), 16)
+    except (OSError, ValueError):  # no /sys here: MPI will say what it thinks of it
+        return True
+    return bool(flags & _IS_UP) and not flags & _IS_LOOPBACK

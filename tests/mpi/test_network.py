@@ -1,0 +1,183 @@
+"""Allreduce between hosts; which rank is on which host is made up here."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
+from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.network.allreduce import ALGORITHMS, HostAllreduce, round_elements
+from kaitian_mpi.network.choice import LONG_BYTES, SHORT_BYTES, Choice, Route
+from kaitian_mpi.network.hosts import group_by_host
+from kaitian_mpi.network.link import Link
+from kaitian_mpi.network.network import Network
+
+pytestmark = pytest.mark.ranks(2)
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+}
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def placements(size):
+    """Return where the ranks may be: each alone, two hosts in turn, and unequal hosts."""
+    found = [tuple(range(size)), tuple(rank % 2 for rank in range(size))]
+    return [*found, (0, *[1] * (size - 1)), (*[0] * (size - 1), 1)] if size > 2 else found
+
+
+def ops_for(dtype):
+    if dtype.is_complex:
+        return ["sum", "avg", "product"]
+    if dtype is torch.bool:
+        return ["sum", "product", "min", "max", "band"]
+    return [name for name in OPS if not (name == "band" and dtype.is_floating_point)]
+
+
+def values(dtype, rank, elements):
+    """Return values whose sums and products over four ranks are exact in any dtype here."""
+    cycle = (torch.arange(elements) + 5 * rank) % 7
+    if dtype is torch.bool:
+        return cycle % 3 == 0
+    signed = cycle if dtype is torch.uint8 else cycle - 3
+    return signed.to(dtype)
+
+
+def expected(dtype, name, size, elements):
+    op = reduction(dtype, OPS[name])
+    wide = ACCUMULATION_DTYPES.get(dtype, dtype)
+    total = values(dtype, 0, elements).to(wide)
+    for rank in range(1, size):
+        total = op.combine(total, values(dtype, rank, elements).to(wide))
+    op.divide_average(total, size)
+    return total.to(dtype)
+
+
+def routes_on(hosts):
+    return [Route(name, n) for name in ALGORITHMS for n in sorted({1, hosts.lanes})]
+
+
+def assert_reduced(allreduce, dtype, name, elements, route, size, rank):
+    tensor = values(dtype, rank, elements)
+    allreduce.run(tensor, reduction(dtype, OPS[name]), route)
+    wanted = expected(dtype, name, size, elements)
+    assert torch.equal(tensor, wanted), (dtype, name, elements, route)
+
+
+def test_every_dtype_and_operation_is_exact_wherever_the_ranks_are(world):
+    for nodes in placements(world.size):
+        hosts = group_by_host(nodes)
+        allreduce = HostAllreduce(world.comm, hosts)
+        for route, dtype in itertools.product(routes_on(hosts), DTYPES):
+            for name in ops_for(dtype):
+                assert_reduced(allreduce, dtype, name, 1003, route, world.size, world.rank)
+
+
+def test_lengths_that_do_not_divide_evenly(world):
+    for nodes in placements(world.size):
+        hosts = group_by_host(nodes)
+        allreduce = HostAllreduce(world.comm, hosts)
+        one_round = round_elements(torch.zeros(70_001), hosts.size)
+        assert one_round < 70_001  # several rounds are in progress
+        for route in routes_on(hosts):
+            for elements in (1, 2, 3, one_round + 1, 70_001, 600_001):
+                args = torch.float32, "sum", elements, route
+                assert_reduced(allreduce, *args, world.size, world.rank)
+
+
+def test_all_ranks_get_the_same_bits(world):
+    generator = torch.Generator().manual_seed(world.rank)
+    for nodes, dtype in itertools.product(placements(world.size)[-2:], DTYPES[:3:2]):
+        hosts = group_by_host(nodes)
+        for route in routes_on(hosts):
+            tensor = torch.randn(50_000, generator=generator).to(dtype)
+            exact = tensor.double()
+            HostAllreduce(world.comm, hosts).run(tensor, reduction(dtype, OPS["avg"]), route)
+            first = tensor.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(tensor.view(torch.uint8), first.view(torch.uint8))
+            dist.all_reduce(exact, dist.ReduceOp.AVG)
+            torch.testing.assert_close(tensor.double(), exact, atol=1e-2, rtol=1e-2)
+
+
+def test_an_average_of_16_bit_floats_does_not_overflow(world):
+    hosts = group_by_host([0, *[1] * (world.size - 1)])
+    tensor = torch.full((40_000,), 60_000.0, dtype=torch.float16)
+    HostAllreduce(world.comm, hosts).run(
+        tensor, reduction(torch.float16, OPS["avg"]), Route("pairwise")
+    )
+    assert tensor.unique().tolist() == [torch.tensor(60_000.0).half().item()]
+
+
+def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
+    link = Link(world.comm, group_by_host(range(world.size)), RelaySettings())
+    op = reduction(torch.float32, OPS["sum"])
+    link.reduce_to_all(torch.zeros(SHORT_BYTES // 4 - 1), op)
+    assert link.choice is None
+    tensor = torch.full((LONG_BYTES // 4,), float(world.rank + 1))
+    with caplog.at_level("INFO"):
+        link.reduce_to_all(tensor, op)
+    choice = link.choice
+    assert choice is not None
+    assert set(choice.seconds) == set(link.routes)
+    assert tensor.unique().tolist() == [world.size * (world.size + 1) / 2]
+    gathered = [None] * world.size
+    dist.all_gather_object(gathered, choice)
+    assert set(map(str, gathered)) == {str(choice)}
+    assert link.choose() is choice
+    logged = [record.getMessage() for record in caplog.records]
+    start = f"allreduce among {world.size} ranks on {world.size} hosts: {choice.route} (measured"
+    assert [text for text in logged if text.startswith(start)] == logged[:1] or world.rank != 0
+
+
+def test_an_algorithm_can_be_forced(world):
+    settings = RelaySettings(network_allreduce="ring")
+    link = Link(world.comm, group_by_host(range(world.size)), settings)
+    assert link.choose() == Choice(Route("ring"), SHORT_BYTES, None)
+
+
+def test_ranks_of_one_host_have_no_link(world):
+    network = Network()
+    network.add(world.comm, [3] * world.size, RelaySettings())
+    assert network.link(world.comm) is None
+    tensor = torch.ones(200_000)
+    network.allreduce_on(world.comm)(tensor, reduction(torch.float32, OPS["sum"]))
+    assert tensor.unique().tolist() == [world.size]
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "leader", "striped"])
+def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monkeypatch):
+    group = dist.new_group()
+    used = []
+    run = HostAllreduce.run
+
+    def noting(self, tensor, op, route):
+        used.append(route)
+        run(self, tensor, op, route)
+
+    monkeypatch.setattr(HostAllreduce, "run", noting)
+    network = group.relay.network
+    for comm in (group.comms.world, group.comms.lane):
+        if comm is not None:
+            settings = RelaySettings(network_allreduce="ring")
+            network.add(comm, range(comm.size), settings)
+    group.algorithm = algorithm
+    for elements in (20_001, 3_000_001):
+        tensor = values(torch.float32, world.rank, elements)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        wanted = expected(torch.float32, "avg", world.size, elements)
+        torch.testing.assert_close(tensor, wanted)
+    comms = group.comms
+    lanes = {"flat": world.size, "leader": 1, "striped": comms.lanes}[algorithm]
+    assert len(used) == (comms.own.ranks.index(world.rank) < lanes)
+    dist.destroy_process_group(group)

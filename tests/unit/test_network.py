@@ -1,0 +1,93 @@
+"""What concerns communication between hosts and needs no MPI."""
+
+import pytest
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.network.choice import (
+    LONG_BYTES,
+    MPI_ROUTE,
+    SHORT_BYTES,
+    Choice,
+    Route,
+    choose,
+    routes,
+)
+from kaitian_mpi.network.hosts import group_by_host
+from kaitian_mpi.network.interfaces import found_interfaces, limit_to
+
+PAIRWISE, RING = Route("pairwise"), Route("ring")
+
+
+def test_ranks_are_grouped_by_host():
+    hosts = group_by_host([4, 7, 4, 4, 7])
+    assert hosts.ranks == ((0, 2, 3), (1, 4))
+    assert (hosts.size, hosts.lanes) == (2, 2)
+    assert [hosts.index_of(rank) for rank in range(5)] == [0, 1, 0, 0, 1]
+    assert [hosts.lane(number) for number in range(2)] == [(0, 1), (2, 4)]
+
+
+def test_all_lanes_are_tried_if_there_are_several():
+    assert routes(["ring"], 1) == [MPI_ROUTE, RING]
+    assert routes(["ring"], 8) == [MPI_ROUTE, RING, Route("ring", 8)]
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "chosen", "min_bytes"),
+    [
+        ((2, 1, 3), (9, 4, 3), RING, LONG_BYTES // 2),
+        ((2, 1, 1), (9, 4, 3), RING, SHORT_BYTES),
+        ((2, 3, 3), (9, 4, 5), PAIRWISE, LONG_BYTES // 2),
+        ((2, 1, 1), (3, 4, 5), MPI_ROUTE, SHORT_BYTES),
+    ],
+)
+def test_the_fastest_route_is_chosen_from_the_length_on_that_it_pays(
+    short, long, chosen, min_bytes
+):
+    names = MPI_ROUTE, PAIRWISE, RING
+    long_seconds = dict(zip(names, long, strict=True))
+    found = choose(dict(zip(names, short, strict=True)), long_seconds)
+    assert found == (chosen, min_bytes, long_seconds)
+
+
+def test_a_choice_says_what_was_measured():
+    measured = Choice(Route("ring", 2), seconds={MPI_ROUTE: 0.0413, Route("ring", 2): 0.023})
+    expected = "ring in 2 lanes (measured, 2 MB: mpi 41.3 ms, ring in 2 lanes 23.0 ms)"
+    assert measured.describe() == expected
+    assert Choice(RING).describe() == "ring"
+
+
+def test_interfaces_are_set_for_mpi_and_vendors_libraries():
+    environ = {"OMPI_MCA_btl_tcp_if_include": "lo", "PATH": "/bin"}
+    limit_to(" eth0, eth1", environ, ["eth0", "eth1", "docker0"])
+    assert environ == {
+        "PATH": "/bin",
+        "OMPI_MCA_btl_tcp_if_include": "eth0,eth1",
+        "GLOO_SOCKET_IFNAME": "eth0,eth1",
+        "NCCL_SOCKET_IFNAME": "=eth0,eth1",
+        "HCCL_SOCKET_IFNAME": "=eth0,eth1",
+        "FI_TCP_IFACE": "eth0",
+        "FI_SOCKETS_IFACE": "eth0",
+    }
+
+
+def test_without_interfaces_nothing_is_set():
+    environ: dict[str, str] = {}
+    limit_to("", environ, ["eth0"])
+    assert not environ
+
+
+@pytest.mark.parametrize("given", ["eth7", "eth0,eth7", "eth7,", "lo"])
+def test_an_interface_that_is_not_there_is_named_with_those_that_are(given):
+    missing = "lo" if given == "lo" else "eth7"
+    message = f"--network-interface: found no interface {missing} .*needed one of: docker0, eth0;"
+    with pytest.raises(UserError, match=message):
+        limit_to(given, {}, ["eth0", "docker0"])
+
+
+def test_commas_alone_name_no_interface():
+    with pytest.raises(UserError, match="found ' , ', needed names, such as eth0"):
+        limit_to(" , ", {}, ["eth0"])
+
+
+def test_the_loopback_interface_reaches_no_other_host():
+    assert "lo" not in found_interfaces()
