@@ -153,7 +153,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("command", [["kaitian-run"], [sys.executable]])
 def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, command):
     (tmp_path / "theirs.py").write_text(SIGNALS)
-    ended = mpirun(2, *command, "theirs.py", fresh=command == ["kaitian-run"])
+    ended = mpirun(2, *command, "theirs.py")
     assert ended.code == 0, ended.text
     assert ended.out.splitlines() == 2 * ["2 ['USR1', 'TERM', 'INT'] -15 [0, 1, 4] [7, 1]"]
     assert ended.err.count("ValueError: planted") == 2  # of the children alone

@@ -74,6 +74,7 @@ def run(world, folder, **flags):
         "run_dir": str(folder),
         "resume": "auto",
         "balance": "off",
+        "parity": False,
         "global_batch_size": BATCH,
         "epochs": 2,
         "log_interval": 0.0,

@@ -27,6 +27,7 @@ QUIET = {
     "global_batch_size": BATCH,
     "epochs": EPOCHS,
     "balance": "off",
+    "parity": False,
     "log_interval": 60.0,
     "check_every": 0,
 }

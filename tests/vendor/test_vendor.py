@@ -155,17 +155,20 @@ def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
 
 @pytest.mark.parametrize("length", [0, 1, 7, 70_001])
 def test_operations_that_move_data(world, put, length):
-    for dtype in TYPES if length == 7 else (torch.float32, torch.int16):
-        check_moves(world, put, dtype, length)
+    for number, dtype in enumerate(TYPES if length == 7 else (torch.float32, torch.int16)):
+        # Of seven types that the library supports in a row, and four that it does not, some have
+        # each root; two have all.
+        roots = [number % world.size] if length == 7 else range(world.size)
+        check_moves(world, put, dtype, length, roots)
 
 
-def check_moves(world, put, dtype, length):
+def check_moves(world, put, dtype, length, roots):
     size, rank = world.size, world.rank
 
     def content(number):
         return ((torch.arange(length) + number) % 2).to(dtype)
 
-    for root in range(size):
+    for root in roots:
         tensor = put(content(rank))
         dist.broadcast(tensor, root)
         assert torch.equal(values(tensor), content(root))
