@@ -39,8 +39,8 @@ def best(device: Device, index: int, act: Callable[[], object]) -> float:
     return min(seconds[2:])
 
 
-def chunk_bytes(copies: Copies, on_device: torch.Tensor, host: torch.Tensor) -> int:
-    """Return the length of chunks that the relay would choose for these copies."""
+def chunk_lengths(copies: Copies, on_device: torch.Tensor, host: torch.Tensor) -> list[int]:
+    """Return the lengths of the chunks that the relay would choose for these copies."""
 
     def stages(size: int) -> list[Callable[[], None]]:
         part, memory = on_device[:size], host[:size]
@@ -51,7 +51,7 @@ def chunk_bytes(copies: Copies, on_device: torch.Tensor, host: torch.Tensor) -> 
         ]
 
     pace = agree_on_pace(MPI.COMM_SELF, TrainConfig.relay_memory_mb, stages)
-    return pace.chunk_bytes(on_device.nbytes)
+    return pace.lengths(on_device.nbytes)
 
 
 def main() -> None:
@@ -83,11 +83,11 @@ def main() -> None:
         for end in ends:
             end.synchronize()
 
-    size = chunk_bytes(copies, memory[0], pinned[0])
+    lengths = chunk_lengths(copies, memory[0], pinned[0])
     slots = Slots(pins=device.pins_memory)
 
     def relay() -> None:
-        exchange_in_chunks(memory[0].split(size), lambda host: None, copies, slots)
+        exchange_in_chunks(memory[0].split(lengths), lambda host: None, copies, slots)
 
     plain_both, relay_both = best(device, number, both), best(device, number, relay)
     found = {
@@ -96,7 +96,7 @@ def main() -> None:
         "plain_back_mb_per_sec": BYTES / best(device, number, back) / 1e6,
         "plain_both_mb_per_sec": 2 * BYTES / plain_both / 1e6,
         "relay_both_mb_per_sec": 2 * BYTES / relay_both / 1e6,
-        "chunk_bytes": size,
+        "longest_chunk_bytes": max(lengths),
         "ratio": plain_both / relay_both,
     }
     print(json.dumps(found))

@@ -1,8 +1,10 @@
 """How long the relay's chunks are: measured once per communicator, the same on all its ranks.
 
-A stage (copy out, exchange, copy back) takes a + n / B seconds for n bytes. The pipeline over N
-bytes in chunks of c takes (N / c + 2) (a + c / B) for the slowest stage: short chunks pay a often,
-with long ones the pipeline is filled and drained for long. The best c is sqrt(N a B / 2). The
+The exchange of n bytes, with what the host does to start the copies, takes a + n / B seconds: short
+chunks pay a often, with long ones the pipeline is filled and drained for long. Copies have no such
+a, so a copy out gains a on the exchange with every chunk, and each chunk may be a B longer than the
+one before it without being late; likewise at the end. So the lengths grow by a B, and shrink again:
+N bytes take about N / B + 2 sqrt(N a / B), where equal chunks take N / B + 2.8 sqrt(N a / B). The
 product a B is Hockney's half-performance length: the n at which a stage reaches half of B.
 """
 
@@ -20,12 +22,13 @@ from kaitian_mpi.relay.slots import COUNT
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SIZES = 64 << 10, 2 << 20
+SIZES = 1 << 20, 4 << 20  # shorter ones stay in the cache, and so does the code between them
 """Bytes of the chunks that are timed."""
 REPEATS = 4  # the first one warms up
 
 _FALLBACK_BYTES = 256 << 10  # where a longer chunk took no longer, as under a passing load
 _MIN_CHUNK_BYTES = 64 << 10
+_ALIGNMENT = 64  # a multiple of every dtype's size
 
 
 class Pace(NamedTuple):
@@ -36,11 +39,25 @@ class Pace(NamedTuple):
     limit_bytes: int
     """The longest chunk."""
 
-    def chunk_bytes(self, total_bytes: int) -> int:
-        """Return the length of the chunks of a tensor of so many bytes; a power of two."""
-        best = math.sqrt(max(1, total_bytes * self.half_bytes) / 2)
-        least, most = _MIN_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, self.limit_bytes)
-        return int(min(max(2 ** round(math.log2(best)), least), most))
+    def lengths(self, total_bytes: int) -> list[int]:
+        """Return the lengths of the chunks of a tensor of so many bytes, which they add up to.
+
+        From 64 KB or more they grow by at most `half_bytes`, rounded up, and shrink so again; all
+        but one are multiples of 64 bytes.
+        """
+        longest = max(self.limit_bytes, _MIN_CHUNK_BYTES)
+        growth = min(-(-self.half_bytes // _ALIGNMENT) * _ALIGNMENT, longest)
+        first = max(growth, _MIN_CHUNK_BYTES)
+        # Two slopes of k chunks are k (2 first + (k - 1) growth) bytes.
+        linear = 2 * first - growth
+        fitting = (math.isqrt(linear**2 + 4 * growth * total_bytes) - linear) // (2 * growth)
+        slope = [*range(first, longest + 1, growth)][:fitting]
+        left = total_bytes - 2 * sum(slope)
+        count = -(-left // min(first + len(slope) * growth, longest))
+        each = -(-left // max(count, 1) // _ALIGNMENT) * _ALIGNMENT
+        rest = [min(each, left - start) for start in range(0, left, each or 1)]
+        half = len(rest) // 2
+        return [*sorted(slope + rest[half:]), *sorted(slope + rest[:half], reverse=True)] or [0]
 
 
 def half_performance_bytes(seconds: tuple[float, float]) -> int:

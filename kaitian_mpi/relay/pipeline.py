@@ -32,12 +32,12 @@ def exchange_in_chunks(
     `exchange` raises, the chunks so far are copied back.
 
     Args:
-        chunks: flat contiguous parts of one tensor, none longer than the first.
+        chunks: flat contiguous parts of one tensor.
         exchange: works on one chunk in host memory.
         copies: copies to and from the device.
         slots: the host memory.
     """
-    count = slots.provide(len(chunks), chunks[0].nbytes)
+    count = slots.provide(len(chunks), max(chunk.nbytes for chunk in chunks))
     waiting = iter(chunks)
     fetched: deque[_Fetched] = deque()
 

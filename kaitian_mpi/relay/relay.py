@@ -140,8 +140,8 @@ class Relay:
             return (tensor,)  # which the network cuts itself
         if not self.has_accelerators or comm.size == 1:
             return host_collectives.allreduce_chunks(comm, tensor)
-        chunk_bytes = self._pace(comm).chunk_bytes(tensor.nbytes)
-        return tensor.split(chunk_bytes // tensor.element_size())
+        size = tensor.element_size()
+        return tensor.split([each // size for each in self._pace(comm).lengths(tensor.nbytes)])
 
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return what a tensor crosses as; depends on its length and dtype alone."""
@@ -188,17 +188,23 @@ class Relay:
     def _stages(self, comm: MPI.Comm, size: int) -> list[Callable[[], None]]:
         """Return the stages of a chunk of `size` bytes on this rank's device, to be timed."""
         host = torch.zeros(size // 4)
-        exchanged = [lambda: self.network.allreduce_on(comm)(host, SUM)]
+        allreduce = self.network.allreduce_on(comm)
         chunk = torch.zeros(size // 4, device=self._device)
         if chunk.is_cpu:
-            return exchanged
+            return [lambda: allreduce(host, SUM)]
         copies, _ = self._path(self._device)
         slots = Slots(pins=device_of(self._device).pins_memory)  # for now
         slots.provide(1, size)
         pinned = slots.take().view_as(chunk)
         copies.begin(chunk)
+
+        def exchange() -> None:
+            copies.copy_out(pinned, chunk, None)  # which the host only starts
+            allreduce(host, SUM)
+            copies.copy_back(chunk, pinned)
+
         return [
-            *exchanged,
+            exchange,
             lambda: copies.copy_out(pinned, chunk, None).synchronize(),
             lambda: copies.copy_back(chunk, pinned).synchronize(),
         ]

@@ -15,24 +15,30 @@ def stage(latency_sec, bytes_per_sec):
     return tuple(latency_sec + size / bytes_per_sec for size in SIZES)
 
 
+def pipeline_sec(lengths, latency_sec, bytes_per_sec):
+    """Return how long chunks take where the exchange has a latency and copies have none."""
+    copied = exchanged = back = 0.0
+    done = []
+    for number, length in enumerate(lengths):
+        took = length / bytes_per_sec
+        copied = max(copied, done[number - COUNT] if number >= COUNT else 0.0) + took
+        exchanged = max(copied, exchanged) + latency_sec + took
+        back = max(exchanged, back) + took
+        done.append(back)
+    return back
+
+
 @pytest.mark.parametrize("latency_sec", [5e-6, 5e-5, 1e-3])
 @pytest.mark.parametrize("bytes_per_sec", [1e8, 2e9, 2e10])
 @pytest.mark.parametrize("total", [1 * MB, 25 * MB, 64 * MB, 1 << 30])
-def test_no_other_power_of_two_is_much_faster(latency_sec, bytes_per_sec, total):
-    def seconds(chunk):
-        return (-(-total // chunk) + 2) * (latency_sec + min(chunk, total) / bytes_per_sec)
-
+def test_equal_chunks_are_hardly_faster_whatever_their_length(latency_sec, bytes_per_sec, total):
     pace = Pace(half_performance_bytes(stage(latency_sec, bytes_per_sec)), 8 * MB)
-    chosen = pace.chunk_bytes(total)
-    best = min(seconds(64 << 10 << power) for power in range(8))
-    assert seconds(chosen) <= 1.1 * best
-
-
-def test_chunks_are_powers_of_two_within_the_memory():
-    for half, total in itertools.product([1, 10_000, 10**9, 10**12], [0, 1, 999, 10**7, 10**11]):
-        chunk = Pace(half, longest_chunk(32)).chunk_bytes(total)
-        assert chunk & (chunk - 1) == 0
-        assert 64 << 10 <= chunk <= 8 * MB
+    ours = pipeline_sec(pace.lengths(total), latency_sec, bytes_per_sec)
+    sizes = [min(64 << 10 << power, total) for power in range(8)]
+    best = min(
+        pipeline_sec([size] * -(-total // size), latency_sec, bytes_per_sec) for size in sizes
+    )
+    assert ours <= 1.1 * best
 
 
 @pytest.mark.parametrize("memory_mb", [1, 3, 32, 1000])
@@ -52,3 +58,33 @@ def test_buffers_grow_from_those_of_an_empty_chunk():
         assert slots.provide(1, chunk[:length].nbytes) == 1
         assert slots.take().view_as(chunk[:length]).shape == (length,)
     assert slots.allocated_bytes == 12
+
+
+@pytest.mark.parametrize("half", [1, 70_000, 500_000, 3 * MB, 10**9])
+@pytest.mark.parametrize("memory_mb", [1, 32])
+def test_chunks_grow_and_shrink_by_what_a_copy_gains(half, memory_mb):
+    pace = Pace(half, longest_chunk(memory_mb))
+    for total in [0, 2, 99_998, 65_536, MB, 25 * MB + 6, 64 * MB, (1 << 30) + 8]:
+        lengths = pace.lengths(total)
+        assert sum(lengths) == total
+        assert max(lengths) <= pace.limit_bytes
+        assert sum(length % 64 != 0 for length in lengths) <= 1
+        assert min(lengths) > 0 or lengths == [0]
+        steps = [later - earlier for earlier, later in itertools.pairwise(lengths)]
+        assert max(map(abs, steps), default=0) <= half + (64 << 10)
+        signs = [step > 0 for step in steps if step]
+        assert signs == sorted(signs, reverse=True)
+
+
+@pytest.mark.parametrize("latency_sec", [5e-5, 2e-4])
+@pytest.mark.parametrize("total", [25 * MB, 64 * MB, 256 * MB])
+def test_growing_chunks_are_faster_than_equal_ones(latency_sec, total):
+    rate = 2.8e9
+    pace = Pace(int(latency_sec * rate), 8 * MB)
+    ours = pipeline_sec(pace.lengths(total), latency_sec, rate)
+    equal = min(
+        pipeline_sec([size] * (total // size), latency_sec, rate)
+        for size in (MB >> 1, MB, 2 * MB, 4 * MB, 8 * MB)
+    )
+    assert ours < equal
+    assert total < 64 * MB or ours <= 1.25 * total / rate
