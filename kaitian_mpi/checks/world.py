@@ -76,21 +76,21 @@ def judge_mpi(job: JobFacts) -> Iterator[Verdict]:
 
 def judge_placement(job: JobFacts) -> Iterator[Verdict]:
     """The ranks are on the hosts that mpirun was given."""
-    first = job.ranks[0] if job.ranks else None
-    if first is None or len(first.given_hosts) < 2 or first.local_size != len(job.ranks):
+    if not job.ranks or len(job.ranks[0].given_hosts) < 2:
         return
-    given = first.given_hosts
-    slots = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
-    found = f"all {len(job.ranks)} ranks are on {first.host}; mpirun was given (slots) {slots}"
-    if all(count is not None and count < len(job.ranks) for count in given.values()):
+    first, given = job.ranks[0], job.ranks[0].given_hosts
+    count = first.local_size
+    shown = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
+    found = f"all {count} ranks are on {first.host}; mpirun was given (slots) {shown}"
+    if all(slots is not None and slots < count for slots in given.values()):
         yield problem(found, _UNSET)
     else:
         yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
 
 
 _UNSET = (
-    "unset PRTE_MCA_rmaps_default_mapping_policy, and leave out --map-by: the policy "
-    ":oversubscribe puts every rank on the first host"
+    "unset PRTE_MCA_rmaps_default_mapping_policy: its :oversubscribe puts every rank on the first "
+    "host"
 )
 
 

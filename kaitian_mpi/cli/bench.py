@@ -16,7 +16,7 @@ from kaitian_mpi.cli.preflight import (
     devices_of_host,
     with_emulation,
 )
-from kaitian_mpi.devices.plugin import import_torch
+from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
@@ -65,6 +65,7 @@ def main() -> None:
         from kaitian_mpi.benchmark.report import bench
         from kaitian_mpi.recipes.image_classification import make_task
 
+        import_for_optimizers()
         world = init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
         world.relay.adopt(config)
         bench(partial(make_task, config), config, world, target)

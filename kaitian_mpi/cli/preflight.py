@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.planner import plan_equal
+from kaitian_mpi.checks.collect import collect
+from kaitian_mpi.checks.facts import JobFacts
+from kaitian_mpi.checks.verdict import Level
+from kaitian_mpi.checks.world import judge_placement
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.launch.device_map import devices_for, parse_device_map
@@ -75,12 +79,21 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
         AgreedError: a value does not match the number of ranks, or a folder is missing on a host.
     """
     with agree_on_errors(comm):
+        if comm.rank == 0:
+            _check_placement()
         if config.spares:
             _check_spares(config.spares, comm.size)
         if config.batch_policy == "global":
             plan_equal(comm.size - config.spares, config.global_batch_size)
         if config.data_dir:
             _check_data_dir(config.data_dir, config.dataset)
+
+
+def _check_placement() -> None:
+    facts = collect(socket.gethostname(), 0)
+    for verdict in judge_placement(JobFacts(ranks=(facts,))):
+        if verdict.level is Level.PROBLEM:
+            raise UserError(str(verdict))
 
 
 def _check_data_dir(folder: str, dataset: str) -> None:

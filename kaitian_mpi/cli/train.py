@@ -6,17 +6,27 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, devices_of_host, with_emulation
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.plugin import import_torch
+from kaitian_mpi.devices.plugin import (
+    import_for_optimizers,
+    import_torch,
+    without_collection,
+)
 from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
-from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.launcher import (
+    Launch,
+    prepare_environment,
+    read_launch,
+    usable_cores,
+)
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
@@ -40,13 +50,15 @@ def main() -> None:
             config = parse_config(PROGRAM, arguments)
         configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
+        launch = read_launch(os.environ)
+        if launch.local_size < launch.world_size:
+            load_torch(launch)  # while the other hosts' ranks are started
         startup_clock.begin("MPI")
         comm = initialize_mpi_on(config.network_interface)
         config = with_emulation(config, comm)
         devices = devices_of_host(config.devices, config.device_map, comm)
         check_before_loading(config, comm)
-        startup_clock.begin("imports")
-        import_torch()  # late: it takes seconds
+        load_torch(launch)  # late: it takes seconds
         import torch.distributed as dist
 
         from kaitian_mpi.backend.startup import init
@@ -54,6 +66,8 @@ def main() -> None:
 
         startup_clock.begin("devices")
         init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
+        startup_clock.begin("imports")
+        import_for_optimizers()
         with Training(task_maker(config), config) as training:
             for _ in training:
                 pass
@@ -62,6 +76,15 @@ def main() -> None:
         if watchdog is not None:
             watchdog.close()
         exit_after_loss()
+
+
+def load_torch(launch: Launch) -> None:
+    """Import torch and this package's modules that use it; nothing if that is done already."""
+    startup_clock.begin("imports")
+    prepare_environment(os.environ, launch, usable_cores())  # torch reads some of it
+    import_torch()
+    with without_collection():
+        import_module("kaitian_mpi.training.training")
 
 
 def task_maker(config: TrainConfig) -> Callable[[], Task]:

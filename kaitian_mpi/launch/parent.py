@@ -11,6 +11,8 @@ from kaitian_mpi.launch.allocation import read_hosts
 from kaitian_mpi.launch.command import HOSTFILES, Command, parse_launcher
 from kaitian_mpi.launch.hosts import Host
 
+_PLACEMENT = ("map-by", "ppr", "npernode", "N", "rankfile", "rf")
+
 
 def launcher_command(pid: int) -> Command | None:
     """Return the command line of mpirun; None if the process is another program.
@@ -36,7 +38,8 @@ def launcher_command(pid: int) -> Command | None:
 def hosts_of_launcher(pid: int) -> tuple[Host, ...]:
     """Return the hosts that mpirun was given by files or lists; empty if none, or unknown."""
     command = launcher_command(pid)
-    if command is None or ":" in command.arguments:  # several programs, each with its own hosts
+    # Several programs have their own hosts each, and these options are the user's own choice.
+    if command is None or ":" in command.arguments or command.values(_PLACEMENT):
         return ()
     with suppress(UserError):
         return read_hosts(command)[0]

@@ -3,10 +3,10 @@
 import time
 
 import pytest
-from emulated_hosts import EmulatedHosts, why_not
+from emulated_hosts import EmulatedHosts, reason_to_skip
 from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, forked, steps_shown, summary_of
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"emulated hosts: {why_not()}")
+pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
 RECOVERY_LIMIT_SEC = 20
 RESTART_LIMIT_SEC = 60  # 20 s on a machine that has nothing else to do

@@ -167,6 +167,7 @@ def test_hosts_of_a_launcher_are_found_by_its_command_line(tmp_path):
     assert given("/opt/bin/mpirun", "--host", "a:2,b", "train") == both
     assert given("mpirun", "--host", "a", "train", ":", "--host", "b", "train") == ()
     assert given("mpirun", "--hostfile", "none", "train") == ()
+    assert given("mpirun", "--map-by", "ppr:9:node", "--hostfile", "hf", "train") == ()
     assert given("train", "mpirun", "--hostfile", "hf") == ()
     assert launcher_command(1 << 30) is None
 

@@ -71,7 +71,8 @@ def test_ci_matrix_covers_every_python_and_the_oldest_and_newest_torch():
     minors = {release(torch)[:2] for torch, python in matrix if python == pythons[0]}
     major, minor = release(beyond)
     assert {release(oldest)[:2], (major, minor - 1)} <= minors
-    assert job["steps"][-1]["run"].startswith("bin/test ")
+    assert job["steps"][-1]["run"].endswith('.ci/run --torch "$TORCH" --python "$PYTHON"')
+    assert (ROOT / ".ci/run").read_text().endswith('\nexec bin/test "$@"\n')
 
 
 def test_ci_has_read_permission_only_and_pins_its_actions():

@@ -1,0 +1,96 @@
+"""Jobs on several hosts start, whatever each has installed; or one line says why they cannot."""
+
+import json
+import os
+import subprocess
+import sysconfig
+import time
+
+import pytest
+from emulated_hosts import EmulatedHosts, reason_to_skip
+from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, finish, start, summary_of
+
+pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+
+ANSWER_LIMIT_SEC = 10
+ENV = (PYTHON, "-m", "kaitian_mpi.cli.env")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with EmulatedHosts(tmp_path_factory.mktemp("hosts"), [2, 1]) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def other_environment(tmp_path_factory):
+    """The interpreter of an environment of its own, with the same packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    ours = sysconfig.get_path("purelib")
+    (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    return folder / "bin" / "python"
+
+
+def write_environments(path, **pythons):
+    tables = [f'["{host}"]\npython = "{python}"\n' for host, python in pythons.items()]
+    path.write_text("".join(tables))
+
+
+def test_two_environments_train_one_model(hosts, other_environment, tmp_path):
+    first, second = hosts.address(1), hosts.address(2)
+    write_environments(tmp_path / "env.toml", **{second: other_environment})
+    (tmp_path / "map.toml").write_text(f'"{first}" = ["cpu", "cpu"]\n"{second}" = ["cpu"]\n')
+    train = "--model planted:where --global-batch-size 24 --max-steps 4 --check-every 1".split()
+    train += ["--device-map", "map.toml", *EVEN]
+    command = (*ENV, "env.toml", "mpirun", "-np", "3", f"{SCRIPTS}/kaitian-train")
+    with HostsJob(hosts, *command, *train, cwd=tmp_path) as job:
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    assert "differ" not in ended.text  # the weights, compared after each step
+    assert f"rank 0 in {os.path.dirname(os.path.dirname(PYTHON))}" in ended.text
+    assert f"rank 2 in {other_environment.parent.parent}" in ended.text
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["steps"] == 4
+    assert list(summary["startup_sec"])[:2] == ["launch", "python"]
+    assert "start-up: first step done" in ended.text
+    topology = json.loads((tmp_path / "run" / "topology.json").read_text())
+    assert [rank["host"] for rank in topology["ranks"]] == ["host1", "host1", "host2"]
+
+
+def test_every_host_that_cannot_take_part_is_named_in_time(hosts, tmp_path):
+    gone = hosts.address(9)
+    (tmp_path / "hosts.txt").write_text(hosts.hostfile.read_text() + f"{gone} slots=1\n")
+    write_environments(tmp_path / "env.toml", **{hosts.address(2): "/nowhere/bin/python"})
+    command = (*ENV, "env.toml", "mpirun", "--hostfile", "hosts.txt", "kaitian-train")
+    began = time.time()
+    ended = finish(start(*hosts.on_first(*command), cwd=tmp_path), began)
+    assert ended.seconds < ANSWER_LIMIT_SEC
+    assert ended.code == 2, ended.text
+    assert ended.err.count("\n") == 1
+    assert f"{hosts.address(2)} has no /nowhere/bin/python; install" in ended.err
+    assert f"{gone} " in ended.err
+
+
+def test_the_doctor_asks_the_hosts_before_mpirun(hosts, tmp_path):
+    write_environments(tmp_path / "env.toml", **{hosts.address(2): "/usr/bin/env"})
+    doctor = (PYTHON, "-m", "kaitian_mpi.cli.doctor", "--hostfile", str(hosts.hostfile))
+    well = finish(start(*hosts.on_first(*doctor), cwd=tmp_path), time.time())
+    assert well.code == 0, well.text
+    assert well.out.count("kaitian-mpi 0.") == 2
+    assert "all is well: training can start" in well.out
+    ill = finish(start(*hosts.on_first(*doctor, "--env", "env.toml"), cwd=tmp_path), time.time())
+    assert ill.code == 1, ill.text
+    assert hosts.address(2) in ill.out
+
+
+def test_ranks_that_are_all_on_the_first_host_are_refused(hosts, tmp_path):
+    policy = ("env", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe")
+    mpirun = ("mpirun", "--hostfile", str(hosts.hostfile), "-np", "3")
+    train = (f"{SCRIPTS}/kaitian-train", "--model", "cnn", "--max-steps", "1", *EVEN)
+    ended = finish(start(*hosts.on_first(*policy, *mpirun, *train), cwd=tmp_path), time.time())
+    assert ended.code == 2, ended.text
+    assert "all 3 ranks are on host1; mpirun was given (slots)" in ended.err
+    assert "Traceback" not in ended.text
