@@ -33,7 +33,12 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     assert summary["finished"]
     assert summary["device_kinds"] == ["vendor", "cpu"]
     assert not summary["emulated"]
-    assert summary["relay"] == {"memory_mb": 32, "dtype": "bf16", "device_aware": False}
+    assert summary["relay"] == {
+        "memory_mb": 32,
+        "dtype": "bf16",
+        "device_aware": False,
+        "network_allreduce": "auto",
+    }
     assert summary["val_accuracy"] > 0.2  # chance gives 0.1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_bn"]
 
