@@ -121,6 +121,12 @@ class TrainingConfig:
     relay_memory_mb: int = _flag(
         32, "host memory for buffers between an accelerator and MPI, per process group, in MB"
     )
+    wire: str = _flag(
+        "fp32",
+        "what gradients are sent as between hosts: fp32, or fewer bits for slow links; what is "
+        "rounded off is sent with the next step's",
+        ("fp32", "bf16", "int8", "int4"),
+    )
     emulate_slowdown: str = _flag(
         "",
         "slow ranks down by sleeping: rank:factor or rank:factor@step, such as "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.wire.residual import Residual
 
 # From this many elements on, a call that scales and copies at once pays for itself; smaller
 # gradients are copied together and then scaled together.
@@ -45,13 +46,18 @@ class Bucket:
             values = torch.view_as_complex(values.view(-1, 2))
         self._small = values[sum(sizes[: self._large]) :]
         self._views: list[torch.Tensor] = []
+        self.places: dict[int, slice] = {}
+        """Where in the buffer each parameter's gradient is, by index."""
         offset = 0
-        for parameter, size in zip(self._parameters, sizes, strict=True):
+        for index, parameter, size in zip(self.indices, self._parameters, sizes, strict=True):
+            self.places[index] = slice(offset * reals, (offset + size) * reals)
             # The strides that autograd gives to a gradient of its own.
             strides = torch.empty_like(parameter.detach(), device="meta").stride()
             self._views.append(values.as_strided(parameter.shape, strides, offset))
             offset += size
         self._undecided: list[int] = []
+        self.residual: Residual | None = None
+        """What slow links round off the gradients; None if these cross as they are."""
 
     @torch.no_grad()
     def fill(self, weight: float) -> None:

@@ -16,6 +16,7 @@ from kaitian_mpi.backend.sync_batch_norm import Participation, participate, sync
 from kaitian_mpi.checks.verdict import by_value
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.errors import AgreedError, UnsupportedError
+from kaitian_mpi.wire.formats import check_wire
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 """Returns how many samples a forward's positional and keyword arguments hold."""
@@ -26,6 +27,7 @@ def data_parallel(
     *,
     group: dist.ProcessGroup | None = None,
     samples_of: SamplesOf | None = None,
+    wire: str = "fp32",
     **ddp_options: Any,
 ) -> DistributedDataParallel:
     """Wrap a model in stock DDP, with the exact gradient of the global batch for any split.
@@ -50,17 +52,23 @@ def data_parallel(
         group: the process group to sum over; None for the default one.
         samples_of: counts the samples of one forward from its (args, kwargs); None for the first
             dimension of the first tensor among them, also inside lists, tuples and dicts.
+        wire: what gradients are sent as between hosts: `fp32`, or `bf16`, `int8` or `int4` for slow
+            links. What that rounds off is sent with the next step's; a checkpoint may hold it:
+            `residuals` of the result has a `state_dict`, each rank's own.
         ddp_options: options of DDP, such as `find_unused_parameters`.
 
     Raises:
         AgreedError: ranks with different releases of torch divide the gradients differently.
+        UserError: `wire` is none of these.
         ValueError: in a forward, if there is no tensor to count samples by, or `samples_of`
             returned a number below 0.
         UnsupportedError: in a forward under `DistributedDataParallel.join`.
     """
+    check_wire(wire)
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
     check_same_buckets(wrapped)
-    weights = _Weights(group, samples_of or count_rows)
+    weights = _Weights(group, samples_of or count_rows, wire)
+    wrapped.residuals = weights.gradients.residuals  # type: ignore[assignment]
     weights.gradients.attach(wrapped)
     for norm in sync_batch_norms(model):
         norm.process_group = norm.process_group or group
@@ -138,8 +146,8 @@ class _Weights:
     last.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf) -> None:
-        self.gradients = WeightedSum(group, on_bucket=self._bucket_ready)
+    def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf, wire: str) -> None:
+        self.gradients = WeightedSum(group, on_bucket=self._bucket_ready, wire=wire)
         self._group = group
         self._samples_of = samples_of
         self._samples = 0

@@ -169,14 +169,19 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         if self._check is not None:
             self._check.stop_unless_detailed()
 
-    def measure_links(self) -> None:
+    def measure_links(self) -> bool:
         """Measure how to reduce between hosts, if host memory is reduced between some. Collective.
 
         Otherwise the first long tensor is preceded by that.
+
+        Returns:
+            Whether it is.
         """
         link = self.relay.network.link(self.comms.world)
-        if link is not None and not (self.single_kind and self._library.is_present):
-            link.choose()
+        if link is None or (self.single_kind and self._library.is_present):
+            return False
+        link.choose()
+        return True
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place."""

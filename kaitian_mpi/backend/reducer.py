@@ -17,6 +17,7 @@ from kaitian_mpi.backend.buckets import Bucket, partition
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.relay.gradients import summing_gradients
+from kaitian_mpi.wire.residual import Residuals
 
 _UNARMED = {-1}  # never empty, whatever is discarded from it
 
@@ -56,6 +57,7 @@ class GradientReducer:
         group: dist.ProcessGroup | None = None,
         on_bucket: Callable[[bool], None] = _nothing,
         bucket_caps: tuple[int, int] = (1 << 20, 25 << 20),
+        residuals: Residuals | None = None,
     ) -> None:
         """Watch a model's parameters. Not collective.
 
@@ -65,6 +67,9 @@ class GradientReducer:
             on_bucket: called when a bucket's gradients are ready, before they are sent, with
                 whether it is the last.
             bucket_caps: bytes at which a bucket is full: the first one, and the others.
+            residuals: the format in which gradients cross slow links, and what it has rounded off
+                them; None to send them as they are. The caller says when a step is done, by
+                `Residuals.keep`.
 
         Raises:
             UserError: no parameter requires gradients.
@@ -89,6 +94,7 @@ class GradientReducer:
         self._order = list(reversed(range(len(self._parameters))))
         self._seen: dict[int, None] | None = {}  # the order of the first armed backward, until then
         self._buckets: list[Bucket] = []
+        self._residuals = residuals or Residuals()
         self._pending: list[_Pending] = []
         self._hooks = [_Hook(index) for index in range(len(self._parameters))]
         self._build()
@@ -206,10 +212,14 @@ class GradientReducer:
     def _build(self) -> None:
         """Make new buckets, by the order that is known."""
         self._works, self._buckets, self._is_stale = [], [], False
+        self._residuals.clear()
         parts = partition(self._order, self._parameters, self._caps)
         self._pending = [_Pending(self) for _ in parts]
         for part, pending in zip(parts, self._pending, strict=True):
-            self._buckets.append(Bucket({index: self._parameters[index] for index in part}))
+            bucket = Bucket({index: self._parameters[index] for index in part})
+            self._buckets.append(bucket)
+            places = {self._names[index]: place for index, place in bucket.places.items()}
+            bucket.residual = self._residuals.add(bucket.buffer, places)
             for index in part:
                 self._hooks[index].pending = pending
 
@@ -243,7 +253,7 @@ class GradientReducer:
         if callable(self._weight):
             self._weight = float(self._weight())
         bucket.fill(self._weight)
-        with summing_gradients():
+        with summing_gradients(bucket.residual):
             work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)

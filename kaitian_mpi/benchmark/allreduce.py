@@ -18,6 +18,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.relay.gradients import summing_gradients
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.wire.residual import Residuals
 
 if TYPE_CHECKING:
     # Importing it starts MPI, and a script imports this module before MPI's settings are made.
@@ -28,7 +29,11 @@ _MAX_SEC = 2.0
 
 
 def choose_algorithm(
-    group: KaitianProcessGroup, request: str, sizes: list[int], device: torch.device
+    group: KaitianProcessGroup,
+    request: str,
+    sizes: list[int],
+    device: torch.device,
+    wire: str = "fp32",
 ) -> dict[str, float]:
     """Set the group's allreduce algorithm. Collective.
 
@@ -37,6 +42,7 @@ def choose_algorithm(
         request: an algorithm's name, or `auto` for the fastest.
         sizes: elements of the float32 buckets that training will reduce.
         device: the buckets' device.
+        wire: what gradients are sent as between hosts.
 
     Returns:
         Seconds for all buckets, by algorithm: the slowest rank's median. Empty if nothing had to
@@ -50,15 +56,14 @@ def choose_algorithm(
     names = group.algorithms
     # All algorithms in each round, so that a temporary load affects all of them.
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    buckets = [torch.zeros(size, device=device) for size in sizes]
+    buckets = [_Bucket(size, device, wire) for size in sizes]
     for _ in _rounds(group):
         for name in names:
             group.algorithm = name
             dist.barrier(group)
             start = time.perf_counter()
-            with summing_gradients():
-                for bucket in buckets:
-                    dist.all_reduce(bucket, group=group)
+            for bucket in buckets:
+                bucket.sum(group)
             _synchronize(device)
             seconds[name].append(time.perf_counter() - start)
     own = [_typical(seconds[name]) for name in names]
@@ -68,22 +73,35 @@ def choose_algorithm(
     return measured
 
 
-def time_allreduce(group: KaitianProcessGroup, size: int, device: torch.device) -> float:
-    """Time an allreduce of `size` float32 values with the group's algorithm. Collective.
+def time_allreduce(
+    group: KaitianProcessGroup, size: int, device: torch.device, wire: str = "fp32"
+) -> float:
+    """Time an allreduce of `size` float32 gradients with the group's algorithm. Collective.
 
     Returns:
         The slowest rank's median, in seconds.
     """
     seconds = []
-    tensor = torch.zeros(size, device=device)
+    bucket = _Bucket(size, device, wire)
     for _ in _rounds(group):
         dist.barrier(group)
         start = time.perf_counter()
-        with summing_gradients():
-            dist.all_reduce(tensor, group=group)
+        bucket.sum(group)
         _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return max(gather_values(group.comms.world, _typical(seconds)))
+
+
+class _Bucket:
+    """A bucket of gradients as training sums them."""
+
+    def __init__(self, size: int, device: torch.device, wire: str) -> None:
+        self._values = torch.zeros(size, device=device)
+        self._residual = Residuals(wire).add(self._values, {"all": slice(0, size)})
+
+    def sum(self, group: KaitianProcessGroup) -> None:
+        with summing_gradients(self._residual):
+            dist.all_reduce(self._values, group=group)
 
 
 def _rounds(group: KaitianProcessGroup) -> Iterator[None]:
@@ -128,8 +146,16 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
     """
     group = _group()
     group.trust_calls()  # a Training's buckets do not depend on torch's release
-    measured = choose_algorithm(group, request, [size // 4 for size in buckets], world.device)
-    group.measure_links()
+    sizes = [size // 4 for size in buckets]
+    measured = choose_algorithm(group, request, sizes, world.device, world.relay.wire)
+    crosses = group.measure_links()
+    if (wire := world.relay.wire) != "fp32":
+        print_rank_0(
+            world,
+            f"wire: gradients cross between hosts as {wire}"
+            if crosses
+            else f"wire: {wire} has no effect, as no gradient crosses between hosts in host memory",
+        )
     if group.single_kind:
         print_rank_0(world, "allreduce: direct, as there is only one device kind")
         return "direct"
@@ -160,8 +186,11 @@ def measure_allreduce(
     if world.rank in ranks:
         measured = cast("KaitianProcessGroup", group)
         if not is_world:
-            choose_algorithm(measured, request, [size // 4 for size in buckets], world.device)
-        seconds = [time_allreduce(measured, size // 4, world.device) for size in sizes]
+            of_step = [size // 4 for size in buckets]
+            choose_algorithm(measured, request, of_step, world.device, world.relay.wire)
+        seconds = [
+            time_allreduce(measured, size // 4, world.device, world.relay.wire) for size in sizes
+        ]
         if not is_world:
             dist.destroy_process_group(group)
     sleeping_barrier(world.comm)  # ranks that take no part wait here without spinning

@@ -22,6 +22,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.wire.residual import add_up
 
 
 @dataclass(frozen=True)
@@ -185,15 +186,21 @@ def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: in
     source = state.sync_to_latest(world)
     # If the rank that has read the checkpoint were not the source, the run would start at step 0.
     assert state.progress.step == found.progress["step"]
-    rank_states = [] if content is None or not are_same_ranks else content["rank_states"]
-    received = broadcast_bytes(
-        world.comm, to_bytes({"rank_states": rank_states}) if world.rank == source else None, source
+    saved = [] if content is None else content["rank_states"]
+    of_ranks = {
+        "rank_states": saved if are_same_ranks else [],
+        "residuals": {} if are_same_ranks else add_up(each["residuals"] for each in saved),
+    }
+    of_ranks = from_bytes(
+        broadcast_bytes(world.comm, to_bytes(of_ranks) if world.rank == source else None, source)
     )
-    rank_states = from_bytes(received)["rank_states"]
+    rank_states = of_ranks["rank_states"]
     if len(rank_states) == world.size:
         state.load_rank_state(rank_states[world.rank])
     else:
         torch.manual_seed((seed + state.progress.step) * world.size + world.rank)
+        if world.rank == 0:  # one of those that send gradients to other hosts
+            state.residuals.load_state_dict(of_ranks["residuals"])
 
 
 def _have_content(world: World, found: FoundCheckpoint) -> list[bool]:

@@ -72,6 +72,7 @@ RULES: Mapping[str, Rule] = {
     "keep_all": _NEW_PLAN,
     "allreduce": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "network_allreduce": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
+    "wire": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "relay_dtype": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "relay_memory_mb": _APPLIES,
     "devices": _APPLIES_SILENTLY,  # like mpirun's hosts and number of ranks

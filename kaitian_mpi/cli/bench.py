@@ -28,7 +28,7 @@ PROGRAM = "kaitian-bench"
 FLAGS = (
     *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
     *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "network_allreduce"),
-    *("devices", "device_map", "relay_dtype", "relay_memory_mb", "share_device"),
+    *("devices", "device_map", "wire", "relay_dtype", "relay_memory_mb", "share_device"),
     *("network_interface", "emulate_kinds", "emulate_slowdown", "precision", "memory_format"),
     *("seed", "log_level"),
 )

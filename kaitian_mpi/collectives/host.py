@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.mpi.datatypes import Reduction
+    from kaitian_mpi.wire.residual import Residual
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,7 +55,7 @@ class HostOperations:
             return
         self._arrive()
         dense = contiguous(tensor)
-        allreduce = self._relay.network.allreduce_on(self._comm)
+        allreduce = self._relay.allreduce_on(self._comm)
         if dense.is_cpu and self._relay.is_plain:
             allreduce(dense, op)
         else:
@@ -62,9 +63,18 @@ class HostOperations:
             self._relay.exchange(self._comm, flat, lambda chunk: allreduce(chunk, op), op)
         from_host(dense, tensor)
 
-    def allreduce_gradient(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """Reduce a gradient over all ranks, in place; within one device kind, as `allreduce`."""
-        self.allreduce(tensor, op)
+    def allreduce_gradient(
+        self, tensor: torch.Tensor, op: Reduction, residual: Residual | None = None
+    ) -> None:
+        """Reduce a gradient over all ranks, in place.
+
+        Args:
+            tensor: a flat buffer of gradients, if it has a residual.
+            op: the reduction.
+            residual: in what format it crosses between hosts; None: as it is.
+        """
+        with self._relay.encoded(residual):
+            self.allreduce(tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""

@@ -28,6 +28,7 @@ from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.relay.relay import Relay
+from kaitian_mpi.wire.residual import Residual
 
 _WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
 
@@ -92,10 +93,12 @@ class HybridOperations(HostOperations):
         """Reduce `tensor` over all ranks, in place."""
         ALGORITHMS[self.algorithm](self, tensor, op)
 
-    def allreduce_gradient(self, tensor: torch.Tensor, op: Reduction) -> None:
+    def allreduce_gradient(
+        self, tensor: torch.Tensor, op: Reduction, residual: Residual | None = None
+    ) -> None:
         """Reduce a gradient over all ranks, in place; it crosses in the dtype chosen for that."""
         with self._relay.narrowed() if op is SUM else nullcontext():
-            self.allreduce(tensor, op)
+            super().allreduce_gradient(tensor, op, residual)
 
     def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Allreduce over all ranks at once, in host memory."""
@@ -129,7 +132,7 @@ class HybridOperations(HostOperations):
         group.reduce_pieces(tensor, shares, total)
         if self.comms.lane is not None and group.rank < len(shares):
             lane, size = self.comms.lane, self.comms.world.size
-            allreduce = self._relay.network.allreduce_on(lane)
+            allreduce = self._relay.allreduce_on(lane, sum(shares[: group.rank]))
 
             def exchange(chunk: torch.Tensor) -> None:
                 allreduce(chunk, total)

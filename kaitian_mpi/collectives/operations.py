@@ -21,7 +21,7 @@ from kaitian_mpi.collectives.validation import (
 )
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import reduction
-from kaitian_mpi.relay.gradients import are_gradients
+from kaitian_mpi.relay.gradients import gradient_sum
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -38,8 +38,11 @@ class AllReduce(LibraryCollective):
     def on_host(self, host: HostOperations) -> Call:
         """Reduce one tensor after the other."""
         op = self.op
-        allreduce = host.allreduce_gradient if are_gradients() else host.allreduce
-        return call_for_each(allreduce, [(t, reduction(t.dtype, op)) for t in self.outputs])
+        calls = [(tensor, reduction(tensor.dtype, op)) for tensor in self.outputs]
+        if (gradients := gradient_sum()) is None:
+            return call_for_each(host.allreduce, calls)
+        sums = [(*call, gradients.residual) for call in calls]
+        return call_for_each(host.allreduce_gradient, sums)
 
     def on_library(self, library: Any) -> list[Work]:
         """Start one call per tensor, because libraries take only one."""

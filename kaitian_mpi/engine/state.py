@@ -20,6 +20,7 @@ from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.wire.residual import Residuals
 
 
 @dataclass
@@ -117,13 +118,16 @@ class TrainingState:
     Between two steps they are bit-identical on all ranks, except what `rank_state` returns.
     """
 
-    def __init__(self, task: Task, computation: Computation, total_steps: int) -> None:
+    def __init__(
+        self, task: Task, computation: Computation, total_steps: int, wire: str = "fp32"
+    ) -> None:
         """Begin at step 0.
 
         Args:
             task: whose model, anywhere, is moved to the rank's device.
             computation: how this rank computes.
             total_steps: of the whole run.
+            wire: the format in which gradients cross slow links.
 
         Raises:
             UserError: the task's optimizer or scheduler cannot be used.
@@ -134,6 +138,7 @@ class TrainingState:
         self.schedulers = task.make_schedulers(self.optimizers, total_steps)
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
+        self.residuals = Residuals(wire)
         self.progress = Progress(total_steps)
         self.is_begun = False
         """Whether this is the run's current state, rather than a freshly initialized one."""
@@ -266,11 +271,12 @@ class TrainingState:
                 scheduler.load_state_dict(content)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the part of the state that differs between ranks: buffers and random numbers."""
+        """Return the part of the state that differs between ranks."""
         device = self.computation.device
         return {
             "buffers": [buffer.detach().clone().cpu() for buffer in self.model.buffers()],
             "batch_norm_fractions": self.statistics.fractions,
+            "residuals": self.residuals.state_dict(),
             "random_state": torch.get_rng_state(),
             "device_random_state": device_of(device).random_state(device.index or 0),
         }
@@ -279,6 +285,7 @@ class TrainingState:
         """Load a result of `rank_state` from a rank with the same host and device."""
         self._load_buffers(state["buffers"])
         self.statistics.fractions = state["batch_norm_fractions"]
+        self.residuals.load_state_dict(state.get("residuals", {}))
         torch.set_rng_state(state["random_state"])
         device = self.computation.device
         if state["device_random_state"] is not None:

@@ -18,13 +18,15 @@ class RelaySettings:
     """What float32 gradients cross as, `fp32` or `bf16`; they are summed in float32."""
     network_allreduce: str = TrainingConfig.network_allreduce
     """How host memory is reduced between hosts: `auto`, `mpi` or an algorithm's name."""
+    wire: str = TrainingConfig.wire
+    """What gradients are sent as between hosts: `fp32`, `bf16`, `int8` or `int4`."""
     device_aware: bool = False
     """Whether MPI was given device memory itself: the ranks find out when they first relay."""
 
     def adopt(self, config: TrainingConfig) -> None:
         """Take over a run's settings."""
         self.memory_mb, self.dtype = config.relay_memory_mb, config.relay_dtype
-        self.network_allreduce = config.network_allreduce
+        self.network_allreduce, self.wire = config.network_allreduce, config.wire
 
     def describe(self) -> dict[str, Any]:
         """Return it as an entry of `summary.json`."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
-from kaitian_mpi.network import pairwise, ring
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer
+from kaitian_mpi.network import encoded, pairwise, ring
 from kaitian_mpi.network.choice import Route
 from kaitian_mpi.network.crossing import Crossing
 from kaitian_mpi.network.hosts import Hosts
 from kaitian_mpi.network.rounds import Round, run_rounds
 from kaitian_mpi.runtime import tags
+from kaitian_mpi.wire.formats import BLOCK
+from kaitian_mpi.wire.residual import Residual
 
 Algorithm = Callable[[Crossing, Sequence[torch.Tensor]], Round]
 
@@ -36,6 +39,7 @@ _MIN_PART_BYTES = 16 << 10
 _MAX_ROUND_BYTES = 4 << 20
 _LEAST_ROUNDS = 8
 _ROUNDS_AT_ONCE = 4  # by lane
+_MIN_ENCODED, _MAX_ENCODED = 16 * BLOCK, 256 * BLOCK  # elements; these are encoded in the cache
 _WIDE_ELEMENTS = 4 << 20  # converted to a wider dtype at once: 16 MB of float32
 
 
@@ -64,11 +68,43 @@ class HostAllreduce:
             return
         length = round_elements(tensor, self._hosts.size, route.lanes)
         chunks = enumerate(tensor.split(length))
-        rounds = (self._round(number, chunk, op, route) for number, chunk in chunks)
+        algorithm = ALGORITHMS[_algorithm_for(tensor.dtype, route)]
+        rounds = (self._round(n, chunk, op, n % route.lanes, algorithm) for n, chunk in chunks)
         run_rounds(rounds, _ROUNDS_AT_ONCE * route.lanes)
 
-    def _round(self, number: int, chunk: torch.Tensor, op: Reduction, route: Route) -> Round:
-        lane = self._hosts.lane(number % route.lanes)
+    def sum_encoded(self, tensor: torch.Tensor, residual: Residual, start: int) -> None:
+        """Sum a flat host tensor of gradients, in place, encoded between the hosts. Collective.
+
+        Inside a host the sum is exact, in float32. The result is the same on all ranks, bit for
+        bit.
+
+        Args:
+            tensor: a part of a buffer.
+            residual: of the buffer; of the same format on every rank.
+            start: where in it the tensor begins.
+        """
+        wide = tensor.float()
+        length = _encoded_part(wide.numel(), self._hosts.size) * self._hosts.size
+        rounds = (
+            self._round(
+                *(number, chunk, SUM, 0),
+                partial(encoded.allreduce, residual=residual, start=start + number * length),
+            )
+            for number, chunk in enumerate(wide.split(length))
+        )
+        run_rounds(rounds, _ROUNDS_AT_ONCE)
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def _round(
+        self,
+        number: int,
+        chunk: torch.Tensor,
+        op: Reduction,
+        lane_number: int,
+        algorithm: Algorithm,
+    ) -> Round:
+        lane = self._hosts.lane(lane_number)
         tag = tags.NETWORK[number % len(tags.NETWORK)]
         leader = next(rank for rank in lane if rank in self._here)
         if self._comm.rank != leader:
@@ -81,7 +117,7 @@ class HostAllreduce:
             yield from self._reduce_here(chunk, members, tag, op, scratch)
             parts = [chunk[host * share : (host + 1) * share] for host in range(len(lane))]
             crossing = Crossing(self._comm, lane, tag, op, scratch)
-            yield from ALGORITHMS[_algorithm_for(chunk.dtype, route)](crossing, parts)
+            yield from algorithm(crossing, parts)
         yield [self._comm.Isend(as_raw_buffer(chunk), rank, tag) for rank in members]
 
     def _reduce_here(
@@ -120,6 +156,12 @@ def round_elements(tensor: torch.Tensor, hosts: int, lanes: int = 1) -> int:
     part = tensor.nbytes // (hosts * lanes * _LEAST_ROUNDS)
     part = min(max(part, _MIN_PART_BYTES), _MAX_PART_BYTES, max(16, _MAX_ROUND_BYTES // hosts))
     return part // tensor.element_size() * hosts
+
+
+def _encoded_part(elements: int, hosts: int) -> int:
+    """Return the elements of an encoded part: a multiple of a block."""
+    part = elements // (hosts * _LEAST_ROUNDS)
+    return min(max(part, _MIN_ENCODED), _MAX_ENCODED) // BLOCK * BLOCK
 
 
 def _algorithm_for(dtype: torch.dtype, route: Route) -> str:

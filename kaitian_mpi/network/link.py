@@ -27,6 +27,7 @@ from kaitian_mpi.network.choice import (
 )
 from kaitian_mpi.network.hosts import Hosts
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.wire.residual import Residual
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,31 @@ class Link:
             host_collectives.allreduce(self._comm, tensor, op)
         else:
             self._allreduce.run(tensor.view(-1), op, route)
+
+    def gradient_sum(
+        self, residual: Residual, start: int
+    ) -> Callable[[torch.Tensor, Reduction], None]:
+        """Return what sums the parts of a buffer of gradients, one after the other.
+
+        What the buffer holds besides gradients crosses as it is.
+
+        Args:
+            residual: of the buffer.
+            start: where in it the first part begins.
+        """
+        position = start
+
+        def add_up(part: torch.Tensor, op: Reduction) -> None:
+            nonlocal position
+            flat = part.view(-1)
+            gradients = min(max(0, residual.count - position), flat.numel())
+            if gradients:
+                self._allreduce.sum_encoded(flat[:gradients], residual, position)
+            if gradients < flat.numel():
+                self.reduce_to_all(flat[gradients:], op)
+            position += flat.numel()
+
+        return add_up
 
     def choose(self) -> Choice:
         """Return how tensors are reduced; it is chosen in the first call."""

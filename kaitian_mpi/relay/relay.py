@@ -19,6 +19,7 @@ from kaitian_mpi.relay.device_aware import agree_on_direct, may_be_direct, wait_
 from kaitian_mpi.relay.pipeline import Exchange, exchange_in_chunks
 from kaitian_mpi.relay.rounds import Piece, act_in_rounds, part_bytes
 from kaitian_mpi.relay.slots import Slots
+from kaitian_mpi.wire.residual import Residual
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -55,6 +56,7 @@ class Relay:
         self._device = device or torch.device("cpu")
         self.has_accelerators = has_accelerators
         self._is_narrowed = False
+        self._residual: Residual | None = None
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
         self._direct: dict[int, bool] = {}
         self._paces: dict[int, tuple[int, Pace]] = {}
@@ -134,6 +136,31 @@ class Relay:
         finally:
             self._is_narrowed = False
 
+    @contextmanager
+    def encoded(self, residual: Residual | None) -> Iterator[None]:
+        """Let the one buffer that is reduced inside cross between hosts as its residual says."""
+        self._residual = residual
+        try:
+            yield
+        finally:
+            self._residual = None
+
+    def allreduce_on(
+        self, comm: MPI.Comm, start: int = 0
+    ) -> Callable[[torch.Tensor, Reduction], None]:
+        """Return what reduces a buffer's host tensors over `comm`, in place, one after the other.
+
+        The function is collective.
+
+        Args:
+            comm: the ranks.
+            start: where in the buffer the first of them begins.
+        """
+        link = self.network.link(comm)
+        if link is None or self._residual is None:
+            return self.network.allreduce_on(comm)
+        return link.gradient_sum(self._residual, start)
+
     def split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks of a flat tensor. Collective over `comm` the first time."""
         if not self.has_accelerators and self.network.link(comm) is not None:
@@ -153,6 +180,8 @@ class Relay:
     def _is_direct(self, comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> bool:
         """Return whether MPI is given device memory; the same on every rank."""
         if not self.has_accelerators or comm.size == 1:
+            return False
+        if self._residual is not None and self.network.link(comm) is not None:
             return False
         if self._wire_dtype(tensor) is not tensor.dtype or not may_be_direct(tensor.dtype, op):
             return False

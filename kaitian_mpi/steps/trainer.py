@@ -73,7 +73,9 @@ class Trainer:
         micro_batch = plan.micro_batch_size if self.has_micro_batches else None
         self._data = StepBatches(setup.train, micro_batch, plan.min_batch)
         self._loading: Iterator[list[MicroBatch]] | None = None
-        self._gradients = GradientReducer(state.model, on_bucket=self._bucket_ready)
+        self._gradients = GradientReducer(
+            state.model, on_bucket=self._bucket_ready, residuals=state.residuals
+        )
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
@@ -318,6 +320,7 @@ class Trainer:
                     torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._task.clip_norm)
                 for optimizer in optimizers:
                     scaler.step(optimizer)
+                state.residuals.keep()
                 for scheduler in state.schedulers:
                     if hasattr(scheduler, "step"):
                         scheduler.step()

@@ -181,7 +181,7 @@ def make_state(
     total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
-        state = TrainingState(setup.task, computation, total_steps)
+        state = TrainingState(setup.task, computation, total_steps, config.wire)
         state.check_restorable()
     return state
 

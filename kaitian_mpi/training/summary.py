@@ -37,6 +37,8 @@ class Summary:
     """The algorithm that sums gradients across device kinds; `direct` with a single kind."""
     relay: dict[str, Any] | None = None
     """How tensors cross device kinds; None with a single kind."""
+    wire: str | None = None
+    """What gradients are sent as between hosts."""
     parity: bool | None = None
     """Whether all kinds of devices computed alike before training; not known if not compared."""
     failures: list[dict[str, Any]] | None = None
@@ -99,6 +101,7 @@ class Summary:
             finished=False,
             allreduce=allreduce,
             relay=world.relay.describe() if len(world.groups) > 1 else None,
+            wire=state.residuals.wire,
             world_size=world.size,
             ranks=names,
             device_kinds=list(dict.fromkeys(world.kinds)),

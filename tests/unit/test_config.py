@@ -31,6 +31,7 @@ DEFAULTS = {
     "--allreduce": "auto",
     "--network-allreduce": "auto",
     "--relay-dtype": "fp32",
+    "--wire": "fp32",
     "--relay-memory-mb": 32,
     "--devices": "auto",
     "--device-map": "",

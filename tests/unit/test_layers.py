@@ -29,6 +29,7 @@ FLOORS = (
     "collectives",
     "relay",
     "network",
+    "wire",
     "mpi",
     "checks",
     "launch",

@@ -1,0 +1,93 @@
+"""The formats for slow links, and what is kept of what they round off."""
+
+import pytest
+import torch
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.wire.formats import FORMATS, check_wire
+from kaitian_mpi.wire.residual import Residual, Residuals
+
+BYTES = {"bf16": 0.5, "int8": 0.254, "int4": 0.129}
+ROUNDING = {"bf16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 5000])
+def test_values_arrive_to_within_a_rounding(name, count):
+    wire = FORMATS[name]
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 1e-6
+    encoded = wire.encode(values)
+    assert encoded.dtype is torch.uint8
+    assert encoded.shape == (wire.size(count),)
+    decoded = wire.decode(encoded, count)
+    assert decoded.shape == values.shape
+    for part, arrived in zip(values.split(256), decoded.split(256), strict=True):
+        if part.numel():
+            assert (part - arrived).abs().max() <= ROUNDING[name] * part.abs().max()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_how_many_bytes_a_format_saves(name):
+    assert FORMATS[name].size(1 << 20) / (4 << 20) == pytest.approx(BYTES[name], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows(name, bad):
+    values = torch.ones(600)
+    values[300] = bad
+    decoded = FORMATS[name].decode(FORMATS[name].encode(values), 600)
+    assert not decoded[300].isfinite()
+    assert torch.equal(decoded[:256], torch.ones(256))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_zeros_and_the_smallest_numbers_arrive_as_zeros(name):
+    values = torch.zeros(512)
+    values[256:] = 1e-45
+    assert not FORMATS[name].decode(FORMATS[name].encode(values), 512).any()
+
+
+def test_a_residual_changes_only_when_the_step_is_done():
+    residual = Residual(FORMATS["int8"], 4)
+    residual.note(torch.ones(2), 1)
+    values = torch.zeros(4)
+    residual.add_to(values, 0)
+    assert not values.any()
+    residual.keep()
+    residual.add_to(values, 0)
+    assert values.tolist() == [0, 1, 1, 0]
+    residual.note(torch.full((2,), torch.nan), 1)
+    residual.keep()  # of a step that all ranks skip
+    assert residual.value.tolist() == [0, 1, 1, 0]
+
+
+def test_residuals_follow_their_parameters_to_other_buffers_and_runs():
+    residuals = Residuals("int4")
+    buffer = torch.zeros(5)
+    residual = residuals.add(buffer, {"a": slice(0, 2), "b": slice(2, 4)})
+    assert residual.count == 4  # what follows the gradients crosses as it is
+    residual.note(torch.arange(4.0), 0)
+    residuals.keep()
+    residuals.clear()
+    first = residuals.add(torch.zeros(2), {"b": slice(0, 2)})
+    second = residuals.add(torch.zeros(2), {"a": slice(0, 2)})
+    assert first.value.tolist() == [2, 3]
+    assert second.value.tolist() == [0, 1]
+    later = Residuals("int4")
+    later.load_state_dict(residuals.state_dict())
+    assert later.add(buffer, {"a": slice(0, 2), "b": slice(2, 4)}).value.tolist() == [0, 1, 2, 3]
+    third = later.add(buffer, {"c": slice(0, 4)})
+    assert third.value is None
+    later.load_state_dict({"c": torch.ones(4)})
+    assert third.value.tolist() == [1, 1, 1, 1]
+
+
+def test_float64_and_fp32_cross_as_they_are():
+    assert Residuals("int8").add(torch.zeros(3, dtype=torch.float64), {"a": slice(0, 3)}) is None
+    assert Residuals().add(torch.zeros(3), {"a": slice(0, 3)}) is None
+
+
+def test_an_unknown_format_is_named():
+    with pytest.raises(UserError, match="found 'int2', needed one of fp32, bf16, int8, int4"):
+        check_wire("int2")
