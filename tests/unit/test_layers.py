@@ -125,7 +125,7 @@ def test_the_lowest_layers_import_neither_torch_nor_mpi():
         "balance",
         "supervision",
         "launch",
-        "config.py",
+        "config",
         "errors.py",
         "factory.py",
         "output/files.py",

@@ -1,0 +1,152 @@
+"""The settings of `kaitian-train`: those of a training run, and what it trains on which devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kaitian_mpi.config.training import TrainingConfig
+from kaitian_mpi.config.values import LOG_LEVELS, out_of_range, setting
+from kaitian_mpi.errors import UserError
+
+
+def _metadata_of(config: type, name: str) -> Mapping[str, Any]:
+    """Return what describes a field that a subclass gives another default."""
+    return next(f.metadata for f in dataclasses.fields(config) if f.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainingConfig):
+    """The settings of one `kaitian-train` run: what it trains, on which devices, and the above.
+
+    It trains a task of the user's own, or a model on a dataset of images.
+
+    Raises:
+        UserError: a value is out of range, or two values contradict each other.
+    """
+
+    config: str = setting(
+        "",
+        "read flags from this TOML file, such as lr = 0.1 or global-batch-size = 64; flags on the "
+        "command line win",
+        metavar="FILE",
+    )
+    task: str = setting(
+        "",
+        "train this task in place of --model and --dataset: module:function, a function that "
+        "returns a kaitian_mpi.Task",
+        metavar="MODULE:FUNCTION",
+    )
+    set: dict[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "help": "give the function of --task a keyword argument; may be repeated; the value "
+            "is read as TOML (3, 1e-4, true, [1, 2]), or else as text",
+            "choices": (),
+            "metavar": "KEY=VALUE",
+        },
+    )
+    model: str = setting(
+        "mobilenetv2",
+        "mobilenetv2, resnet18, cnn, or module:factory: a callable that takes num_classes and "
+        "returns a torch.nn.Module",
+    )
+    dataset: str = setting(
+        "digits",
+        "digits, cifar10, mnist, synthetic, or module:factory: a callable that returns "
+        "(train, validation) or one map-style dataset of (input, class) pairs",
+    )
+    data_dir: str = setting("", "folder with the dataset's official files", metavar="DIR")
+    val_split: float = setting(
+        0.2, "fraction of the training set held out if the dataset has no test set"
+    )
+    augment: str = setting(
+        "auto",
+        "random crop and horizontal flip, seeded per sample; auto: the dataset's default",
+        ("auto", "none", "crop", "crop-flip"),
+    )
+
+    devices: str = setting(
+        "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
+    )
+    device_map: str = setting(
+        "",
+        "a TOML file with the devices of each host's ranks, such as node-a = "
+        '["cuda:0", "cuda:1"]; read by rank 0, in place of --devices',
+        metavar="FILE",
+    )
+    share_device: bool = setting(
+        False,
+        "let several ranks use one device; the ranks of such a group communicate through host "
+        "memory, because the vendors' libraries refuse them (default $KAITIAN_SHARE_DEVICE)",
+    )
+    network_interface: str = setting(
+        "",
+        "use only these network interfaces between hosts, such as eth0 or eth0,eth1; needed on "
+        "every host (default: all that MPI finds)",
+        metavar="LIST",
+    )
+    emulate_kinds: str = setting(
+        "",
+        "label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu "
+        "(results are marked 'emulated'; default $KAITIAN_EMULATE_KINDS)",
+        metavar="LIST",
+    )
+
+    optimizer: str = setting(
+        "sgd",
+        "sgd, with --momentum and --nesterov, or adamw, for which --lr is 0.001 and --weight-decay "
+        "0.01 unless given",
+        ("sgd", "adamw"),
+    )
+    lr: float = setting(0.05, "peak learning rate")
+    momentum: float = setting(0.9, "momentum of SGD")
+    nesterov: bool = setting(True, "use Nesterov momentum")
+    weight_decay: float = setting(
+        5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
+    )
+    clip_norm: float = setting(
+        0.0, "largest norm of the whole gradient, which is scaled down to it; 0: no limit"
+    )
+    label_smoothing: float = setting(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
+    schedule: str = setting("cosine", "learning rate after the warmup", ("cosine", "constant"))
+    warmup: float = setting(
+        0.25, "fraction of all steps over which the learning rate warms up from near 0"
+    )
+
+    log_level: str = setting(
+        "info", "lowest level of log messages to show; debug shows those of every rank", LOG_LEVELS
+    )
+    memory_format: str = dataclasses.field(
+        default="auto", metadata=_metadata_of(TrainingConfig, "memory_format")
+    )
+    run_dir: str = setting(
+        "", "folder for results; default runs/<model or task>-<date>-<time>", metavar="DIR"
+    )
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
+        for name in ("momentum", "label_smoothing", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise out_of_range(name, getattr(self, name), "a number from 0 to below 1")
+        if not 0 < self.val_split < 1:
+            raise out_of_range("val_split", self.val_split, "a fraction between 0 and 1")
+
+    def _check_names(self) -> None:
+        super()._check_names()
+        if self.nesterov and self.momentum == 0:
+            raise UserError("--nesterov needs --momentum above 0; set it, or give --no-nesterov")
+
+    @property
+    def run_name(self) -> str:
+        """The name of the task or the model in a form usable as a folder name."""
+        return Path((self.task or self.model).replace(":", "-")).name
+
+    def choose_folder(self) -> Path:
+        """Return the folder for results: by default one named after the time, to the second."""
+        name = f"{self.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return Path(self.run_dir) if self.run_dir else Path("runs") / name

@@ -1,0 +1,197 @@
+"""The settings of a training run, whatever it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kaitian_mpi.config.values import PATHS, RANGES, out_of_range, setting, wrong_type
+from kaitian_mpi.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How a task is trained, whatever the task: the settings of `kaitian_mpi.Training`.
+
+    Raises:
+        UserError: a value is out of range, or two values contradict each other.
+    """
+
+    init: str = setting(
+        "",
+        "start from the weights in this file, of torch.save (such as a run's model.pt) or "
+        ".safetensors; a run that is resumed has its own",
+        metavar="FILE",
+    )
+    workers: int = setting(0, "data-loading processes per rank; 0: load in the rank itself")
+
+    global_batch_size: int = setting(256, "samples per step over all ranks")
+    batch_policy: str = setting(
+        "global",
+        "global: divide --global-batch-size among the ranks; paper: each rank takes "
+        "round(--batch-size x score), so the global batch grows with the devices",
+        ("global", "paper"),
+    )
+    batch_size: int = setting(64, "samples per step of the fastest rank, with --batch-policy paper")
+    balance: str = setting(
+        "adaptive",
+        "adaptive: benchmark the ranks, size their batches for the shortest step, and adjust "
+        "while training; static: benchmark only; off: equal batches, no benchmark",
+        ("adaptive", "static", "off"),
+    )
+    benchmark_seconds: float = setting(10.0, "time limit of the benchmark, in seconds")
+    benchmark_cache: str = setting(
+        "",
+        "folder in which benchmark results are cached, by host, device, model and versions",
+        metavar="DIR",
+    )
+    micro_batch_size: int = setting(
+        0,
+        "the most samples that a rank computes at once; larger batches accumulate gradients; "
+        "0: as many as fit in memory",
+    )
+    keep_all: bool = setting(
+        False, "train on every rank, even if excluding slow ranks would make the job faster"
+    )
+
+    allreduce: str = setting(
+        "auto",
+        "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",
+        ("auto", "flat", "leader", "striped"),
+    )
+    network_allreduce: str = setting(
+        "auto",
+        "how tensors in host memory are reduced between hosts, whatever their kinds of devices; "
+        "auto: the fastest, measured at startup; mpi: by MPI's own allreduce",
+        ("auto", "mpi", "pairwise", "ring"),
+    )
+    relay_dtype: str = setting(
+        "fp32",
+        "what fp32 gradients cross device kinds as; bf16 halves the bytes; the sums are in fp32",
+        ("fp32", "bf16"),
+    )
+    relay_memory_mb: int = setting(
+        32, "host memory for buffers between an accelerator and MPI, per process group, in MB"
+    )
+    wire: str = setting(
+        "fp32",
+        "what gradients are sent as between hosts: fp32, or fewer bits for slow links; what is "
+        "rounded off is sent with the next step's",
+        ("fp32", "bf16", "int8", "int4"),
+    )
+    emulate_slowdown: str = setting(
+        "",
+        "slow ranks down by sleeping: rank:factor or rank:factor@step, such as "
+        "2:3.0,3:3@50,3:1@90 (results are marked 'emulated'; default $KAITIAN_EMULATE_SLOWDOWN)",
+        metavar="LIST",
+    )
+
+    parity: bool = setting(
+        True,
+        "before training, compare forward and backward of a few samples between the kinds of "
+        "devices, if there are several; a kind that differs by more than rounding ends the job",
+    )
+
+    epochs: int = setting(10, "passes over the training set")
+    max_steps: int = setting(0, "stop after this many steps; 0: no limit besides --epochs")
+    precision: str = setting(
+        "fp32",
+        "precision of forward and backward; weights and gradient sums stay fp32; auto: fp32 or "
+        "bf16, whichever is faster on the rank",
+        ("fp32", "bf16", "fp16", "auto"),
+    )
+    memory_format: str = setting(
+        "contiguous",
+        "memory format of images; auto: whichever is faster on the rank",
+        ("auto", "contiguous", "channels_last"),
+    )
+    sync_bn: bool = setting(
+        False,
+        "normalize batch norm by the statistics of the global batch, in place of those of each "
+        "rank's own samples; a share is then computed at once, without micro-batches",
+    )
+    max_bad_steps: int = setting(
+        20, "end the run after this many consecutive steps with NaN or Inf gradients; 0: never"
+    )
+    check_every: int = setting(
+        200, "steps between comparisons of the ranks' weights; 0: only after a rank is lost"
+    )
+
+    resume: str = setting(
+        "",
+        "auto: resume from the newest valid checkpoint in --run-dir, or start from scratch if "
+        "there is none; or a checkpoint's .pt file",
+        metavar="auto|FILE",
+    )
+    checkpoint_every: int = setting(0, "steps between checkpoints; 0: use --checkpoint-minutes")
+    checkpoint_minutes: float = setting(
+        10.0, "minutes between checkpoints; 0: only by --checkpoint-every and after each epoch"
+    )
+    keep_checkpoints: int = setting(3, "number of checkpoints to keep, besides the best")
+    spares: int = setting(
+        0, "number of spare ranks: the last ones stand by, each ready to replace a lost rank"
+    )
+    step_timeout: float = setting(
+        0.0,
+        "seconds after which a rank that hangs is killed; 0: 20 times the median step, at least 60",
+    )
+    snapshots: str = setting(
+        "",
+        "keep the state in each host's memory (/dev/shm) under this name, to restart from when a "
+        "host is lost; kaitian-supervise sets this itself",
+    )
+    snapshot_every: int = setting(10, "steps between these snapshots")
+
+    seed: int = setting(0, "seed of weights, sample order, augmentation and dropout")
+    run_dir: str = setting("", "folder for results; without it, nothing is written", metavar="DIR")
+    export: str = setting(
+        "",
+        "write the weights of the finished run to this .safetensors file as well (needs the extra "
+        "'export')",
+        metavar="FILE",
+    )
+    log_interval: float = setting(2.0, "seconds between progress lines")
+
+    def __post_init__(self) -> None:
+        for name in PATHS:  # a shell does not expand the tilde of --flag=~/folder
+            if isinstance(given := getattr(self, name, None), str | os.PathLike):
+                object.__setattr__(self, name, os.path.expanduser(os.fspath(given)))
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            value = getattr(self, field.name)
+            if choices and value not in choices:
+                raise out_of_range(field.name, value, f"one of {', '.join(choices)}")
+            if needed := wrong_type(field, value):
+                raise out_of_range(field.name, value, needed)
+        self._check_ranges()
+        self._check_names()
+
+    def _check_ranges(self) -> None:
+        for name, (least, most, needed) in RANGES.items():
+            value = getattr(self, name, least)  # not every setting is one of Training's
+            if not least <= value <= most:  # false for NaN
+                raise out_of_range(name, value, needed)
+
+    def _check_names(self) -> None:
+        if self.sync_bn and self.micro_batch_size:
+            raise UserError(
+                "--sync-bn: found --micro-batch-size as well, needed only one of them: the "
+                "statistics are those of a whole step"
+            )
+        if self.snapshots and not self.snapshots.isalnum():
+            raise out_of_range("snapshots", self.snapshots, "a name of letters and digits")
+        if self.resume == "auto" and not self.run_dir:
+            raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
+        if self.export and Path(self.export).suffix != ".safetensors":
+            raise out_of_range(
+                "export",
+                self.export,
+                "a file named *.safetensors; as torch.save writes them, the weights are in the run "
+                "folder, checkpoints/model.pt",
+            )
+
+    def choose_folder(self) -> Path | None:
+        """Return the folder for results; None where nothing is to be written."""
+        return Path(self.run_dir) if self.run_dir else None

@@ -1,0 +1,69 @@
+"""What a setting is: its help text, the values it may have, and its flag."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+
+_MAX_COUNT = 10**9
+_ABOVE_ZERO = 5e-324  # the smallest float above 0
+RANGES: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys(
+        ("global_batch_size", "batch_size", "epochs", "keep_checkpoints", "snapshot_every"),
+        (1, _MAX_COUNT, "a whole number from 1 to 1e9"),
+    ),
+    **dict.fromkeys(
+        (
+            *("max_steps", "micro_batch_size", "max_bad_steps", "check_every"),
+            *("checkpoint_every", "spares"),
+        ),
+        (0, _MAX_COUNT, "a whole number from 0 to 1e9"),
+    ),
+    "relay_memory_mb": (1, 1 << 20, "megabytes, from 1 to 1048576"),
+    "workers": (0, 1024, "a whole number from 0 to 1024"),
+    "seed": (0, 2**48 - 1, "a whole number from 0 to 2^48 - 1"),
+    "lr": (_ABOVE_ZERO, 1e6, "a number above 0 and at most 1e6"),
+    "weight_decay": (0, 1e6, "a number from 0 to 1e6"),
+    "clip_norm": (0, 1e6, "a number from 0 to 1e6"),
+    "benchmark_seconds": (_ABOVE_ZERO, 1e9, "seconds, above 0 and at most 1e9"),
+    "log_interval": (0, 1e9, "seconds, from 0 to 1e9"),
+    "checkpoint_minutes": (0, 1e9, "minutes, from 0 to 1e9"),
+    "step_timeout": (0, 1e9, "seconds, from 0 to 1e9"),
+}
+"""Minimum, maximum and the text for the error, by field: values outside would overflow later."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+PATHS = (
+    *("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export"),
+    "device_map",
+)
+"""The fields that name a file or folder."""
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    """Return a field of a settings dataclass: its help text, and the texts it may be, if few."""
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "metavar": metavar}
+    )
+
+
+def flag_name(field_name: str) -> str:
+    """Return a field's command-line flag: `--max-steps` for `max_steps`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def wrong_type(field: dataclasses.Field[Any], value: object) -> str:
+    """Return what a field's value would have to be; empty if it is that."""
+    kind = dict if field.default is dataclasses.MISSING else type(field.default)
+    # A whole number may stand where a float may.
+    if type(value) is kind or (kind is float and type(value) is int):
+        return ""
+    names = {int: "a whole number", float: "a number", bool: "True or False", dict: "a table"}
+    return names.get(kind, "a text")
+
+
+def out_of_range(name: str, found: object, needed: str) -> UserError:
+    """Return the error for a field with a value that it may not have."""
+    return UserError(f"{flag_name(name)}: found {found!r}, needed {needed}")
