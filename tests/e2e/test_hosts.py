@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from emulated_hosts import EmulatedHosts, reason_to_skip
 from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, forked, steps_shown, summary_of
 
@@ -25,9 +26,10 @@ def hosts(tmp_path):
         yield hosts
 
 
-def test_loss_of_a_hosts_only_rank(hosts, tmp_path):
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
     network = "--network-interface eth0 --network-allreduce pairwise --max-steps 8".split()
-    ranks = forked([*WIDE, *EVEN, *network])
+    ranks = forked([*WIDE, *EVEN, *network, "--wire", wire])
     with HostsJob(hosts, *"mpirun -np 4".split(), *ranks, cwd=tmp_path) as job:
         job.wait_for(r"allreduce among 4 ranks on 3 hosts: pairwise")
         job.wait_for(r"step 3/")
@@ -45,6 +47,11 @@ def test_loss_of_a_hosts_only_rank(hosts, tmp_path):
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["ranks"] == [0, 1, 2]
+    assert summary["wire"] == wire
+    newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
+    saved = torch.load(newest, weights_only=True)
+    rounds_off = [bool(state["residuals"]) for state in saved["rank_states"]]
+    assert rounds_off == [wire == "int8", False, wire == "int8"]  # a rank of each host
 
 
 def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
