@@ -39,11 +39,11 @@ def link(world, nodes):
 @pytest.fixture
 def hosts_of_group(world, nodes, monkeypatch):
     """Let the default process group's ranks be on several hosts."""
-    relay = dist.group.WORLD.relay
-    network = Network()
+    group, network = dist.group.WORLD, Network()
     settings = RelaySettings(network_allreduce="pairwise")
-    network.add(dist.group.WORLD.comms.world, nodes, settings)
-    monkeypatch.setattr(relay, "network", network)
+    network.add(group.comms.world, nodes, settings)
+    monkeypatch.setattr(group.relay, "network", network)
+    monkeypatch.setattr(group, "algorithm", "flat")  # an earlier test may have set another
 
 
 def exact_sum(comm, values):
