@@ -29,5 +29,7 @@ class RelaySettings:
         self.network_allreduce, self.wire = config.network_allreduce, config.wire
 
     def describe(self) -> dict[str, Any]:
-        """Return it as an entry of `summary.json`."""
-        return asdict(self)
+        """Return what concerns device kinds, as an entry of `summary.json`."""
+        settings = asdict(self)
+        del settings["wire"]  # an entry of its own
+        return settings
