@@ -106,10 +106,10 @@ def compare(options: argparse.Namespace) -> None:
         EmulatedHosts(Path(folder), [1, 1]) as hosts,
     ):
         for _ in range(options.pairs):
-            hosts.lift_link_speed()
-            free = run_job(hosts, ["fp32"], options)["fp32"]
             hosts.set_link_speed(options.link_mbit)
             slowed = run_job(hosts, wires, options)
+            hosts.lift_link_speed()
+            free = run_job(hosts, ["fp32"], options)["fp32"]
             print(f"link not slowed, fp32: {1e3 * free:.0f} ms a step", flush=True)
             for wire, seconds in slowed.items():
                 ratios[wire].append(free / seconds)

@@ -19,6 +19,10 @@ from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.relay.gradients import summing_gradients
 from kaitian_mpi.wire.residual import Residuals
 
+# Bytes at which a bucket is full: the first one, and the others.
+_CAPS = (1 << 20, 25 << 20)
+# Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
+_CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
 _UNARMED = {-1}  # never empty, whatever is discarded from it
 
 
@@ -56,7 +60,7 @@ class GradientReducer:
         *,
         group: dist.ProcessGroup | None = None,
         on_bucket: Callable[[bool], None] = _nothing,
-        bucket_caps: tuple[int, int] = (1 << 20, 25 << 20),
+        bucket_caps: tuple[int, int] | None = None,
         residuals: Residuals | None = None,
     ) -> None:
         """Watch a model's parameters. Not collective.
@@ -66,7 +70,8 @@ class GradientReducer:
             group: the process group to sum over; None for the default one.
             on_bucket: called when a bucket's gradients are ready, before they are sent, with
                 whether it is the last.
-            bucket_caps: bytes at which a bucket is full: the first one, and the others.
+            bucket_caps: bytes at which a bucket is full: the first one, and the others; None for
+                those that suit the format in which gradients cross.
             residuals: the format in which gradients cross slow links, and what it has rounded off
                 them; None to send them as they are. The caller says when a step is done, by
                 `Residuals.keep`.
@@ -83,7 +88,7 @@ class GradientReducer:
                 f"the model has {len(named)} parameters, none of which requires gradients; "
                 "set requires_grad=True for those to be trained"
             )
-        self._group, self._on_bucket, self._caps = group, on_bucket, bucket_caps
+        self._group, self._on_bucket = group, on_bucket
         self._lock = threading.RLock()  # devices have a thread each in backward
         self._weight: float | Callable[[], float] = 1.0
         self._works: list[dist.Work] = []
@@ -95,6 +100,8 @@ class GradientReducer:
         self._seen: dict[int, None] | None = {}  # the order of the first armed backward, until then
         self._buckets: list[Bucket] = []
         self._residuals = residuals or Residuals()
+        suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
+        self._caps = bucket_caps or suited
         self._pending: list[_Pending] = []
         self._hooks = [_Hook(index) for index in range(len(self._parameters))]
         self._build()
