@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
-import tomllib
+from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config import TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.toml_text import parse_toml
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -22,15 +22,12 @@ def read_config_file(path: str) -> dict[str, Any]:
         UserError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
     """
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            content = tomllib.load(file)
+        text = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise UserError(
             f"--config {path}: {error.strerror}; name a TOML file that can be read"
         ) from error
-    except (ValueError, RecursionError) as error:  # TOML and UTF-8
-        fault = " ".join(str(error).split())
-        raise UserError(f"--config {path}: found no valid TOML ({fault}); correct it") from error
+    content = parse_toml(text, f"--config {path}")
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     del fields["config"]
     settings: dict[str, Any] = {}

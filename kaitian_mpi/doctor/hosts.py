@@ -15,7 +15,7 @@ from kaitian_mpi.launch.hosts import Host, parse_hostfile
 from kaitian_mpi.launch.probe import find_agent, is_local
 
 POLICIES = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_default_mapping_policy")
-"""Variables by which mpirun is told how to map ranks to hosts."""
+"""Variables that set how mpirun maps ranks to hosts."""
 
 
 def examine_hosts(

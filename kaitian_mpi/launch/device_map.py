@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.toml_text import parse_toml
 
 _EXAMPLE = 'such as node-a = ["cuda:0", "cuda:1"]'
 
@@ -17,13 +17,7 @@ def parse_device_map(text: str, path: str) -> dict[str, str]:
     Raises:
         UserError: it is not TOML, or a host's value is no list of devices.
     """
-    try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        fault = " ".join(str(error).split())
-        raise UserError(
-            f"--device-map {path}: found no valid TOML ({fault}); correct it"
-        ) from error
+    content = parse_toml(text, f"--device-map {path}")
     if not content:
         raise UserError(f"--device-map {path}: found no host, needed a line for each, {_EXAMPLE}")
     return {host: _devices(host, value, path) for host, value in content.items()}

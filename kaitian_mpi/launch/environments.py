@@ -6,7 +6,6 @@ them; each part has its own hosts and its own program.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path, PurePath
@@ -14,6 +13,7 @@ from pathlib import Path, PurePath
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.launch.command import FOLDERS, HOST_LISTS, RANKS, Command
 from kaitian_mpi.launch.hosts import Host, place_by_slot, total_slots
+from kaitian_mpi.launch.toml_text import parse_toml
 
 PROGRAM = "kaitian-env"
 _MODULES = {
@@ -43,13 +43,8 @@ def parse_environments(text: str, path: str) -> dict[str, str]:
     Raises:
         UserError: it is not TOML, or a host's table has no `python`, or something else.
     """
-    try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        fault = " ".join(str(error).split())
-        raise UserError(f"{path}: found no valid TOML ({fault}); correct it") from error
     pythons = {}
-    for host, table in content.items():
+    for host, table in parse_toml(text, path).items():
         found = table.get("python") if isinstance(table, dict) else None
         if not isinstance(found, str) or set(table) != {"python"}:
             raise UserError(

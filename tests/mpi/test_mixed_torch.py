@@ -61,7 +61,7 @@ def test_the_first_calls_of_a_script_are_compared(world, last, mixed_group):
 @pytest.mark.sizes(2)
 def test_calls_that_are_trusted_are_not_compared(world, last, mixed_group):
     mixed_group.trust_calls()
-    if world.rank == last:
-        dist.broadcast(torch.ones(3), 0, group=mixed_group)
-    else:
-        dist.broadcast(torch.ones(3, 1), 0, group=mixed_group)
+    shape = (3,) if world.rank == last else (3, 1)
+    tensor = torch.full(shape, 1.0 if world.rank == 0 else 0.0)
+    dist.broadcast(tensor, 0, group=mixed_group)
+    assert tensor.flatten().tolist() == [1.0, 1.0, 1.0]
