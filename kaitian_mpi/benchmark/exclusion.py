@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from kaitian_mpi.balance.communication import AllreduceCost
+from kaitian_mpi.balance.communication import AllreduceCost, exposed_seconds
 from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
 from kaitian_mpi.balance.forecast import Cohort, forecast
 from kaitian_mpi.balance.planner import with_positive_slopes
@@ -26,9 +26,10 @@ def ranks_to_exclude(
 ) -> dict[int, str]:
     """Return the ranks to exclude because the job is faster without them, and why. Collective.
 
-    First, ranks whose optimal share is 0 samples. Then, since every rank adds communication, the
-    device kind or host without which the forecast improves by 5% or more. The allreduce without it
-    is measured only if the job would gain that much even without any communication.
+    First, ranks whose optimal share is 0 samples, if even their smallest share makes a step longer
+    by 5% or more. Then, since every rank adds communication, the device kind or host without which
+    the forecast improves by as much. The allreduce without it is measured only if the job would
+    gain that much even without any communication.
 
     Args:
         config: the global batch size, and `--allreduce`.
@@ -38,7 +39,12 @@ def ranks_to_exclude(
         min_batch: the smallest share other than 0.
     """
     batch = config.global_batch_size
-    excluded = _without_share(with_positive_slopes(costs, batch), batch, min_batch)
+
+    def step_sec(compute_sec: float) -> float:
+        allreduce = measure_allreduce(config.allreduce, world, range(world.size), buckets)
+        return compute_sec + exposed_seconds(compute_sec, buckets, allreduce)
+
+    excluded = _too_slow(with_positive_slopes(costs, batch), batch, min_batch, step_sec)
     kept = [rank for rank in range(world.size) if rank not in excluded]
     if len(kept) == 1:
         return excluded
@@ -76,17 +82,33 @@ def log_excluded(world: World, excluded: dict[int, str]) -> None:
         print_rank_0(world, f"{world.infos[rank]} is excluded: {reason}; --keep-all keeps it")
 
 
-def _without_share(costs: Sequence[RankCost], batch: int, min_batch: int) -> dict[int, str]:
+def _too_slow(
+    costs: Sequence[RankCost], batch: int, min_batch: int, step_sec: Callable[[float], float]
+) -> dict[int, str]:
+    """Return the ranks whose smallest share makes a step 5% longer than it is without them.
+
+    Where computing takes microseconds, the ranks' times differ by noise alone, and a step lasts as
+    long as its communication.
+
+    Args:
+        costs: of all ranks; every sample takes some time.
+        batch: samples per step over all ranks.
+        min_batch: the smallest share other than 0.
+        step_sec: adds the communication to the seconds that the slowest rank computes. Collective.
+    """
     if batch < min_batch * len(costs):
         return {}  # the batch is too small; making the plan reports that
     shares = fastest_split(costs, batch, min_batch)
-    step = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+    if min(shares) > 0:
+        return {}
+    compute_sec = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+    longest_sec = compute_sec + _MIN_GAIN * step_sec(compute_sec)
     smallest = "a single sample takes" if min_batch == 1 else f"{min_batch} samples take"
     return {
         rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, but a whole step takes the "
-        f"other ranks {step:.3g} s"
+        f"other ranks {compute_sec:.3g} s"
         for rank, share in enumerate(shares)
-        if share == 0
+        if share == 0 and costs[rank].seconds(min_batch) >= longest_sec
     }
 
 

@@ -53,7 +53,17 @@ def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
     assert (
         "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s" in excluded[1]
     )
-    assert measured == []  # one kind and one host: nothing to compare
+    assert measured == [[0, 1, 2]]  # one kind and one host: nothing else to compare
+
+
+@pytest.mark.parametrize(("communication", "excluded"), [(0.0, [1]), (1e-3, [1]), (4e-3, [])])
+def test_a_rank_is_kept_where_the_step_is_mostly_communication(leave_out, communication, excluded):
+    world = make_world(["cpu"] * 2, "aa")
+    # A tiny model: a step costs 0.1 ms, 0.25 ms on the other core, whatever its samples.
+    costs = [RankCost(CostModel(0.75e-4, 4e-7)), RankCost(CostModel(2.5e-4, 4e-7))]
+    found, measured = leave_out(world, costs, lambda ranks: communication)
+    assert list(found) == excluded
+    assert measured == [[0, 1]]
 
 
 def test_a_kind_that_costs_more_communication_than_it_computes_is_excluded(leave_out):
