@@ -104,3 +104,9 @@ def test_what_ranks_see_is_ordered_by_local_rank(world):
     assert node == 0
     assert inventories == [{"cuda": [f"GPU-{rank}"]} for rank in reversed(range(world.size))]
     assert may_share
+
+
+@pytest.mark.parametrize("length", [0, 254, 255, 100_000])  # and two quotation marks
+def test_values_of_unlike_lengths_are_gathered(world, last, length):
+    values = ["x" * length if rank == last else rank for rank in range(world.size)]
+    assert gather_values(world.comm, values[world.rank]) == values
