@@ -1,5 +1,6 @@
 """Records how long each test takes, for the list at the end of `bin/test`."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -8,6 +9,10 @@ import pytest
 _FILE = os.environ.get("KAITIAN_TEST_TIMES")
 _IS_FIRST_RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
 _MIN_SEC = 0.1
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is loaded by now stays: each collection of garbage would look through it
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

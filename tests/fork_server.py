@@ -5,9 +5,11 @@ package takes each rank longer than most tests take. This process loads all that
 rank, before MPI or threads have started. `forked_rank.py` is what mpirun starts; it stands for the
 rank.
 
+The process of which `multiprocessing` forks a rank's data loading workers is forked here, too.
+
 Unlike a fresh process, a forked rank is not the launcher's child, Python's hash seed is the same on
 all ranks, and at its end what exit handlers leave is not freed object by object, which takes longer
-than many tests. Tests of signals, of how processes end or of what is imported start fresh ones.
+than many tests. Tests of how processes start and end or of what is imported start fresh ones.
 
     python fork_server.py SOCKET
 
@@ -16,9 +18,11 @@ It ends at the end of its standard input.
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -40,7 +44,9 @@ PRELOADED = (
     *("kaitian_mpi.recipes.image_classification", "kaitian_mpi.training.training"),
 )
 MAX_REQUEST_BYTES = 1 << 20
+MAX_DESCRIPTORS = 32
 LIBRARY_FOLDERS = sys.path[1:]
+STAND_IN = ("-I", "-S", str(Path(__file__).absolute().with_name("forked_rank.py")))
 
 
 def main():
@@ -68,11 +74,12 @@ def serve(server):
             break
         connection.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+    request, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
     request = json.loads(request)
     pid = os.fork()
     if pid == 0:
         connection.close()
+        server.close()
         take_over(request, descriptors)
         return request["command"]
     for descriptor in (server.fileno(), *descriptors, 0, 1, 2):
@@ -103,7 +110,14 @@ def take_over(request, descriptors):
     os.setpgid(0, 0)
     join_host_of(request["pid"])
     os.sched_setaffinity(0, request["cores"])
-    for number, descriptor in enumerate(descriptors):
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    above = max(request["descriptors"]) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for number, descriptor in zip(request["descriptors"], moved, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request["cwd"])
@@ -113,6 +127,19 @@ def take_over(request, descriptors):
         line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in os.environ
     )
     sys.modules["numpy"].random.seed()  # Python's own generator is seeded at each fork
+    fork_loading_processes(sys.argv[1])
+
+
+def fork_loading_processes(path):
+    """Have `multiprocessing` fork its own fork server, which would load torch again."""
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_or_fork(program, words, descriptors):
+        is_fork_server = "multiprocessing.forkserver" in words[-1]
+        stand_in = [program, *STAND_IN, path] if is_fork_server else []
+        return start(program, [*stand_in, *words], descriptors)
+
+    multiprocessing.util.spawnv_passfds = start_or_fork
 
 
 def join_host_of(pid):
@@ -161,13 +188,19 @@ def finalize_mpi():
 
 
 def run(command):
-    """Run `python script.py ...`, `python -m module ...` or a program written in Python."""
+    """Run Python with a script, `-m module` or `-c code`, or a program written in Python."""
     program, *arguments = command
     imported = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
     if program == sys.executable and arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[:] = [os.getcwd(), *imported, *LIBRARY_FOLDERS]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    if program == sys.executable and "-c" in arguments:
+        sys.argv = ["-c"]
+        sys.path[:] = ["", *imported, *LIBRARY_FOLDERS]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[arguments.index("-c") + 1], main.__dict__)
         return
     sys.argv = arguments if program == sys.executable else [shutil.which(program), *arguments]
     script = Path(sys.argv[0])

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import pytest
 from emulated_hosts import EmulatedHosts
-from processes import parent_of, rank_of
+from processes import parent_of, rank_of, standing_for
 
 ENVIRONMENT = {
     **os.environ,
@@ -166,8 +166,7 @@ def steps_shown(ended: Ended) -> list[int]:
 class Job:
     """A job under mpirun whose lines are heard as they come; its ranks can be sent signals.
 
-    Its stderr goes with its output. Leaving it as a context ends it, if it has not ended. A rank
-    that is not `fresh` can be killed, but not stopped.
+    Its stderr goes with its output. Leaving it as a context ends it, if it has not ended.
     """
 
     def __init__(
@@ -220,10 +219,10 @@ class Job:
                 return match
 
     def rank_pids(self) -> dict[int, int]:
-        """Return the processes of the ranks that live, or that stand for them, by world rank."""
+        """Return the processes of the ranks that live, by world rank."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         own = {rank_of(pid): pid for pid in pids if parent_of(pid) == self.process.pid}
-        return {rank: pid for rank, pid in own.items() if rank is not None}
+        return {rank: standing_for(pid) for rank, pid in own.items() if rank is not None}
 
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to ranks, at once."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 _RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
 
 
@@ -17,6 +19,25 @@ def rank_of(pid: int) -> int | None:
     except OSError:  # it has ended
         return None
     return int(found[1]) if found else None
+
+
+def standing_for(pid: int) -> int:
+    """Return the rank that a process stands for, see `forked_rank.py`; or else the process."""
+    try:
+        found = re.fullmatch(r"for (\d+)\n", Path(f"/proc/{pid}/comm").read_text())
+    except OSError:  # it has ended
+        return pid
+    return int(found[1]) if found else pid
+
+
+def processes_of(rank: int) -> list[psutil.Process]:
+    """Return a rank and all that it has started."""
+    found, left = [], [rank]
+    while left:
+        process = psutil.Process(standing_for(left.pop()))
+        found.append(process)
+        left += [child.pid for child in process.children()]
+    return found
 
 
 def parent_of(pid: int) -> int | None:

@@ -70,6 +70,23 @@ def slow(num_classes):
     return Slow(num_classes)
 
 
+class Steady(Slow):
+    """`Slow`, and each call takes 2 ms of CPU time, which is what an emulated slowdown multiplies.
+
+    So a busy machine hardly changes what a step takes.
+    """
+
+    def forward(self, x):
+        ends_at = time.thread_time() + 2e-3
+        while time.thread_time() < ends_at:
+            pass
+        return super().forward(x)
+
+
+def steady(num_classes):
+    return Steady(num_classes)
+
+
 class SlowAndWide(Slow):
     """`Slow` with a gradient of 1 MiB, which hosts exchange in several rounds."""
 
@@ -92,11 +109,12 @@ def where(num_classes):
 
 
 class Large(Slow):
-    """`Slow` with 128 MiB of barely used weights: a checkpoint takes 256 MiB."""
+    """`Slow` with 256 MiB of frozen weights, and as much memory that is in no checkpoint."""
 
     def __init__(self, num_classes):
         super().__init__(num_classes)
-        self.table = nn.Parameter(torch.zeros(2**15, 1024))
+        self.table = nn.Parameter(torch.ones(2**16, 1024), requires_grad=False)
+        self.unsaved = [torch.ones(2**16, 1024)]
 
     def forward(self, x):
         return super().forward(x) + self.table[0, :10] + self.table[-1, :10]
@@ -251,13 +269,19 @@ def never_finite(num_classes):
 
 
 class Dropping(nn.Module):
-    """Has all state that differs between ranks: batch norm statistics and random numbers."""
+    """Has all state that differs between ranks: batch norm statistics and random numbers.
+
+    A training step takes at least 0.1 s.
+    """
 
     def __init__(self, num_classes):
         super().__init__()
-        self.layers = nn.Sequential(SmallCNN(32), nn.Dropout(0.3), nn.Linear(32, num_classes))
+        features = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(6), nn.Flatten()
+        self.layers = nn.Sequential(*features, nn.Dropout(0.3), nn.Linear(8 * 25, num_classes))
 
     def forward(self, x):
+        if self.training:
+            time.sleep(0.1)
         return self.layers(x)
 
 

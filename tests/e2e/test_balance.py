@@ -78,9 +78,10 @@ def test_second_job_uses_the_benchmark_cache(slowed):
 
 
 def test_a_rank_that_is_too_slow_is_excluded_even_rank_0(mpirun, tmp_path):
-    # So slow that a single sample takes far longer than the others' step, however busy the host.
-    flags = "--max-steps 4 --global-batch-size 24 --emulate-slowdown 0:100 --benchmark-seconds 1"
-    command = "kaitian-train --model cnn --run-dir run --memory-format channels_last".split()
+    # A single sample takes rank 0 four times as long as the others' step, however busy the host.
+    flags = "--max-steps 4 --global-batch-size 24 --emulate-slowdown 0:400 --benchmark-seconds 1"
+    command = "kaitian-train --model planted:steady --run-dir run".split()
+    command += "--memory-format channels_last".split()
     ended = mpirun(3, *command, *flags.split())
     assert ended.code == 0, ended.text
     assert "rank 0 (" in ended.out
@@ -97,7 +98,8 @@ def test_a_rank_that_is_too_slow_is_excluded_even_rank_0(mpirun, tmp_path):
 
 def test_keep_all_keeps_a_rank_that_is_too_slow(mpirun, tmp_path):
     flags = "--max-steps 2 --global-batch-size 24 --emulate-slowdown 1:60 --benchmark-seconds 1"
-    ended = mpirun(2, *"kaitian-train --model cnn --run-dir run --keep-all".split(), *flags.split())
+    command = "kaitian-train --model cnn --run-dir run --memory-format channels_last --keep-all"
+    ended = mpirun(2, *command.split(), *flags.split())
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["excluded"] == []

@@ -60,7 +60,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5".split()
     export = ["--export", "model.safetensors"] if find_spec("safetensors") else []
-    with Job(3, *EXACT, *EVEN, *often, *export, cwd=folder) as job:
+    with Job(3, *EXACT, *EVEN, *often, *export, cwd=folder, fresh=False) as job:
         job.wait_for(r"step 8/")
         job.kill(0)
         return folder, job.finish()
@@ -237,8 +237,8 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
 def test_resume_with_rank_0_excluded(tmp_path):
     """Rank 0 reads the checkpoint though it does not train; alone, it trains."""
     command = "kaitian-train --model cnn --global-batch-size 16 --benchmark-seconds 1".split()
-    command += "--run-dir run --log-interval 0 --resume auto".split()
-    slow = "--emulate-slowdown 0:200".split()
+    command += "--run-dir run --log-interval 0 --resume auto --memory-format contiguous".split()
+    slow = "--emulate-slowdown 0:100".split()
     ended = run_ranks(2, *command, *slow, "--max-steps", "4", cwd=tmp_path)
     assert ended.code == 0, ended.text
     assert summary_of(tmp_path)["ranks"] == [1]

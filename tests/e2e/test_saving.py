@@ -7,7 +7,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from jobs import (
     EVEN,
@@ -22,7 +21,7 @@ from jobs import (
     summary_of,
     weights_in,
 )
-from processes import assert_gone
+from processes import assert_gone, processes_of
 
 STEPS_PER_EPOCH = 6
 LIMIT_SEC = 5
@@ -30,7 +29,7 @@ LIMIT_SEC = 5
 
 def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
     command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
-    with Job(2, *command, *EVEN, cwd=tmp_path, survives=False) as job:
+    with Job(2, *command, *EVEN, cwd=tmp_path, survives=False, fresh=False) as job:
         job.wait_for(r"step 2/")
         job.signal(signal.SIGUSR1, 1)
         asked_at = time.time()
@@ -40,7 +39,8 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
         assert 2 <= int(saved[0].stem[5:])
         job.wait_for(rf"step {int(saved[0].stem[5:]) + 1}/")  # training continues
         # mpirun sends these to every process of a rank: its watchdog and data workers, too.
-        processes = psutil.Process(job.process.pid).children(recursive=True)
+        ranks = job.rank_pids().values()
+        processes = [process for rank in ranks for process in processes_of(rank)]
         assert len(processes) >= 2 * 4
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             steps = steps_saved(tmp_path)

@@ -131,7 +131,7 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
         *"kaitian-train --model cnn --max-steps 5 --run-dir run --batch-policy paper".split(),
         *"--batch-size 40 --precision bf16 --schedule constant --label-smoothing 0.1".split(),
         *"--allreduce striped --emulate-kinds a,b,b --memory-format contiguous".split(),
-        *"--relay-dtype bf16 --relay-memory-mb 8".split(),
+        *"--relay-dtype bf16 --relay-memory-mb 8 --benchmark-seconds 2".split(),
     )
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

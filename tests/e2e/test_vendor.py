@@ -23,7 +23,7 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     ended = mpirun(
         3,
         *"kaitian-train --devices vendor:0,cpu,vendor:1 --model cnn --allreduce leader".split(),
-        *"--epochs 2 --check-every 2 --keep-all --benchmark-seconds 2 --run-dir run".split(),
+        *"--epochs 2 --check-every 2 --keep-all --benchmark-seconds 1 --run-dir run".split(),
         *"--relay-dtype bf16 --sync-bn".split(),
         PYTHONPATH=f"{OTHER_PACKAGE}:{broken.parent}",
     )

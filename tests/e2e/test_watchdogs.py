@@ -10,7 +10,7 @@ STEPS_PER_EPOCH = 6
 
 def test_watchdogs_kill_a_hanging_and_a_stopped_rank(tmp_path):
     command = "kaitian-train --model planted:hanging --epochs 20 --step-timeout 3".split()
-    with Job(3, *command, *EVEN, cwd=tmp_path) as job:
+    with Job(3, *command, *EVEN, cwd=tmp_path, fresh=False) as job:
         hung = job.wait_for(r"\[(\d)@\S+\] killed by its watchdog: (.*)")
         shown = job.wait_for(r"step (\d+)/")
         job.signal(signal.SIGSTOP, 2)

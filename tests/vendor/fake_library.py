@@ -354,5 +354,7 @@ def _buffer(tensor: torch.Tensor):
 
 
 def _complete(requests) -> None:
+    began = time.perf_counter()
     while not MPI.Request.Testall(requests):
-        time.sleep(50e-6)
+        # Other ranks, and other suites, need the cores.
+        time.sleep(min(max((time.perf_counter() - began) / 10, 50e-6), 1e-3))
