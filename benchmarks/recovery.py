@@ -6,7 +6,7 @@ The parts are kills, closed, open, agreement, checkpoint, writing and soak. Twen
 nothing else may run meanwhile. On three hosts, which are emulated by network namespaces of this
 machine and share its cores, and so as root:
 
-    python benchmarks/recovery.py hosts host-losses
+    python benchmarks/recovery.py hosts host-losses host-joins
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from emulated_hosts import EmulatedHosts, why_not
-from recovering import host_losses, kills, soak
+from recovering import host_joins, host_losses, kills, soak
 from recovering.job import Launch
 
 HERE = Path(__file__).parent / "recovering"
 MPIRUN = ["mpirun", "--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE", "-np"]
 SLOTS = [1, 2, 1]  # hosts are assigned to cores in turn, so each of two cores runs two ranks
-ON_HOSTS = {"hosts", "host-losses"}
+ON_HOSTS = {"hosts", "host-losses", "host-joins"}
 Result = dict[str, Any]
 
 
@@ -108,6 +108,17 @@ def run_host_losses(options: argparse.Namespace) -> Result:
     return result
 
 
+def run_host_joins(options: argparse.Namespace) -> Result:
+    """Time without a step where a host is added to a running job's hosts file."""
+    with emulated_hosts() as hosts:
+        launch = Launch(hosts.slots, hosts)
+        # With the benchmark of the new rank.
+        arguments = [*arguments_of(options), "--balance=adaptive"]
+        result = host_joins.measure(launch, arguments, options.trials)
+    host_joins.show(result)
+    return result
+
+
 def run_agreement(options: argparse.Namespace) -> Result:
     """Cost per step of being able to recover."""
     script = HERE / "agreement.py"
@@ -170,6 +181,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "soak": run_soak,
     "hosts": run_hosts,
     "host-losses": run_host_losses,
+    "host-joins": run_host_joins,
 }
 
 

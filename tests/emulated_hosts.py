@@ -185,6 +185,12 @@ class EmulatedHosts:
         self.unplug(number)
         self._kill_processes(number)
 
+    def revive(self, number: int) -> None:
+        """Let a host that was killed be as if it had started again."""
+        self._servers[number].wait()
+        _run("ip", "link", "set", self._link(number), "up")
+        self._serve(number)
+
     def unplug(self, number: int) -> None:
         """Take a host's link down; its processes live."""
         _run("ip", "link", "set", self._link(number), "down")
@@ -229,6 +235,9 @@ class EmulatedHosts:
         _run(*inside, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
         _run(*inside, "link", "set", "eth0", "up")
         _run(*inside, "link", "set", "lo", "up")
+        self._serve(number)
+
+    def _serve(self, number: int) -> None:
         self._servers[number] = subprocess.Popen(
             self._inside(number, _SSHD, "-D", "-f", f"{self._folder}/sshd_config"),
             stdin=subprocess.DEVNULL,

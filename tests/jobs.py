@@ -251,11 +251,15 @@ class Job:
 
 
 class HostsJob(Job):
-    """The same on emulated hosts; the command has `mpirun` in it, and may begin with another."""
+    """The same on emulated hosts; the command has `mpirun` in it, and may begin with another.
 
-    def __init__(self, hosts: EmulatedHosts, *command: str, cwd: Path) -> None:
+    Without `on_all`, that other one chooses the hosts.
+    """
+
+    def __init__(self, hosts: EmulatedHosts, *command: str, cwd: Path, on_all: bool = True) -> None:
         self._hosts = hosts
-        options = f"--with-ft ulfm --hostfile {hosts.hostfile} --bind-to none".split()
+        options = "--with-ft ulfm --bind-to none".split()
+        options += ["--hostfile", str(hosts.hostfile)] if on_all else []
         for name in (*_AS_ROOT, "PYTHONPATH"):
             options += ["-x", name]
         at = command.index("mpirun") + 1

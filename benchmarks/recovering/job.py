@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -59,18 +59,30 @@ class Launch:
     """Restarts allowed to kaitian-supervise; 0: no supervisor."""
     script: tuple[str, ...] = ()
     """A Python script with its first arguments, in place of kaitian-train."""
+    hosts_file: Path | None = None
+    """`--hosts-file` of kaitian-supervise; None: mpirun's own hostfile, with all hosts."""
+
+    def with_hosts_file(self, path: Path) -> Launch:
+        """Return this with a supervisor that reads the hosts from a file."""
+        return replace(self, hosts_file=path, restarts=1)
 
     def command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a job that survives the loss of ranks."""
         scripts = Path(sys.executable).parent
-        start = ["mpirun", "--with-ft", "ulfm", "-np", str(self.ranks)]
+        start = ["mpirun", "--with-ft", "ulfm"]
+        if self.hosts_file is None:
+            start += ["-np", str(self.ranks)]
         if self.restarts:
             supervise = [str(scripts / "kaitian-supervise"), "--max-restarts", str(self.restarts)]
+            if self.hosts_file is not None:
+                supervise += ["--hosts-file", str(self.hosts_file)]
             start = [*supervise, *start]
         if self.hosts is None:
             start += ["--map-by", ":OVERSUBSCRIBE"]
         else:
-            start += ["--hostfile", str(self.hosts.hostfile), "--bind-to", "none"]
+            if self.hosts_file is None:
+                start += ["--hostfile", str(self.hosts.hostfile)]
+            start += ["--bind-to", "none"]
             for name in sorted(os.environ):
                 start += ["-x", name] if name.startswith("OMPI_ALLOW_RUN_AS_ROOT") else []
         script = [sys.executable, *self.script] if self.script else [str(scripts / "kaitian-train")]

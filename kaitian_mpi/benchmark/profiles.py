@@ -16,7 +16,12 @@ from kaitian_mpi.benchmark.plan import (
     profile_unmeasured,
     write_benchmark,
 )
-from kaitian_mpi.benchmark.rank_benchmark import RankBenchmark, benchmark_ranks, show_benchmark
+from kaitian_mpi.benchmark.rank_benchmark import (
+    RankBenchmark,
+    benchmark_ranks,
+    benchmark_some,
+    show_benchmark,
+)
 from kaitian_mpi.benchmark.rank_timer import Workload
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
@@ -24,6 +29,9 @@ from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import print_rank_0
+
+_MAX_SEC_OF_NEW_RANKS = 5.0  # while all others wait
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,27 @@ def find_profiles(
         return Profiles(dict(known), min_batch, are_remembered=True)
     if config.balance == "off" or setup.task.loss is None:
         return Profiles({place: profile_unmeasured(config) for place in places}, min_batch)
+    new = _on_new_hosts(world, known)
+    if 0 < len(new) < world.size:
+        seconds = min(config.benchmark_seconds, _MAX_SEC_OF_NEW_RANKS)
+        config = replace(config, benchmark_seconds=seconds)
+        names = ", ".join(str(world.infos[rank].world_rank) for rank in new)
+        print_rank_0(world, f"benchmarking only what is new: rank{'s' * (len(new) > 1)} {names}")
+        some = benchmark_some(Workload(config, world, setup, slowdown, min_batch), new)
+        added = {places[rank]: profile_of(result) for rank, result in some.items()}
+        return Profiles({**known, **added}, min_batch)
     results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
     measured = dict(zip(places, results, strict=True))
     profiles = {place: profile_of(result) for place, result in measured.items()}
     write_benchmark(world, setup, results)
     return Profiles(profiles, min_batch, measured=measured)
+
+
+def _on_new_hosts(world: World, known: Mapping[str, Profile]) -> list[int]:
+    """Return the ranks of the hosts on which any rank's cost is not known."""
+    hosts = {
+        info.host
+        for info in world.infos
+        if info.place not in known or known[info.place].cost is None
+    }
+    return [rank for rank, info in enumerate(world.infos) if info.host in hosts]

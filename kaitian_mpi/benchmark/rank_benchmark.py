@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,7 +15,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import make_table, show_table
-from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier
+from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier, wait_until
 from kaitian_mpi.runtime.watchdog import enter_phase
 
 
@@ -47,22 +47,37 @@ def benchmark_ranks(workload: Workload) -> list[RankBenchmark]:
         AgreedError: not even the smallest batch fits in a rank's memory, or the cache cannot be
             written.
     """
+    return list(benchmark_some(workload, range(workload.world.size)).values())
+
+
+def benchmark_some(workload: Workload, ranks: Collection[int]) -> dict[int, RankBenchmark]:
+    """Do as `benchmark_ranks` for some ranks, while the others wait. Collective.
+
+    Args:
+        workload: of this rank.
+        ranks: those to time: all or none of each host's.
+
+    Returns:
+        The timed ranks' results, by rank.
+    """
     config, world, min_batch = workload.config, workload.world, workload.min_batch
+    is_timed = world.rank in ranks
     cache = BenchmarkCache(workload)
-    own = cache.read()
+    own = cache.read() if is_timed else None
     # All or none: ranks that share a host must be timed while the others compute as well.
-    from_cache = all(gather_values(world.comm, own is not None))
+    from_cache = all(gather_values(world.comm, own is not None or not is_timed))
     if not from_cache:
         with torch.random.fork_rng(devices=[]):
-            timer = RankTimer(workload)
-            own = _measure(world, timer)
+            own = _measure(world, RankTimer(workload) if is_timed else None)
         with agree_on_errors(world.comm):
-            cache.write(own)
-    assert own is not None
-    results = gather_values(world.comm, asdict(own))
-    return [
-        _evaluate(config, RankMeasurement(**result), from_cache, min_batch) for result in results
-    ]
+            if own is not None:
+                cache.write(own)
+    results = gather_values(world.comm, None if own is None else asdict(own))
+    return {
+        rank: _evaluate(config, RankMeasurement(**result), from_cache, min_batch)
+        for rank, result in enumerate(results)
+        if result is not None
+    }
 
 
 def scores_of(results: list[RankBenchmark], share: int) -> list[float]:
@@ -104,17 +119,21 @@ def show_benchmark(
     show_table(world, table)
 
 
-def _measure(world: World, timer: RankTimer) -> RankMeasurement:
+def _measure(world: World, timer: RankTimer | None) -> RankMeasurement | None:
     # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
     # that is done keeps computing until the last one is done.
     sleeping_barrier(world.comm)
     with agree_on_errors(world.comm):
         try:
-            measured = timer.measure()
+            measured = timer.measure() if timer is not None else None
         finally:
             barrier = NonblockingBarrier(world.comm)
-        while not barrier.complete():
-            timer.keep_busy()
+        if timer is None:
+            enter_phase("waiting for the benchmark of other ranks", waits=True, limited=False)
+            wait_until(barrier.complete)
+        else:
+            while not barrier.complete():
+                timer.keep_busy()
         enter_phase("comparing the benchmarks", waits=True, limited=False)
     return measured
 

@@ -215,18 +215,44 @@ class Checkpointing:
             ) from error
 
     def snapshot(
-        self, world: World, state: TrainingState, metadata: Callable[[], RunMetadata]
+        self,
+        world: World,
+        state: TrainingState,
+        metadata: Callable[[], RunMetadata],
+        always: bool = False,
     ) -> None:
         """Save a snapshot in this host's memory, if it is due. Not collective.
 
         Also due after the first step, so that a restarted job needs no benchmark.
+
+        Args:
+            world: the ranks that train; the first of each host saves.
+            state: between two steps.
+            metadata: returns what is saved with the state.
+            always: whether it is due in any case.
         """
         hosts = [info.host for info in world.infos]
         is_first_on_host = hosts.index(world.info.host) == world.rank
         step = state.progress.step
-        due = step == 1 or step % self._config.snapshot_every == 0
+        due = always or step == 1 or step % self._config.snapshot_every == 0
         if self._snapshots is not None and due and is_first_on_host:
             self._submit(self._snapshots, state, metadata(), [], None)
+
+    def save_for_restart(self, world: World, state: TrainingState, metadata: RunMetadata) -> bool:
+        """Save the state on disk and in every host's memory, and wait for both. Collective.
+
+        Returns:
+            Whether it is on disk, or in any host's memory; the same on every rank.
+        """
+        step = state.progress.step
+        self.save(world, state, metadata)
+        self.snapshot(world, state, lambda: metadata, always=True)
+        self.wait()
+        is_saved = self._writes and world.rank == 0 and self.is_on_disk(step)
+        if self._snapshots is not None:
+            self._snapshots.wait()
+            is_saved = is_saved or self._snapshots.last_written == step
+        return any(gather_values(world.comm, is_saved))
 
     def wait(self) -> None:
         """Wait until every submitted checkpoint is on disk or has failed."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
@@ -17,13 +21,20 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.launch.allocation import read_hosts
 from kaitian_mpi.launch.command import FOLDERS, parse_command
 from kaitian_mpi.launch.command import PROGRAM as TRAIN
-from kaitian_mpi.launch.probe import find_agent, is_local
+from kaitian_mpi.launch.environments import read_environments
+from kaitian_mpi.launch.host_check import SECONDS as ANSWER_SEC
+from kaitian_mpi.launch.host_check import PendingAnswer
+from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.launch.probe import find_agent, is_local, is_own_name
 from kaitian_mpi.output.folders import make_new_folder
+from kaitian_mpi.supervision.host_changes import HostChanges
+from kaitian_mpi.supervision.hosts_file import HostsFile
 from kaitian_mpi.supervision.process import Machine
-from kaitian_mpi.supervision.starts import Job
+from kaitian_mpi.supervision.starts import Job, command_on, interpreter_of
 from kaitian_mpi.supervision.supervisor import supervise
 
 PROGRAM = "kaitian-supervise"
+_log = logging.getLogger("kaitian_mpi.cli.supervise")  # also where it is the main module
 _MAX_SECONDS = 86_400
 _MAX_RESTARTS = 1_000_000
 
@@ -33,11 +44,17 @@ def main() -> None:
     configure_logging("info", f"{PROGRAM}:")
     try:
         options = read_options(sys.argv[1:])
-        job = make_job(options.command)
+        hosts_file = HostsFile(options.hosts_file, _log.info) if options.hosts_file else None
+        pythons = read_environments(options.env) if options.env else {}
+        job = make_job(options.command, hosts_file, pythons)
         agent = find_agent(job.command, os.environ)
+        changes = None
+        if hosts_file is not None:
+            ask = partial(ask_host, agent, job)
+            changes = HostChanges(hosts_file, ask, _log.info, __version__, options.host_backoff)
         limits = (options.probe_seconds, options.hang_seconds)
         with Machine(job, agent, *limits) as machine:
-            code = supervise(job, machine, options.max_restarts)
+            code = supervise(job, machine, options.max_restarts, changes)
         with suppress(OSError):  # removed only if nothing was written to it
             job.folder.rmdir()
     except UserError as error:
@@ -50,21 +67,44 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = OneLineParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} [-h] [--max-restarts N] [--probe-seconds X] [--hang-seconds X] "
-        f"mpirun ... {TRAIN} ...",
+        usage=f"{PROGRAM} [-h] [--hosts-file FILE] [--host-backoff X] [--env FILE] "
+        f"[--max-restarts N] [--probe-seconds X] [--hang-seconds X] mpirun ... {TRAIN} ...",
         description=f"Run mpirun with {TRAIN}, and restart it after a failure, without the hosts "
         "that no longer answer, until the job has finished. A job that ends with a usage error "
-        "is not restarted.",
+        "is not restarted. With --hosts-file, hosts can join and leave while it runs.",
         epilog=f"example: {PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} "
         "--model mobilenetv2",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--hosts-file",
+        default="",
+        metavar="FILE",
+        help="the hosts, in place of mpirun's --hostfile and -np: lines such as node-a slots=4, "
+        "with a rank for each slot; it is read again when it changes, and at a SIGHUP, and the "
+        "job is then started again on the hosts in it, from where it is",
+    )
+    parser.add_argument(
+        "--host-backoff",
+        type=float,
+        default=60.0,
+        metavar="X",
+        help="with --hosts-file: seconds until a host that was lost may come back, doubled each "
+        "time it is lost again, up to an hour (default 60)",
+    )
+    parser.add_argument(
+        "--env",
+        default="",
+        metavar="FILE",
+        help="the interpreters of hosts, as for kaitian-env; by default all start the same path",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=3,
         metavar="N",
-        help="restart the job at most this many times (default 3)",
+        help="restart the job at most this many times; where its hosts have changed does not "
+        "count (default 3)",
     )
     parser.add_argument(
         "--probe-seconds",
@@ -105,6 +145,11 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
             f"--max-restarts: found {options.max_restarts}, needed 0 or more, and at most "
             f"{_MAX_RESTARTS}"
         )
+    if not 0 < options.host_backoff <= _MAX_SECONDS:
+        raise UserError(
+            f"--host-backoff: found {options.host_backoff}, needed more than 0, and at most "
+            f"{_MAX_SECONDS}"
+        )
     if not 0 < options.probe_seconds <= _MAX_SECONDS:
         raise UserError(
             f"--probe-seconds: found {options.probe_seconds}, needed more than 0, and at most "
@@ -118,22 +163,44 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def make_job(words: Sequence[str]) -> Job:
+def make_job(
+    words: Sequence[str],
+    hosts_file: HostsFile | None = None,
+    pythons: Mapping[str, str] | None = None,
+) -> Job:
     """Read a command line, its hostfiles, and the flags of kaitian-train.
+
+    Args:
+        words: mpirun with its options, and kaitian-train with its flags.
+        hosts_file: has the hosts; None where the command has them.
+        pythons: the interpreter of each host that has one of its own.
 
     Raises:
         UserError: one of them is invalid; nothing has been started yet.
     """
     command = parse_command(words)
     config = parse_config(TRAIN, command.arguments)
-    hosts, hostfiles = read_hosts(command)
+    emulated = (
+        config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ),
+        config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ),
+    )
+    if hosts_file is None:
+        hosts, hostfiles = read_hosts(command)
+    else:
+        if any(emulated):
+            raise UserError(
+                "--hosts-file: found emulated kinds or slowdowns, which are listed by rank, needed "
+                "none: the ranks' numbers change with the hosts; leave one or the other out"
+            )
+        command = command_on(command, hosts_file.path)
+        hosts, hostfiles = tuple(entry.host for entry in hosts_file.entries), {}
     # With mpirun --wdir the run folder is relative to that directory.
     place = Path(*command.values(FOLDERS)[-1:])
     run_dir = config.run_dir
     if not run_dir:
         name = config.choose_folder()
         run_dir = str(name.with_name(make_new_folder(place / name).name))
-    return Job(
+    job = Job(
         command=command,
         hosts=hosts,
         local=frozenset(host.name for host in hosts if is_local(host.name)),
@@ -143,10 +210,20 @@ def make_job(words: Sequence[str]) -> Job:
         snapshots=config.snapshots or secrets.token_hex(16),
         job_id=secrets.token_hex(8),
         keep_checkpoints=config.keep_checkpoints,
-        emulate_kinds=config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ),
-        emulate_slowdown=config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ),
+        emulate_kinds=emulated[0],
+        emulate_slowdown=emulated[1],
         spares=config.spares,
+        hosts_file=hosts_file.path if hosts_file is not None else "",
+        pythons=pythons or {},
     )
+    return job if hosts_file is None else job.with_hosts(hosts_file.entries)
+
+
+def ask_host(agent: Sequence[str], job: Job, host: Host) -> PendingAnswer:
+    """Start asking a host whether ranks can be started there; this machine is not asked by ssh."""
+    python = job.pythons.get(host.name) or interpreter_of(job.command)
+    is_local = is_own_name(host.name) or shutil.which(agent[0]) is None
+    return PendingAnswer(agent, host, python, ANSWER_SEC, is_local)
 
 
 if __name__ == "__main__":

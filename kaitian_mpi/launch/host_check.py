@@ -11,9 +11,12 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import IO
 
 from kaitian_mpi.launch.hosts import Host
 from kaitian_mpi.launch.probe import NO_ANSWER, probe_command
@@ -21,6 +24,7 @@ from kaitian_mpi.launch.probe import NO_ANSWER, probe_command
 SECONDS = 8.0
 """How long all of it may take: users are promised an answer within 10 s."""
 _MAX_AT_ONCE = 256
+_MAX_ANSWER_BYTES = 1 << 16
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # exit codes of a shell
 _SHOW_VERSION = 'from importlib.metadata import version; print(version("kaitian-mpi"))'
 
@@ -61,12 +65,9 @@ def ask_hosts(
     """
 
     def ask(host: Host) -> HostAnswer:
-        python = pythons[host.name]
-        words = [python, "-c", _SHOW_VERSION]
-        if host.name not in local:
-            # The remote shell takes the words apart again.
-            words = probe_command(agent, host, seconds, [shlex.join(words)])
-        return judge(_run(words, seconds), host.name, python, seconds, host.name in local)
+        python, is_local = pythons[host.name], host.name in local
+        words = _question(agent, host, python, seconds, is_local)
+        return judge(_run(words, seconds), host.name, python, seconds, is_local)
 
     with ThreadPoolExecutor(min(_MAX_AT_ONCE, max(1, len(hosts)))) as pool:
         return dict(zip([host.name for host in hosts], pool.map(ask, hosts), strict=True))
@@ -105,6 +106,56 @@ def judge(ended: _Ended, host: str, python: str, seconds: float, is_local: bool)
     return HostAnswer(lines[-1] if lines else "")
 
 
+class PendingAnswer:
+    """A host that has been asked what `ask_hosts` asks; nothing here waits for it."""
+
+    def __init__(
+        self, agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool = False
+    ) -> None:
+        """Ask; the arguments are as those of `ask_hosts`."""
+        self._host, self._python, self._seconds, self._is_local = host, python, seconds, is_local
+        self._until = time.monotonic() + seconds
+        self._answer: HostAnswer | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        words = _question(agent, host, python, seconds, is_local)
+        try:
+            # In its own session, as in `_run`.
+            self._process = subprocess.Popen(  # noqa: S603
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._finish(_NOT_FOUND, error.strerror or str(error))
+
+    def poll(self) -> HostAnswer | None:
+        """Return the answer; None until there is one, at most for the seconds given."""
+        if self._answer is None and self._process is not None:
+            code = self._process.poll()
+            if code is not None or time.monotonic() > self._until:
+                self._finish(code)
+        return self._answer
+
+    def cancel(self) -> None:
+        """Stop asking."""
+        if self._answer is None:
+            self._finish(None)
+
+    def _finish(self, code: int | None, fault: str = "") -> None:
+        if self._process is not None and code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        out, err = _content(self._out), fault or _content(self._err)
+        self._out.close()
+        self._err.close()
+        ended = _Ended(code, out, err)
+        self._answer = judge(ended, self._host.name, self._python, self._seconds, self._is_local)
+
+
 def version_faults(answers: Mapping[str, HostAnswer], own: str) -> list[str]:
     """Return a line for each host with another version of this package than this one's."""
     return [
@@ -113,6 +164,19 @@ def version_faults(answers: Mapping[str, HostAnswer], own: str) -> list[str]:
         for host, answer in answers.items()
         if not answer.fault and answer.version != own
     ]
+
+
+def _question(
+    agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool
+) -> list[str]:
+    words = [python, "-c", _SHOW_VERSION]
+    # The remote shell takes the words apart again.
+    return words if is_local else probe_command(agent, host, seconds, [shlex.join(words)])
+
+
+def _content(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_MAX_ANSWER_BYTES).decode(errors="replace")
 
 
 def _run(words: Sequence[str], seconds: float) -> _Ended:

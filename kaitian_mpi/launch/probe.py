@@ -100,10 +100,15 @@ def _max_wait(slowest_sec: float) -> float:
     return max(_MIN_WAIT_SEC, _SLOWEST_FACTOR * slowest_sec) if slowest_sec else math.inf
 
 
+def is_own_name(name: str) -> bool:
+    """Return whether a name is this machine's, without asking a name server."""
+    own = socket.gethostname()
+    return name in ("localhost", own, own.split(".")[0]) or name.startswith("127.")
+
+
 def is_local(name: str) -> bool:
     """Return whether a host's name or address is this machine's."""
-    own = socket.gethostname()
-    if name in ("localhost", own, own.split(".")[0]) or name.startswith("127."):
+    if is_own_name(name):
         return True
     try:
         found = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)

@@ -43,3 +43,14 @@ def remove_snapshots(
     words = ["rm", "-rf", f"{SHM}/kaitian-{job.snapshots}-*"]
     codes = run_on(agent, hosts, words, seconds)
     return frozenset(name for name, code in codes.items() if code == NO_ANSWER)
+
+
+def remove_stale_snapshots(
+    agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
+) -> None:
+    """Remove what each of these hosts has kept of a job that went on without it.
+
+    Only from its own folder, in case several hosts share a memory.
+    """
+    words = ["rm", "-rf", f'"{SHM}/kaitian-{job.snapshots}-$(hostname)"']
+    run_on(agent, hosts, words, seconds)

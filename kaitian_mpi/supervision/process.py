@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,9 +19,15 @@ from kaitian_mpi.launch.hosts import Host
 from kaitian_mpi.launch.probe import lost_hosts
 from kaitian_mpi.output.folders import SHM
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks, remove_snapshots
+from kaitian_mpi.supervision.job_environment import (
+    environment,
+    hosts_with_ranks,
+    remove_snapshots,
+    remove_stale_snapshots,
+)
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.starts import Job, list_names
+from kaitian_mpi.training.restart_request import request_restart, withdraw_request
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +52,7 @@ class Machine:
     """The real `Effects` of a supervisor: runs commands, waits, probes hosts and logs.
 
     As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
-    and recorded in `stopped`; SIGUSR1 is forwarded.
+    and recorded in `stopped`; SIGUSR1 is forwarded. With a hosts file, SIGHUP has it read again.
     """
 
     def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
@@ -67,12 +73,13 @@ class Machine:
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
         self._reported_remote = False
+        self._is_hung_up = False
         self._missed = 0  # a stop signal received while there was no child
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
         """Install the handlers, except for signals that are ignored already."""
-        for number in _FORWARDED:
+        for number in (*_FORWARDED, *([signal.SIGHUP] if self._job.hosts_file else [])):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._forward)
         return self
@@ -87,12 +94,20 @@ class Machine:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def run(self, words: Sequence[str]) -> int:
+    def adopt(self, job: Job) -> None:
+        """Go on with other hosts of the same job."""
+        self._job = job
+
+    def run(self, words: Sequence[str], watch: Callable[[], None] = lambda: None) -> int:
         """Run a command to its end and return its exit code, 128 + n after signal n.
 
         It gets its own process group, so that it receives a Ctrl-C only once, from us: on a second
         one, Open MPI ends at once. It could not read from the terminal there, so its stdin is
         empty.
+
+        Args:
+            words: the command.
+            watch: called every half second meanwhile.
 
         Raises:
             UserError: it cannot be started.
@@ -121,13 +136,13 @@ class Machine:
             ) from error
         if self._missed:
             self._child.send_signal(self._missed)
-        code = self._wait(self._child)
+        code = self._wait(self._child, watch)
         self._child = None
         if self.stopped:  # the process that saves the last step may outlive mpirun
             wait_for_writer(self._job.folder / "checkpoints")
         return code if code >= 0 else 128 - code
 
-    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+    def _wait(self, child: subprocess.Popen[bytes], watch: Callable[[], None]) -> int:
         """Wait for the command to end; end it if it hangs.
 
         When the link to a host is down, mpirun waits for that host even after all its other ranks
@@ -138,6 +153,7 @@ class Machine:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_CHECK_SEC)
+            watch()
             if has_local_ranks(child.pid):
                 alive_at = time.monotonic()
             elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
@@ -189,6 +205,31 @@ class Machine:
         """Remove the job's snapshots; return the names of the hosts that do not answer."""
         return remove_snapshots(self._agent, hosts, self._job, self._probe_sec)
 
+    def remove_stale_snapshots(self, hosts: Sequence[Host]) -> None:
+        """Remove what hosts have kept of the job while it went on without them."""
+        remove_stale_snapshots(self._agent, hosts, self._job, self._probe_sec)
+
+    def request_restart(self) -> bool:
+        """Ask the running job to save and end; return whether that could be done."""
+        try:
+            request_restart(self._job.folder, self._job.job_id)
+        except OSError as error:
+            self.report(
+                f"{self._job.folder}: {error.strerror}; the job cannot be asked to end, and goes "
+                "on with its present hosts"
+            )
+            return False
+        return True
+
+    def withdraw_request(self) -> bool:
+        """Ask the job no longer; return whether it had not done what it was asked for."""
+        return withdraw_request(self._job.folder)
+
+    def take_hangup(self) -> bool:
+        """Return whether a SIGHUP has arrived since the last call."""
+        was, self._is_hung_up = self._is_hung_up, False
+        return was
+
     def pause(self, seconds: float) -> None:
         """Wait, at most until a signal requests a stop."""
         wait_until(lambda: bool(self.stopped), seconds, _POLL_SEC)
@@ -206,6 +247,9 @@ class Machine:
         _log.info("%s", text)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._is_hung_up = True
+            return
         if number in _STOPS:
             self.stopped = self.stopped or number
         if self._child is not None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
 
-from kaitian_mpi.launch.command import HOST_LISTS, HOSTFILES, Command
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.command import (
+    HOST_LISTS,
+    HOSTFILES,
+    PROGRAM,
+    RANKS,
+    Command,
+    Part,
+    parse_launcher,
+)
+from kaitian_mpi.launch.environments import expand
 from kaitian_mpi.launch.hosts import (
     Host,
     host_list_without,
@@ -14,6 +26,8 @@ from kaitian_mpi.launch.hosts import (
     place_by_slot,
     total_slots,
 )
+from kaitian_mpi.launch.probe import is_own_name
+from kaitian_mpi.supervision.hosts_file import HostEntry
 from kaitian_mpi.supervision.ranks import (
     fewer_ranks,
     kept_ranks,
@@ -51,10 +65,16 @@ class Job:
     """By the flag or the environment variable; in a smaller job, by the flag."""
     emulate_slowdown: str = ""
     spares: int = 0
+    hosts_file: str = ""
+    """`--hosts-file`, whose hosts may change while the job runs; it has all slots for ranks."""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """The interpreter of each host that has one of its own (`--env`)."""
 
     @property
     def ranks(self) -> int | None:
         """The number of ranks of the job with all hosts; None if unknown."""
+        if self.hosts_file:
+            return total_slots(self.hosts)
         return self.command.ranks or (total_slots(self.hosts) if self.hosts else None)
 
     @property
@@ -71,6 +91,14 @@ class Job:
     def remote(self) -> list[Host]:
         """The hosts other than this machine, which can be lost."""
         return [host for host in self.hosts if host.name not in self.local]
+
+    def with_hosts(self, entries: Sequence[HostEntry]) -> Job:
+        """Return the job with the present hosts of its hosts file."""
+        hosts = tuple(entry.host for entry in entries)
+        # No name server is asked, which might take long while the job runs.
+        own = {host.name for host in hosts if is_own_name(host.name)}
+        text = "".join(f"{entry.line}\n" for entry in entries)
+        return replace(self, hosts=hosts, local=self.local | own, hostfiles={self.hosts_file: text})
 
     def left(self, lost: Set[str]) -> list[Host]:
         """Return the hosts that can still run ranks, without the lost ones."""
@@ -89,18 +117,56 @@ class Start:
     """The number of ranks and the hosts, for messages."""
 
 
+def command_on(command: Command, hosts_file: str) -> Command:
+    """Return a command with mpirun's options for the hosts of a hosts file; see `plan_start`.
+
+    Raises:
+        UserError: it has no launcher, or names hosts or a number of ranks itself.
+    """
+    if not any(part.is_launcher for part in command.parts):
+        raise UserError(f"--hosts-file {hosts_file}: found no mpirun in the command, needed it")
+    for names in (HOSTFILES, HOST_LISTS, RANKS):
+        for part in command.parts:
+            if part.name in names:
+                raise UserError(
+                    f"--hosts-file {hosts_file}: found {' '.join(part.words)} as well, needed one "
+                    "of them: the hosts are those of the file, with a rank for each slot"
+                )
+    at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
+    own = (  # both values are chosen at each start
+        Part(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
+        Part(("-np", "1"), RANKS[0], ("1",)),
+    )
+    return replace(command, parts=command.parts[:at] + own + command.parts[at:])
+
+
+def interpreter_of(command: Command) -> str:
+    """Return the interpreter that a command starts kaitian-train with: this one's, if unknown."""
+    words = [word for part in command.parts for word in part.words]
+    if PurePath(words[-1]).name == PROGRAM:
+        beside = Path(words[-1]).with_name("python")
+        found = str(beside) if beside.parts[:-1] and beside.exists() else sys.executable
+    else:  # python -m kaitian_mpi.cli.train
+        found = words[-3]
+    # A remote shell starts in another folder.
+    return os.path.abspath(found) if "/" in found else found
+
+
 def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
     """Plan a start of the job without the lost hosts.
 
     Args:
         job: the job.
-        lost: names of the lost hosts; at least one other must be left.
+        lost: names of the hosts to leave out; at least one other must be left.
         trained: whether steps have been trained from which the job can resume.
         new_hostfile: the path for a hostfile without the lost hosts.
+
+    Raises:
+        UserError: some host has an interpreter of its own, and another no slots.
     """
     command, hostfile, ranks = job.command, "", job.ranks
     adapted: list[str] = []
-    if lost:
+    if lost or job.hosts_file:
         left = job.left(lost)
         ranks = fewer_ranks(job.ranks, left)
         command, hostfile = _without(job, lost, new_hostfile, ranks)
@@ -109,7 +175,13 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     # A user's --resume says where the job starts, not where it resumes after a failure.
     if trained or not _is_given("--resume", command.arguments):
         own += ["--resume=auto"]
-    return Start(words=command.words + own, hostfile=hostfile, shape=_shape(job, lost, ranks))
+    words = command.words + own
+    if job.pythons:
+        left = job.left(lost)
+        names = {host.name for host in left}
+        pythons = {name: python for name, python in job.pythons.items() if name in names}
+        words, _ = expand(parse_launcher(words), left, pythons)
+    return Start(words=words, hostfile=hostfile, shape=_shape(job, lost, ranks))
 
 
 def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> tuple[Command, str]:

@@ -27,6 +27,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.steps.divergence import repair_divergence
 from kaitian_mpi.steps.follow_up import StepFollowUp
 from kaitian_mpi.steps.step import Step
+from kaitian_mpi.training.restart_request import RestartRequest
 from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.resumption import begin_branch
 from kaitian_mpi.training.run import Run
@@ -67,6 +68,10 @@ class Attempt:
         self._contexts.callback(self._remember_costs)
         self._contexts.enter_context(self._saved_at_signals())
         self._is_in_epoch = False
+        owns_files = not isinstance(run.setup.folder, NoFolder)
+        self._restart = RestartRequest(run.setup.path if owns_files else None)
+        self.is_to_restart = False
+        """Whether the job is asked to save and end here; the same on every rank."""
 
     def next_share(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next step; epochs that end on the way are evaluated.
@@ -88,11 +93,14 @@ class Attempt:
 
     def step_done(self, step: Step) -> Step:
         """Do what follows a step that the trainer has done, and return it."""
-        requested = self._follow_up.step_done(step, self._checkpoints.wants_checkpoint())
+        wants_checkpoint = self._checkpoints.wants_checkpoint() or self._restart.is_made()
+        requested = self._follow_up.step_done(step, wants_checkpoint)
         self._log_startup()
         self._log_recovery(step.number)
         self._check_weights(step.number)
-        self._save_if_due(step.number, requested)
+        self.is_to_restart = requested and self._is_restart_due()
+        if not self.is_to_restart:
+            self._save_if_due(step.number, requested)
         return step
 
     def record(self, values: Mapping[str, float]) -> None:
@@ -105,6 +113,23 @@ class Attempt:
         self.trainer.abandon()
         self._checkpoints.save(self._world, self._state, self.metadata())
         self._checkpoints.wait()
+
+    def save_for_restart(self) -> bool:
+        """Save the state between two steps, on disk and in every host's memory.
+
+        Returns:
+            Whether it is in either; the same on every rank. If not, training goes on.
+        """
+        enter_phase("saving a checkpoint", limited=False)
+        self.is_to_restart = False
+        step = self._state.progress.step
+        if self._checkpoints.save_for_restart(self._world, self._state, self.metadata()):
+            self._restart.fulfil()
+            print_rank_0(self._world, f"step {step} is saved; ending, to be started again")
+            return True
+        self._restart.refuse()
+        print_rank_0(self._world, f"step {step} could not be saved: the job goes on as it is")
+        return False
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop training on these ranks.
@@ -211,6 +236,12 @@ class Attempt:
         every = self._run.config.check_every
         if every and step % every == 0:
             repair_divergence(self._world, self._state)
+
+    def _is_restart_due(self) -> bool:
+        """Return whether to save and end now; after the last step, only the results are missing."""
+        progress = self._state.progress
+        asked = any(gather_values(self._world.comm, self._restart.is_made()))
+        return asked and progress.step < progress.total_steps
 
     def _save_if_due(self, step: int, requested: bool) -> None:
         """Save a checkpoint and a snapshot, if they are due."""

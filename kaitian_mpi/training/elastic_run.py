@@ -169,6 +169,10 @@ class ElasticRun:
 
     def _advance(self) -> Sequence[MicroBatch] | None:
         attempt = self._ready()
+        if attempt is not None and attempt.is_to_restart and attempt.save_for_restart():
+            attempt.close()
+            self._release(attempt)
+            return None
         share = None if attempt is None else attempt.next_share()
         if share is None:
             self._finish(attempt)
@@ -193,17 +197,22 @@ class ElasticRun:
 
     def _finish(self, attempt: Attempt | None) -> None:
         """Write the results, and let the ranks on standby leave."""
-        run = self._unfinished
         if attempt is not None:
             attempt.finish()
+        self._release(attempt)
+        fault = self._unfinished.fault
+        if fault:  # only now, for the ranks on standby would wait for ever
+            raise AgreedError(fault, StorageError.exit_code)
+
+    def _release(self, attempt: Attempt | None) -> None:
+        """End the job's work, with that of the ranks on standby."""
+        if attempt is not None:
             self.membership.commit()
         self.membership.release()
         if self.membership.has_standby:
-            self._share_results(run)
+            self._share_results(self._unfinished)
             self.membership.commit()
         self.is_done = True
-        if run.fault:  # only now, for the ranks on standby would wait for ever
-            raise AgreedError(run.fault, StorageError.exit_code)
 
     def _share_results(self, run: Run) -> None:
         """Give the ranks that stood by the weights and the summary, for the script may use both."""

@@ -4,6 +4,7 @@ The ranks are fresh processes: forked ones sometimes wait for ever in `MPI_Init`
 """
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,3 +78,47 @@ def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["ranks"] == [0, 1]
+
+
+def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
+    lines = hosts.hostfile.read_text().splitlines(keepends=True)
+    file = tmp_path / "hosts.txt"
+    file.write_text("".join(lines[:2]))
+    supervised = f"-m kaitian_mpi.cli.supervise --hosts-file {file} --host-backoff 1".split()
+    ranks = [*TRAIN, *"--snapshot-every 5 --max-steps 100".split()]
+    changes = {}
+    with HostsJob(hosts, PYTHON, *supervised, "mpirun", *ranks, cwd=tmp_path, on_all=False) as job:
+
+        def see_change(name, since):
+            first = int(job.wait_for(r"\| step (\d+)/")[1])
+            changes[name] = round(time.time() - since, 1)
+            return first
+
+        job.wait_for(r"\| step 2/")
+        file.write_text("".join(lines))
+        saved = int(job.wait_for(r"step (\d+) is saved; ending")[1])
+        joined = see_change("joined", time.time())
+        job.wait_for(rf"\| step {joined + 2}/")
+        hosts.kill(3)
+        killed_at = time.time()
+        job.wait_for(r"does not answer; it can come back in 1 s")
+        hosts.revive(3)
+        see_change("lost", killed_at)
+        saved_again = int(job.wait_for(r"step (\d+) is saved; ending")[1])
+        came_back = see_change("came back", time.time())
+        ended = job.finish()
+    print("seconds without a step, by change:", changes)
+    assert ended.code == 0, ended.text
+    assert (joined, came_back) == (saved + 1, saved_again + 1), ended.text
+    shown = steps_shown(ended)
+    jumps = [(last, first) for last, first in pairwise(shown) if first != last + 1]
+    assert len(jumps) <= 1, ended.text  # where the host was lost
+    assert all(0 < last - first + 1 <= MOST_STEPS_REPEATED for last, first in jumps), ended.text
+    assert (shown[0], shown[-1]) == (1, 100)
+    assert max(changes.values()) < RESTART_LIMIT_SEC, ended.text
+    summary = summary_of(tmp_path)
+    assert summary["finished"] is True
+    assert summary["ranks"] == [0, 1, 2, 3]
+    starts = [line for line in ended.text.splitlines() if "kaitian-supervise: start" in line]
+    sizes = ["3 ranks", "4 ranks", "3 ranks", "4 ranks"]
+    assert [size in line for size, line in zip(sizes, starts, strict=True)] == [True] * 4

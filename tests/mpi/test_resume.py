@@ -1,9 +1,12 @@
 """Resumed runs, each a complete training on the ranks of the session."""
 
+import errno
 import json
 import math
 import os
+import secrets
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +15,24 @@ import torch
 from samples import Points
 from torch import nn
 
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.benchmark.plan import Profile
+from kaitian_mpi.benchmark.profiles import find_profiles
+from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.checkpoint.policy import Checkpointing, SnapshotFiles
 from kaitian_mpi.checkpoint.resume import find_checkpoint, hand_over, restore
 from kaitian_mpi.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.setup import prepare_without_folder
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.output.folders import snapshot_folder
 from kaitian_mpi.recipes.image_classification import make_rate, make_task
+from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.training.restart_request import request_restart, withdraw_request
 from kaitian_mpi.training.training import Training
 
 pytestmark = pytest.mark.sizes(3)
@@ -234,6 +248,77 @@ def test_balance_can_be_switched_on_and_off(world, folder, capsys):
     assert sum(sizes) == BATCH
     assert max(sizes) - min(sizes) <= 1
     assert summary_in(folder)["steps"] == 2 * STEPS
+
+
+def test_only_ranks_on_new_hosts_are_benchmarked(world):
+    config = TrainConfig(
+        model="test_resume:small",
+        dataset="test_resume:points",
+        balance="static",
+        benchmark_seconds=0.2,
+        global_batch_size=BATCH,
+    )
+    setup = prepare_without_folder(partial(make_task, config), config, world)
+    infos = tuple(replace(info, host=f"host{info.world_rank}") for info in world.infos)
+    hosts = replace(world, infos=infos)
+    cost = RankCost(CostModel(1.0, 2.0))
+    known = {
+        place: Profile(cost, "contiguous", "fp32")
+        for place in (infos[0].place, infos[2].place, "gone/0/cpu/cpu")
+    }
+    profiles = find_profiles(config, hosts, setup, Slowdown(), known)
+    new = profiles.by_place[infos[1].place]
+    assert new.cost != cost
+    assert profiles.by_place == {**known, infos[1].place: new}
+    assert profiles.costs(infos) == [cost, new.cost, cost]
+    assert len(set(gather_values(world.comm, str(new)))) == 1
+
+
+def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder, monkeypatch):
+    run(world, folder.with_name("undisturbed"))
+    name = gather_values(world.comm, secrets.token_hex(8))[0]
+    monkeypatch.setenv(SUPERVISED, "id")
+    if world.rank == 0:
+        folder.mkdir()
+        request_restart(folder, "id")
+    world.comm.Barrier()
+    assert not run(world, folder, snapshots=name)["finished"]
+    assert not withdraw_request(folder)
+    saved = newest(folder)["progress"]["step"]
+    assert saved in (2, 3)
+    in_memory = SnapshotFiles(snapshot_folder(name))
+    assert in_memory.steps() == [saved]
+    if world.rank == 0:
+        shutil.rmtree(folder / "checkpoints")
+    world.comm.Barrier()
+    assert run(world, folder, snapshots=name)["finished"]
+    assert weights_in(folder).equal(weights_in(folder.with_name("undisturbed")))
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+
+
+def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
+    world, folder, monkeypatch, capsys
+):
+    save = Checkpointing.save_for_restart
+
+    def fail(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointFiles, "write", cannot)
+            return save(*args)
+
+    def cannot(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(SUPERVISED, "id")
+    monkeypatch.setattr(Checkpointing, "save_for_restart", fail)
+    if world.rank == 0:
+        folder.mkdir()
+        request_restart(folder, "id")
+    world.comm.Barrier()
+    assert run(world, folder, snapshots=f"full{os.getppid()}")["finished"]
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+    refused = "could not be saved: the job goes on as it is"
+    assert capsys.readouterr().out.count(refused) == (world.rank == 0)
 
 
 def test_resuming_from_a_file_abandons_later_checkpoints(world, folder):

@@ -1,0 +1,475 @@
+"""Hosts that join and leave a supervised job, with fakes for the clock, the hosts and mpirun."""
+
+import itertools
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from kaitian_mpi.cli import supervise as command
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.launch.command import parse_command
+from kaitian_mpi.launch.host_check import HostAnswer, PendingAnswer
+from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.supervision.backoff import Backoff
+from kaitian_mpi.supervision.host_changes import HostChanges
+from kaitian_mpi.supervision.hosts_file import HostsFile, parse_hosts, read_hosts_file
+from kaitian_mpi.supervision.starts import interpreter_of
+from kaitian_mpi.supervision.supervisor import supervise
+from kaitian_mpi.training.restart_request import RestartRequest, request_restart, withdraw_request
+
+TWO = "a slots=2\nb slots=1\n"
+THREE = TWO + "c slots=1\n"
+
+
+class Cluster:
+    """A hosts file, hosts that answer or not, and an mpirun whose jobs train a step a second."""
+
+    def __init__(self, folder, text=TWO, backoff_sec=60.0):
+        self.folder, self.text = folder, text
+        self.clock = self.stopped = 0
+        self.silent, self.faulty = set(), {}
+        self.starts, self.reports, self.asked, self.stale = [], [], [], []
+        self.is_requested = self.is_hung_up = False
+        self.step, self.script, self.words = 0, [], []
+        self.failures = []
+        self.code_when_asked = 0
+        file = HostsFile("hosts", self.reports.append, self.read)
+        self.changes = HostChanges(file, self.ask, self.reports.append, "1", backoff_sec)
+        words = f"mpirun kaitian-train --run-dir {folder}".split()
+        self.job = command.make_job(words, file)
+
+    def read(self, path):
+        if isinstance(self.text, Exception):
+            raise self.text
+        return self.text
+
+    def ask(self, host):
+        cluster, asked_at = self, self.clock
+        cluster.asked.append((host.name, asked_at))
+
+        class Pending:
+            def poll(self):
+                if host.name in cluster.silent:
+                    return None if cluster.clock < asked_at + 8 else HostAnswer("", "no answer")
+                return cluster.faulty.get(host.name, HostAnswer("1"))
+
+            def cancel(self):
+                cluster.asked.append((host.name, "cancelled"))
+
+        return Pending()
+
+    # The supervisor's effects.
+
+    def run(self, words, watch=None):
+        """Train until the job is asked to end, a planned event ends it, or it has finished."""
+        hostfile = words[words.index("--hostfile") + 1]
+        with open(hostfile) as file:
+            self.words.append(words)
+            self.starts.append((words[words.index("-np") + 1], file.read()))
+        begins_at = self.clock + 5
+        while True:
+            self.clock += 0.5
+            for event in [event for event in self.script if event[0] <= self.clock]:
+                self.script.remove(event)
+                code = event[1](self)
+                if code is not None:
+                    return code
+            if self.clock >= begins_at:
+                self.train()
+                if self.is_requested:
+                    self.is_requested = False
+                    return self.code_when_asked
+            watch()
+
+    def train(self, finished=False):
+        self.step += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": self.step}) + "\n")
+        summary = {"steps": self.step, "finished": finished, "failures": self.failures}
+        (self.folder / "summary.json").write_text(json.dumps(summary))
+
+    def adopt(self, job):
+        self.job = job
+
+    def request_restart(self):
+        self.is_requested = True
+        return True
+
+    def withdraw_request(self):
+        was, self.is_requested = self.is_requested, False
+        return was
+
+    def take_hangup(self):
+        was, self.is_hung_up = self.is_hung_up, False
+        return was
+
+    def remove_stale_snapshots(self, hosts):
+        self.stale.append([host.name for host in hosts])
+
+    def lost(self, hosts):
+        return frozenset(host.name for host in hosts) & self.silent
+
+    def pause(self, seconds):
+        self.clock += seconds
+
+    def now(self):
+        return self.clock
+
+    def save_snapshot(self):
+        return True
+
+    def remove_snapshots(self, hosts):
+        self.removed = [host.name for host in hosts]
+        return frozenset()
+
+    def report(self, text):
+        self.reports.append(text)
+
+    def play(self, *script, max_restarts=3):
+        """Supervise a job during which things happen, each at a time."""
+        self.script = list(script)
+        return supervise(self.job, self, max_restarts, self.changes)
+
+    def hosts_of_starts(self):
+        return ["".join(line[0] for line in text.splitlines()) for _, text in self.starts]
+
+
+def write(text):
+    return lambda cluster: setattr(cluster, "text", text)
+
+
+def lose(name, code=0):
+    """mpirun ends with code 0 if a host is lost."""
+
+    def event(cluster):
+        cluster.silent.add(name)
+        return code
+
+    return event
+
+
+def revive(name):
+    return lambda cluster: cluster.silent.discard(name)
+
+
+def crash(cluster):
+    return 1
+
+
+def finish(cluster):
+    cluster.train(finished=True)
+    return 0
+
+
+def stop(cluster):
+    cluster.stopped = signal.SIGTERM
+    return 143
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(tmp_path / "run")
+
+
+def test_a_new_host_joins_and_then_leaves(cluster):
+    assert (
+        cluster.play((20, write(THREE)), (60, write("b slots=1\na slots=2\n")), (90, finish)) == 0
+    )
+    assert cluster.starts == [("3", TWO), ("4", THREE), ("3", TWO)]  # never in another order
+    assert cluster.reports == [
+        "start 1: 3 ranks on a, b",
+        "hosts: added c",
+        "host c is ready to join",
+        "asking the job to save and end, to start it again on a, b, c",
+        "start 2: 4 ranks on a, b, c",
+        "hosts: removed c",
+        "asking the job to save and end, to start it again on a, b",
+        "start 3: 3 ranks on a, b",
+        "finished after 3 starts",
+    ]
+    assert cluster.stale == [["c"]]
+    assert cluster.removed == ["c"]
+
+
+def test_changes_of_hosts_are_no_restarts_of_the_limit(cluster):
+    script = [(20 + 20 * n, write((THREE, TWO)[n % 2])) for n in range(6)]
+    assert cluster.play(*script, (200, finish), max_restarts=0) == 0
+    assert len(cluster.starts) == 7
+
+
+def test_other_slots_start_the_job_again(cluster):
+    more = "a slots=3\nb slots=1\n"
+    assert cluster.play((20, write(more)), (60, finish)) == 0
+    assert cluster.starts == [("3", TWO), ("4", more)]
+    assert "hosts: a has 3 slots" in cluster.reports
+
+
+def test_a_change_waits_until_the_job_trains(cluster):
+    assert cluster.play((1, write(THREE)), (30, finish)) == 0
+    assert cluster.step > 0
+    assert len(cluster.starts) == 2
+
+
+def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):
+    cluster.silent.add("c")
+    assert cluster.play((20, write(THREE)), (300, revive("c")), (400, finish)) == 0
+    assert cluster.hosts_of_starts() == ["ab", "abc"]
+    told = [line for line in cluster.reports if "no answer" in line]
+    assert told == ["no answer; until then the job does without c"]  # once
+    times = [at for name, at in cluster.asked]
+    assert all(60 <= later - at <= 70 for at, later in itertools.pairwise(times))
+
+
+def test_a_host_with_another_version_does_not_join(cluster):
+    cluster.faulty["c"] = HostAnswer("2")
+    assert cluster.play((20, write(THREE)), (60, finish)) == 0
+    assert cluster.hosts_of_starts() == ["ab"]
+    assert any("c has kaitian-mpi 2, and this host 1" in line for line in cluster.reports)
+
+
+def test_hosts_that_are_added_together_join_together(cluster):
+    cluster.silent.add("d")
+    script = [(20, write(THREE + "d slots=1\n")), (27, revive("d")), (90, finish)]
+    assert cluster.play(*script) == 0
+    assert cluster.hosts_of_starts() == ["ab", "abcd"]
+
+
+def test_a_lost_host_comes_back_after_a_back_off_that_doubles(cluster):
+    cluster.text = TWO
+    script = [(20, lose("b")), (21, revive("b")), (120, lose("b")), (121, revive("b"))]
+    assert cluster.play(*script, (400, finish)) == 0
+    assert cluster.hosts_of_starts() == ["ab", "a", "ab", "a", "ab"]
+    assert [line for line in cluster.reports if "earliest" in line] == [
+        "host b does not answer; it can come back in 60 s at the earliest",
+        "host b does not answer; it can come back in 120 s at the earliest",
+    ]
+    asked = [at for name, at in cluster.asked]
+    assert 80 <= asked[0] <= 85
+    assert 240 <= asked[1] <= 245
+    assert cluster.stale == [["b"], ["b"]]
+
+
+def test_sighup_ends_a_back_off(cluster):
+    def hang_up(cluster):
+        cluster.is_hung_up = True
+
+    script = [(20, lose("b")), (21, revive("b")), (30, hang_up), (60, finish)]
+    assert cluster.play(*script) == 0
+    assert cluster.hosts_of_starts() == ["ab", "a", "ab"]
+    assert cluster.clock < 80
+
+
+def test_a_host_with_which_the_job_does_not_start_is_held_back(cluster):
+    script = [(20, write(THREE)), (27, crash), (120, finish)]
+    assert cluster.play(*script, max_restarts=0) == 0
+    assert cluster.hosts_of_starts() == ["ab", "abc", "ab", "abc"]
+    assert (
+        "host c joined, and the job ended with code 1 before its next step; it can come back in "
+        "60 s at the earliest" in cluster.reports
+    )
+
+
+def test_a_host_of_lost_ranks_comes_back_though_the_job_continues(cluster):
+    def lose_rank(cluster):
+        cluster.code_when_asked = 137
+        cluster.failures = [{"at": "2026-01-01T00:00:00", "ranks": [{"rank": 2}], "step": 9}]
+
+    assert cluster.play((20, lose_rank), (120, finish), max_restarts=0) == 0
+    assert cluster.hosts_of_starts() == ["ab", "ab"]
+    assert any(line.startswith("host b has lost rank 2; it can") for line in cluster.reports)
+
+
+def test_a_failure_of_the_job_still_counts(cluster):
+    assert cluster.play((20, crash), (40, crash), max_restarts=1) == 1
+    assert cluster.hosts_of_starts() == ["ab", "ab"]
+    assert "gave up after 2 starts" in cluster.reports[-1]
+
+
+def test_none_of_the_jobs_hosts_left_in_the_file(cluster):
+    assert cluster.play((20, write("c slots=4\n")), (60, finish)) == 0
+    assert cluster.hosts_of_starts() == ["ab"]
+    told = [line for line in cluster.reports if "none of the job's hosts (a, b)" in line]
+    assert len(told) == 1
+
+
+def test_no_host_left(cluster):
+    def lose_both(cluster):
+        cluster.silent |= {"a", "b"}
+        return 0
+
+    assert cluster.play((20, lose_both)) == 1
+    assert "no host is left" in cluster.reports
+
+
+def test_a_stop_during_a_change(cluster):
+    def stop_once_asked(cluster):
+        return stop(cluster) if cluster.is_requested else None
+
+    script = [(20, write(THREE)), *[(20 + n / 2, stop_once_asked) for n in range(40)]]
+    assert cluster.play(*script) == 128 + signal.SIGTERM
+    assert cluster.hosts_of_starts() == ["ab"]
+    assert not cluster.is_requested
+
+
+def test_a_stop_while_hosts_are_chosen(cluster):
+    def lost(hosts):
+        cluster.stopped = signal.SIGTERM
+        return frozenset()
+
+    cluster.lost = lost
+    assert cluster.play((20, write(THREE))) == 128 + signal.SIGTERM
+    assert len(cluster.starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "found no host"),
+        ("# only a comment\n", "found no host"),
+        ("a slots=0\n", "found no host"),
+        ("a slots=2\nb slots=1\na slots=1\n", "line 3: found a again"),
+        ("a slots=2\nb\n", "line 2: found no slots for b"),
+        ("a slots=2\n-oProxyCommand=x slots=1\n", "line 2: found '-oProxyCommand=x'"),
+        ("a slots=2\n\x00\x01\n", "line 2: found"),
+    ],
+)
+def test_a_file_that_cannot_be_used_changes_nothing(cluster, text, fault):
+    with pytest.raises(UserError, match=fault):
+        parse_hosts(text, "hosts")
+    assert cluster.play((20, write(text)), (60, write(TWO)), (90, finish)) == 0
+    assert cluster.hosts_of_starts() == ["ab"]
+    told = [line for line in cluster.reports if fault in line]
+    assert len(told) == 1
+    assert told[0].endswith("; until then the hosts stay as they are")
+
+
+def test_a_file_that_is_gone_for_a_moment_or_half_written_is_not_reported(cluster):
+    gone = UserError("--hosts-file hosts: No such file or directory")
+    script = [(20, write(gone)), (21, write(TWO)), (30, write("a slots=2\n")), (31, write(TWO))]
+    assert cluster.play(*script, (60, finish)) == 0
+    assert cluster.reports == ["start 1: 3 ranks on a, b", "finished after 1 start"]
+
+
+def test_the_file_must_be_the_users_own(tmp_path):
+    file = tmp_path / "hosts"
+    with pytest.raises(UserError, match="No such file"):
+        read_hosts_file(str(file))
+    file.write_text(TWO)
+    assert read_hosts_file(str(file)) == TWO
+    file.chmod(0o666)
+    with pytest.raises(UserError, match="another user can write"):
+        read_hosts_file(str(file))
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="found no file"):
+        read_hosts_file(str(tmp_path / "fifo"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="found no text"):
+        read_hosts_file(str(tmp_path / "binary"))
+
+
+def test_the_back_off_is_at_most_an_hour_and_forgotten_after_one():
+    backoff = Backoff(60)
+    seconds = [backoff.lose("a", now) for now in range(9)]
+    assert seconds == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    assert backoff.is_held("a", 3607)
+    assert not backoff.is_held("a", 3608)
+    assert not backoff.is_held("b", 0)
+    assert backoff.lose("a", 3609) == 3600
+    assert backoff.lose("a", 3 * 3609) == 60
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mpirun --hostfile hf kaitian-train",
+        "mpirun --host a,b kaitian-train",
+        "mpirun -np 4 kaitian-train",
+        "kaitian-train",
+        "mpirun kaitian-train --emulate-slowdown 0:2",
+        "mpirun -x KAITIAN_EMULATE_KINDS=a,b kaitian-train",
+    ],
+)
+def test_a_hosts_file_is_in_place_of_mpiruns_options(tmp_path, words):
+    (tmp_path / "hosts").write_text(TWO)
+    file = HostsFile(str(tmp_path / "hosts"), print)
+    with pytest.raises(UserError, match="--hosts-file"):
+        command.make_job([*words.split(), "--run-dir", str(tmp_path / "run")], file)
+
+
+def test_the_interpreter_that_a_host_is_asked_for(tmp_path):
+    (tmp_path / "python").touch()
+    beside = parse_command(["mpirun", "--bind-to", "none", f"{tmp_path}/kaitian-train", "-x"])
+    assert interpreter_of(beside) == f"{tmp_path}/python"
+    named = parse_command("mpirun -x A /opt/bin/python -m kaitian_mpi.cli.train --seed 1".split())
+    assert interpreter_of(named) == "/opt/bin/python"
+
+
+def test_asking_a_host_waits_for_nothing(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" = slow ] && sleep 60\necho Welcome; echo 1.2\n')
+    agent.chmod(0o755)
+    quick = PendingAnswer([str(agent)], Host(name="quick"), "python", 20)
+    slow = PendingAnswer([str(agent)], Host(name="slow"), "python", 0.5)
+    cancelled = PendingAnswer([str(agent)], Host(name="slow"), "python", 20)
+    assert slow.poll() is None
+    assert wait_until(lambda: quick.poll() is not None, 20)
+    assert quick.poll() == HostAnswer("1.2")
+    assert wait_until(lambda: slow.poll() is not None, 20)
+    assert "slow does not answer within 0.5 s" in slow.poll().fault
+    cancelled.cancel()
+    missing = PendingAnswer([str(tmp_path / "none")], Host(name="a"), "/p", 20)
+    assert "a has no /p" in missing.poll().fault
+
+
+def test_each_host_has_an_interpreter_of_its_own_in_every_start(cluster):
+    cluster.job = replace(cluster.job, pythons={"c": "/c/python", "z": "/z/python"})
+    assert cluster.play((20, write(THREE)), (60, finish)) == 0
+    train = ["-np", "3", "kaitian-train", "--run-dir", str(cluster.folder)]
+    first, second = cluster.words
+    assert first[:3] == ["mpirun", "--hostfile", f"{cluster.folder}/hostfile-start-1"]
+    assert first[3:10] == ["--host", "a:2,b:1", *train]
+    at = second.index(":")
+    assert second[3:10] == first[3:10]
+    flags = ["--run-dir", str(cluster.folder), f"--run-dir={cluster.folder}", "--resume=auto"]
+    module = ["/c/python", "-m", "kaitian_mpi.cli.train"]
+    assert second[at:] == [":", "--host", "c:1", "-np", "1", *module, *flags]
+
+
+# The request to the running job.
+
+
+def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):
+    clock = [0.0]
+    own = {SUPERVISED: "id"}
+    asked = RestartRequest(tmp_path, own, lambda: clock[0])
+    other = RestartRequest(tmp_path, {SUPERVISED: "other"}, lambda: 9.0)
+    unsupervised = RestartRequest(tmp_path, {}, lambda: 9.0)
+    elsewhere = RestartRequest(None, own, lambda: 9.0)
+    assert not asked.is_made()
+    request_restart(tmp_path, "id")
+    assert not asked.is_made()  # it looks every half second
+    clock[0] = 1.0
+    assert asked.is_made()
+    assert not any(each.is_made() for each in (other, unsupervised, elsewhere))
+    other.fulfil()
+    assert withdraw_request(tmp_path)
+    assert asked.is_made()
+    request_restart(tmp_path, "id")
+    asked.fulfil()
+    assert not withdraw_request(tmp_path)
+    asked.refuse()
+    assert not asked.is_made()
+
+
+def test_whatever_lies_in_the_requests_place_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "restart-request")
+    assert not RestartRequest(tmp_path, {SUPERVISED: "id"}).is_made()
+    (tmp_path / "restart-request").unlink()
+    (tmp_path / "restart-request").mkdir()
+    assert not RestartRequest(tmp_path, {SUPERVISED: "id"}).is_made()
