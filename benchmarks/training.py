@@ -6,7 +6,8 @@
 With --slowdown the last rank is that many times slower (emulated), the bare loop gives every rank
 equal shares, and the ratio is that of the samples per second: what load-adaptive shares gain.
 Without it the shares are equal in both, and the ratio is that of the step times: what `Training`
-costs. --shares gives the bare loop other shares, such as the best ones known, to compare with.
+costs. --shares gives bare loops other shares, such as the best ones known: where the cores' own
+speed changes, these show how much of the gain the machine allowed to shares that stay.
 --open measures the open form. World rank 0 prints medians and quartiles over blocks.
 """
 
@@ -102,13 +103,27 @@ def seconds_per_step(world: World, step: object, count: int) -> float:
     return max(gather_values(world.comm, time.perf_counter() - began)) / count
 
 
+def show(ours: list[float], theirs: list[float], shares: str, is_slowed: bool) -> None:
+    """Print medians and quartiles of seconds per step: of `Training`, and of a bare loop."""
+    pairs = list(zip(ours, theirs, strict=True))
+    ratios = [theirs / ours if is_slowed else ours / theirs for ours, theirs in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    what = f"samples/s, Training / {shares}" if is_slowed else "step, Training / bare loop"
+    step, bare_step = (1e3 * statistics.median(times) for times in (ours, theirs))
+    extra = statistics.median(1e3 * (ours - theirs) for ours, theirs in pairs)
+    print(f"{what} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+    print(f"step {step:.1f} ms, bare {bare_step:.1f} ms, difference {extra:+.2f} ms")
+
+
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slowdown", type=float, default=1.0, help="of the last rank (emulated)")
     parser.add_argument("--open", action="store_true", help="measure the open form")
     parser.add_argument("--batch", type=int, default=32, help="samples per step over all ranks")
-    parser.add_argument("--shares", help="the bare loop's, such as 24,8; default: equal")
+    parser.add_argument(
+        "--shares", nargs="+", default=["equal"], help="of a bare loop each, such as equal 24,8"
+    )
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--steps", type=int, default=6, help="per block")
     parser.add_argument("--settle", type=int, default=25, help="steps before the first block")
@@ -126,10 +141,16 @@ def main() -> None:
         loss=None if options.open else loss_of,
         clip_norm=1.0,
     )
-    shares = [options.batch // world.size] * world.size
-    if options.shares:
-        shares = [int(share) for share in options.shares.split(",")]
-    bare = Bare(world, data, shares, options.slowdown)
+    equal = [options.batch // world.size] * world.size
+    loops = {
+        text: Bare(
+            world,
+            data,
+            equal if text == "equal" else [int(share) for share in text.split(",")],
+            options.slowdown,
+        )
+        for text in options.shares
+    }
     with kaitian_mpi.Training(
         task,
         global_batch_size=options.batch,
@@ -141,29 +162,26 @@ def main() -> None:
         steps = open_steps(training) if options.open else iter(training)
         for _ in range(options.settle):
             next(steps)
-        seconds_per_step(world, bare.step, 2)
-        ours, theirs = [], []
+        for bare in loops.values():
+            seconds_per_step(world, bare.step, 2)
+        ours: list[float] = []
+        others: dict[str, list[float]] = {text: [] for text in loops}
+        turns = [
+            (ours, lambda: next(steps)),
+            *((others[text], bare.step) for text, bare in loops.items()),
+        ]
         for block in range(options.blocks):
-            turns = [(ours, lambda: next(steps)), (theirs, bare.step)]
             for times, step in turns if block % 2 else reversed(turns):
                 times.append(seconds_per_step(world, step, options.steps))
         last = training.last_step
         assert last is not None
         adapted = last.batch_sizes
     if world.rank == 0:
-        pairs = list(zip(ours, theirs, strict=True))
-        ratios = [theirs / ours if is_slowed else ours / theirs for ours, theirs in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        others = f"shares {options.shares}" if options.shares else "equal shares"
-        what = f"samples/s, Training / {others}" if is_slowed else "step, Training / bare loop"
         form = "open" if options.open else "closed"
         emulated = f", one {options.slowdown:g}x slower (emulated)" if is_slowed else ""
         print(f"{form} form, {world.size} ranks{emulated}, shares {adapted}")
-        step, bare_step = (1e3 * statistics.median(times) for times in (ours, theirs))
-        print(f"step {step:.1f} ms, bare {bare_step:.1f} ms")
-        print(f"{what} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
-        extra = statistics.median(1e3 * (ours - theirs) for ours, theirs in pairs)
-        print(f"difference {extra:+.2f} ms a step")
+        for text, theirs in others.items():
+            show(ours, theirs, f"{text} shares" if text == "equal" else f"shares {text}", is_slowed)
     dist.destroy_process_group()
 
 
