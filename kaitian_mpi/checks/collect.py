@@ -13,7 +13,7 @@ from kaitian_mpi.checks.facts import Machine, Mpi, RankFacts, Software
 from kaitian_mpi.checks.machine import SHM
 from kaitian_mpi.launch.parent import hosts_of_launcher
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.launcher import Launch, read_launch, usable_cores
+from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch, usable_cores
 from kaitian_mpi.runtime.mpi_settings import read_flag, read_settings, read_text
 from kaitian_mpi.runtime.tags import PROTOCOL
 
@@ -58,6 +58,7 @@ def collect_mpi(comm: MPI.Comm) -> Mpi:
         threads=_THREADS[MPI.Query_thread()],
         size=comm.size,
         launched=read_launch(os.environ).world_size,
+        by_srun=is_from_srun(os.environ),
         survives_requested=ulfm.is_enabled(),
         survives=read_flag(settings, _SURVIVES),
         yields=read_flag(settings, _YIELDS),

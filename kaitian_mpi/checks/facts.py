@@ -61,6 +61,8 @@ class Mpi:
     """Whether MPI was built to access device memory; None if it cannot be asked."""
     transports: Mapping[str, str]
     """What was chosen of MPI's components, such as `btl: ^tcp`; those left to MPI are missing."""
+    by_srun: bool = False
+    """Whether the launcher is srun, not mpirun."""
 
 
 @dataclass(frozen=True, kw_only=True)

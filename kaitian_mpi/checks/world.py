@@ -57,7 +57,7 @@ def judge_mpi(job: JobFacts) -> Iterator[Verdict]:
         return
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
     for mpi in known.values():
-        if fault := different_mpi(mpi.launched, mpi.size):
+        if fault := different_mpi(mpi.launched, mpi.size, mpi.library, mpi.by_srun):
             yield problem(f"{fault[0]} ({mpi.library})", fault[1])
             return
         if mpi.launched < mpi.size:

@@ -64,13 +64,14 @@ def _count_ranks() -> dict[str, Any]:
 def _start_mpi() -> MPI.Intracomm:
     """Start MPI as training does, which may choose other transports than MPI by itself."""
     from kaitian_mpi.errors import UserError
-    from kaitian_mpi.runtime.launcher import read_tasks
+    from kaitian_mpi.runtime.launcher import read_tasks, unlaunched
     from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
     try:
         return initialize_mpi()
     except UserError as error:
-        if is_mpi_running() and read_tasks(os.environ):  # its ranks do not see each other
+        # Its ranks do not see each other, or it examines a machine of a larger allocation alone.
+        if is_mpi_running() and (read_tasks(os.environ) or unlaunched(os.environ)):
             from mpi4py import MPI
 
             return MPI.COMM_WORLD

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 # (world rank, world size, local rank, local size), in the order they are tried.
-# Not Slurm's: inside an allocation mpirun's ranks see the SLURM_* variables of their daemon.
 _LAUNCHERS = (
     (
         "OMPI_COMM_WORLD_RANK",
@@ -18,8 +19,12 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
-# Set in srun's steps, where MPI may or may not find the other ranks.
-_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+# srun's are tried last: inside an allocation mpirun's ranks see those of their daemon. MPI may or
+# may not find the other tasks.
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID")
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # of Slurm's own, such as the shell of salloc
+_OTHER_LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
+_SRUN_FLAGS = {"Open MPI": "--mpi=pmix", "MPICH": "--mpi=pmi2", "Intel MPI": "--mpi=pmi2"}
 
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 """The variable that `mpirun --with-ft ulfm` sets."""
@@ -47,7 +52,30 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     for names in _LAUNCHERS:
         if all(environ.get(name, "").isdigit() for name in names):
             return Launch(*(int(environ[name]) for name in names))
-    return Launch()
+    return _read_srun(environ) or Launch()
+
+
+def is_from_srun(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process itself, not mpirun's daemon."""
+    is_mpirun = any(all(name in environ for name in names) for names in _LAUNCHERS)
+    return not is_mpirun and _read_srun(environ) is not None
+
+
+def _read_srun(environ: Mapping[str, str]) -> Launch | None:
+    """Return what srun says of its task; None if it has not started this process."""
+    if not all(environ.get(name, "").isdigit() for name in _SRUN):
+        return None
+    rank, size, local_rank, node, step = (int(environ[name]) for name in _SRUN)
+    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if step >= _FIRST_SPECIAL_STEP or node >= len(tasks):
+        return None
+    return Launch(rank, size, local_rank, tasks[node])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Parse Slurm's list of the tasks on each node, such as `2(x3),1`."""
+    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in entries for _ in range(int(nodes or 1))]
 
 
 def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
@@ -56,27 +84,82 @@ def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
     Returns:
         None where no launcher has started this process.
     """
-    if any(all(name in environ for name in names) for names in _LAUNCHERS):
+    if any(all(name in environ for name in names) for names in _LAUNCHERS) or is_from_srun(environ):
         launch = read_launch(environ)
         return launch.world_rank, launch.world_size
-    rank, size = (environ.get(name, "") for name in _SRUN)
-    return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
+    return None
 
 
-def different_mpi(launched: int, size: int) -> tuple[str, str] | None:
+def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tuple[str, str] | None:
     """Return what is wrong, and what to do, if the launcher's ranks do not see each other.
 
     Args:
         launched: how many ranks the launcher says it has started.
         size: how many MPI sees.
+        library: the name of the MPI library; its release may follow.
+        by_srun: whether the launcher is srun.
     """
     if launched <= size:
         return None
+    if not by_srun:
+        return (
+            f"the launcher started {launched} ranks, but MPI sees {size}: mpirun and mpi4py use "
+            "different MPI libraries",
+            "use the mpirun of this environment",
+        )
+    flags = [flag for name, flag in _SRUN_FLAGS.items() if library.startswith(name)]
+    flag = flags[0] if flags else "--mpi=pmix or --mpi=pmi2"
     return (
-        f"the launcher started {launched} ranks, but MPI sees {size}: mpirun and mpi4py use "
-        "different MPI libraries",
-        "use the mpirun of this environment",
+        f"srun started {launched} tasks, but MPI sees {size}: without the right --mpi each task is "
+        "a job of its own",
+        f"give srun {flag} (srun --mpi=list shows what this Slurm has), or use mpirun inside the "
+        "allocation instead of srun",
     )
+
+
+def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what is wrong, and what to do, if this is the only rank in a larger allocation.
+
+    Such a rank was started without mpirun or srun: the rest of what was allocated would be idle.
+    """
+    if read_tasks(environ) or any(name in environ for name in _OTHER_LAUNCHERS):
+        return None
+    allocated = _allocated(environ)
+    if not allocated:
+        return None
+    return (
+        f"found a single rank in {allocated}: no launcher has started it",
+        "write mpirun before the command; for one rank, mpirun -np 1",
+    )
+
+
+def _allocated(environ: Mapping[str, str]) -> str:
+    """Return what a batch system has allocated, if it is more than one rank's place."""
+
+    def number(name: str) -> int:
+        value = environ.get(name, "")
+        return int(value) if value.isdigit() else 0
+
+    groups = max(1, number("SLURM_HET_SIZE"))
+    tasks = number("SLURM_NTASKS")
+    nodes = number("SLURM_JOB_NUM_NODES")
+    if "SLURM_JOB_ID" in environ and max(tasks, nodes, groups) > 1:
+        if groups > 1:
+            return f"a Slurm job of {groups} components"
+        return f"a Slurm job of {tasks} tasks" if tasks > 1 else f"a Slurm job of {nodes} nodes"
+    # The other systems count cores, not ranks.
+    hosts = max(_pbs_hosts(environ), len(set(environ.get("LSB_HOSTS", "").split())))
+    hosts = max(hosts, number("NHOSTS") if "PE_HOSTFILE" in environ else 0)
+    if hosts > 1:
+        return f"a batch job on {hosts} hosts"
+    return "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""
+
+
+def _pbs_hosts(environ: Mapping[str, str]) -> int:
+    try:
+        return len(set(Path(environ["PBS_NODEFILE"]).read_text().split()))
+    except (KeyError, OSError, UnicodeDecodeError):
+        return 0
 
 
 def usable_cores() -> int:

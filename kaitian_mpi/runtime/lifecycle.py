@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import (
     different_mpi,
+    is_from_srun,
     prepare_environment,
     read_launch,
+    unlaunched,
     usable_cores,
 )
 from kaitian_mpi.runtime.polling import reduce_timer_slack
@@ -34,7 +36,8 @@ def initialize_mpi() -> MPI.Intracomm:
 
     Raises:
         UserError: mpi4py cannot load an MPI library, MPI was initialized elsewhere without
-            `MPI_THREAD_MULTIPLE`, or the launcher's ranks do not see each other.
+            `MPI_THREAD_MULTIPLE`, the launcher's ranks do not see each other, or this rank is
+            alone in a larger allocation of a batch system.
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise UserError(
@@ -57,8 +60,11 @@ def initialize_mpi() -> MPI.Intracomm:
             "MPI was initialized without MPI_THREAD_MULTIPLE; import kaitian_mpi before mpi4py, or "
             "leave mpi4py.rc.threads and mpi4py.rc.thread_level at their defaults"
         )
-    if fault := different_mpi(launch.world_size, MPI.COMM_WORLD.size):
-        raise UserError("; ".join(fault))
+    size = MPI.COMM_WORLD.size
+    library, by_srun = MPI.get_vendor()[0], is_from_srun(os.environ)
+    fault = different_mpi(launch.world_size, size, library, by_srun)
+    if fault or (size == 1 and (fault := unlaunched(os.environ))):
+        raise AgreedError("; ".join(fault))  # from the environment, which is alike on all ranks
     if ulfm.is_enabled() and not shutdown.is_listening():
         register_close(shutdown.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD

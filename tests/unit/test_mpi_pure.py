@@ -4,7 +4,14 @@ import pytest
 
 from kaitian_mpi.mpi.exchange import join_errors
 from kaitian_mpi.mpi.topology import Group, RankInfo, plan_groups
-from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
+from kaitian_mpi.runtime.launcher import (
+    Launch,
+    different_mpi,
+    prepare_environment,
+    read_launch,
+    read_tasks,
+    unlaunched,
+)
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -13,12 +20,32 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NTASKS": "6",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "1,4,1",
+}
+# As in the script of a batch job.
+BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
+INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
         ({}, Launch(0, 1, 0, 1)),
+        (SRUN, Launch(5, 6, 0, 1)),
+        ({**SRUN, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, Launch(5, 6, 0, 2)),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, Launch(0, 1, 0, 1)),
+        ({**SRUN, **OPEN_MPI}, Launch(5, 8, 1, 4)),  # its daemon on another node is srun's
+        (BATCH, Launch(0, 1, 0, 1)),
+        (INTERACTIVE, Launch(0, 1, 0, 1)),
         (OPEN_MPI, Launch(5, 8, 1, 4)),
         (MPICH, Launch(2, 3, 0, 1)),
         ({**MPICH, **OPEN_MPI}, Launch(5, 8, 1, 4)),
@@ -27,6 +54,68 @@ MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 )
 def test_placement_is_read_from_the_environment(environ, expected):
     assert read_launch(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "tasks"),
+    [({}, None), (OPEN_MPI, (5, 8)), (SRUN, (5, 6)), (BATCH, None), (INTERACTIVE, None)],
+)
+def test_tasks_are_those_that_a_launcher_has_started(environ, tasks):
+    assert read_tasks(environ) == tasks
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, ""),
+        (BATCH, "a Slurm job of 6 tasks"),
+        (INTERACTIVE, "a Slurm job of 6 tasks"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "a Slurm job of 2 nodes"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_HET_SIZE": "2"}, "of 2 components"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, ""),
+        ({**BATCH, **OPEN_MPI}, ""),
+        ({**BATCH, "PMIX_RANK": "0"}, ""),
+        ({**BATCH, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # srun -n 1
+        ({"LSB_HOSTS": "a a b b"}, "a batch job on 2 hosts"),
+        ({"LSB_HOSTS": "a a"}, ""),  # cores, perhaps
+        ({"PE_HOSTFILE": "/x", "NHOSTS": "3"}, "a batch job on 3 hosts"),
+        ({"NHOSTS": "3"}, ""),
+        ({"K_MPI_JOB_ROLE": "launcher"}, "the launcher of an MPIJob"),
+        ({"K_MPI_JOB_ROLE": "worker"}, ""),
+        ({"PBS_NODEFILE": "/nowhere"}, ""),
+    ],
+)
+def test_a_single_rank_in_a_larger_allocation_is_found(environ, found):
+    fault = unlaunched(environ)
+    assert (fault is not None) == bool(found)
+    if fault:
+        assert found in fault[0]
+        assert "mpirun" in fault[1]
+
+
+@pytest.mark.parametrize(("lines", "hosts"), [("a\na\nb\n", 2), ("a\na\n", 0), ("", 0)])
+def test_hosts_of_pbs_are_counted(tmp_path, lines, hosts):
+    path = tmp_path / "nodes"
+    path.write_text(lines)
+    fault = unlaunched({"PBS_NODEFILE": str(path)})
+    assert bool(fault) == bool(hosts)
+    assert not fault or f"on {hosts} hosts" in fault[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "flag"),
+    [
+        ("Open MPI", "give srun --mpi=pmix ("),
+        ("MPICH 5.0.1", "give srun --mpi=pmi2 ("),
+        ("Intel MPI", "give srun --mpi=pmi2 ("),
+        ("MVAPICH", "--mpi=pmix or --mpi=pmi2"),
+    ],
+)
+def test_tasks_of_srun_that_do_not_meet_are_told_the_flag(library, flag):
+    assert different_mpi(6, 6, library, by_srun=True) is None
+    found, advice = different_mpi(6, 1, library, by_srun=True)
+    assert "srun started 6 tasks, but MPI sees 1" in found
+    assert flag in advice
 
 
 @pytest.mark.parametrize(
