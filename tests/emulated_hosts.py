@@ -167,9 +167,21 @@ class EmulatedHosts:
         """Return a host's address."""
         return f"{self._subnet}.{number}"
 
+    def name(self, number: int) -> str:
+        """Return a host's name."""
+        return f"host{number}"
+
     def on_first(self, *words: str) -> list[str]:
         """Return the command line that runs a command on the first host, such as mpirun."""
-        return self._inside(1, *words)
+        return self.on(1, *words)
+
+    def on(self, number: int, *words: str) -> list[str]:
+        """Return the command line that runs a command on a host."""
+        bind = ("taskset", "--cpu-list", ",".join(map(str, self._cores[number - 1])))
+        enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
+        settings = f"unset {_POLICY}; export {_SSH}='ssh -F {self._folder}/ssh_config'"
+        script = f'hostname "$0"; {settings}; exec "$@"'
+        return [*bind, *enter, script, self.name(number), *words]
 
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of the ranks that live on any host, by world rank."""
@@ -210,16 +222,6 @@ class EmulatedHosts:
             _run("tc", "-n", self._namespace(number), "qdisc", "del", "dev", "eth0", "root")
             _run("tc", "qdisc", "del", "dev", self._link(number), "root")
 
-    def _inside(self, number: int, *words: str) -> list[str]:
-        bind = ("taskset", "--cpu-list", ",".join(map(str, self._cores[number - 1])))
-        enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
-        settings = f"unset {_POLICY}; export {_SSH}='ssh -F {self._folder}/ssh_config'"
-        script = f'hostname "$0"; {settings}; exec "$@"'
-        return [*bind, *enter, script, self._name(number), *words]
-
-    def _name(self, number: int) -> str:
-        return f"host{number}"
-
     def _namespace(self, number: int) -> str:
         return f"{self._tag}n{number}"
 
@@ -239,7 +241,7 @@ class EmulatedHosts:
 
     def _serve(self, number: int) -> None:
         self._servers[number] = subprocess.Popen(
-            self._inside(number, _SSHD, "-D", "-f", f"{self._folder}/sshd_config"),
+            self.on(number, _SSHD, "-D", "-f", f"{self._folder}/sshd_config"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -253,7 +255,7 @@ class EmulatedHosts:
             if not done.returncode:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no login on {self._name(number)}: {done.stderr.decode()}")
+                raise TimeoutError(f"no login on {self.name(number)}: {done.stderr.decode()}")
             time.sleep(0.1)
 
     def _processes(self, number: int) -> list[int]:

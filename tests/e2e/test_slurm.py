@@ -1,0 +1,186 @@
+"""The files of examples/cluster on a real Slurm, whose nodes are emulated hosts."""
+
+import subprocess
+import time
+
+import pytest
+from emulated_hosts import EmulatedHosts
+from emulated_slurm import EmulatedSlurm, has_pmix, reason_to_skip
+from jobs import ENVIRONMENT, LONGEST_SEC, PLANTED, read_lines, steps_saved, summary_of
+
+pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+needs_pmix = pytest.mark.skipif(not has_pmix(), reason="needs libpmix.so, for srun --mpi=pmix")
+
+EXAMPLES = PLANTED.parents[1] / "examples/cluster"
+SLOW = "--model planted:slow --global-batch-size 24 --balance off --log-interval 0".split()
+ONE_EACH = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1".split()
+KINDS = ("nvidia", "cambricon")
+
+
+class Batch:
+    """A Slurm, and a folder in which its jobs run."""
+
+    def __init__(self, slurm, folder):
+        self.slurm, self.folder = slurm, folder
+        self.environment = {
+            **ENVIRONMENT,
+            **slurm.environment,
+            "PYTHONPATH": str(PLANTED),
+            "RUN_DIR": "run",
+        }
+
+    def run(self, *words, folder=None):
+        return subprocess.run(
+            self.slurm.command(*words),
+            cwd=folder or self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_SEC,
+            check=False,
+        )
+
+    def run_as_pbs_would(self, folder, arguments):
+        """Run pbs.sh on the first node, which PBS would list once for each rank, as the second."""
+        (folder / "planted.py").symlink_to(PLANTED / "planted.py")  # ssh passes no PYTHONPATH on
+        nodes = folder / "nodes"
+        nodes.write_text("".join(f"{self.slurm.address(number)}\n" for number in (1, 2)))
+        self.environment |= {
+            "PBS_NODEFILE": str(nodes),
+            "PBS_O_WORKDIR": str(folder),
+            "PBS_JOBID": "7.server",
+            "ARGUMENTS": " ".join([*SLOW, arguments]),
+        }
+        return self.run("bash", "-c", f"cd / && exec bash {EXAMPLES}/pbs.sh")
+
+    def submit(self, name, *options, folder, arguments):
+        folder.mkdir(exist_ok=True)
+        words = ["sbatch", "--parsable", *options, str(EXAMPLES / name), *SLOW, *arguments]
+        done = self.run(*words, folder=folder)
+        assert done.returncode == 0, done.stderr
+        return BatchJob(self, done.stdout.strip(), folder)
+
+
+class BatchJob:
+    """A job in the queue, by its number; its run is in the folder `run`."""
+
+    def __init__(self, batch, number, folder):
+        self.batch, self.number, self.folder = batch, number, folder
+
+    @property
+    def log(self):
+        path = self.folder / f"kaitian-{self.number}.log"
+        return path.read_text().replace("\0", "") if path.exists() else ""
+
+    def shown(self):
+        """Return what Slurm says of the job."""
+        words = self.batch.slurm.ask("scontrol", "--oneliner", "show", "job", self.number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def state(self):
+        return self.shown()["JobState"]
+
+    def wait_for_text(self, text):
+        self.wait_until(lambda: text in self.log, f"no {text!r}")
+
+    def wait_for_state(self, *states):
+        self.wait_until(lambda: self.state() in states, f"never {states}")
+
+    def wait_until(self, is_true, problem):
+        deadline = time.monotonic() + LONGEST_SEC
+        while not is_true():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{problem} within {LONGEST_SEC} s\n{self.shown()}\n{self.log}")
+            time.sleep(0.2)
+
+    def signal_as_at_the_limit(self):
+        self.batch.slurm.ask("scancel", "--batch", "--signal=USR1", self.number)
+
+    def lift_limit(self):
+        self.batch.slurm.ask("scontrol", "update", f"JobId={self.number}", "TimeLimit=10")
+
+    def cancel(self):
+        self.batch.slurm.ask("scancel", self.number)
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("hosts", "slurm", "jobs"):
+        (folder / name).mkdir()
+    with (
+        EmulatedHosts(folder / "hosts", [2, 1]) as hosts,
+        EmulatedSlurm(folder / "slurm", hosts, [16, 16], KINDS) as slurm,
+    ):
+        yield Batch(slurm, folder / "jobs")
+
+
+@pytest.fixture(scope="module")
+def limited(batch):
+    """A job that reaches its time limit, which Slurm looks at every 30 s, while others run."""
+    limit = "--time=1 --signal=B:USR1@60".split()
+    return batch.submit(
+        "slurm.sbatch",
+        *ONE_EACH,
+        *limit,
+        folder=batch.folder / "limited",
+        arguments="--global-batch-size 48 --max-steps 52".split(),
+    )
+
+
+def steps_done(folder):
+    return [line["step"] for line in read_lines(folder / "run/metrics.jsonl") if "step" in line]
+
+
+def test_a_single_rank_in_a_larger_allocation_is_refused(batch, limited):
+    train = ["kaitian-train", "--model", "cnn"]
+    for words, flag in ((["srun"], "--mpi=pmix"), (["salloc"], "mpirun")):
+        done = batch.run(*words, *ONE_EACH, *train)
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if "error: " in line and flag in line]
+        assert line.startswith("kaitian-train: error: ")
+
+
+@needs_pmix
+def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
+    folder = batch.folder / "passed-on"
+    common = {"folder": folder, "arguments": ["--max-steps", "16"]}
+
+    job = batch.submit("slurm.sbatch", *ONE_EACH, **common)
+    job.wait_for_text("step 3/")
+    job.cancel()
+    job.wait_for_state("CANCELLED")
+    assert "--resume auto resumes from it" in job.log
+    (first,) = steps_saved(folder)
+
+    job = batch.submit("slurm-srun.sbatch", *ONE_EACH, **common)
+    job.wait_for_text("resuming from step")
+    job.wait_for_text("step 6/")
+    job.signal_as_at_the_limit()
+    job.wait_for_state("PENDING")
+    assert job.shown()["Restarts"] == "1"
+    job.cancel()
+    assert max(steps_saved(folder)) > first
+
+    job = batch.submit("slurm-unlike.sbatch", "--ntasks-per-node=1", "--cpus-per-task=1", **common)
+    job.wait_for_state("COMPLETED")
+    assert steps_done(folder) == list(range(1, 17))
+    summary = summary_of(folder)
+    assert summary["finished"] is True
+    assert "| host2 |" in job.log
+
+    done = batch.run_as_pbs_would(folder, "--max-steps 18")
+    assert done.returncode == 0, done.stderr
+    assert steps_done(folder) == list(range(1, 19))
+
+
+def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
+    limited.wait_until(lambda: int(limited.shown()["Restarts"]) >= 1, "not requeued")
+    limited.lift_limit()  # else the rest has to be done within the next 30 s
+    limited.wait_for_state("COMPLETED", "FAILED")
+    assert limited.state() == "COMPLETED", limited.log
+    assert "--resume auto resumes from it" in limited.log
+    assert "resuming from step" in limited.log
+    assert steps_done(limited.folder) == list(range(1, 53))
+    assert summary_of(limited.folder)["finished"] is True

@@ -1,0 +1,263 @@
+"""Slurm on emulated hosts: a real controller, and a real node daemon on each host.
+
+Needs root, and Debian's slurmctld, slurmd, slurm-client and munge, or what is the same elsewhere::
+
+    python tests/emulated_slurm.py --slots 2,1 -- sbatch --wait examples/cluster/slurm.sbatch
+
+runs a command on the first of the hosts, where Slurm's commands are meant for this Slurm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from emulated_hosts import EmulatedHosts
+from emulated_hosts import why_not as why_no_hosts
+
+_NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
+_STARTING_SEC = 20.0
+_CONFIG = """\
+ClusterName=test
+SlurmctldHost={first}({address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# A requeued job waits for as long as a credential lives; 2 minutes by default.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+InactiveLimit=0
+KillWait=10
+MinJobAge=300
+PlugStackConfig={folder}/plugstack.conf
+# Its PMIx plugin keeps its sockets there: the hosts share one file system.
+TmpFS={folder}/tmp-%n
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP
+"""
+
+
+def why_not() -> str:
+    """Return why Slurm cannot be emulated here; nothing where it can."""
+    if reason := why_no_hosts():
+        return reason
+    missing = [name for name in _NEEDED if not shutil.which(name, path=_path())]
+    return f"needs {', '.join(missing)}" if missing else ""
+
+
+def reason_to_skip() -> str:
+    """Return why tests on Slurm are skipped; nothing where they may not be.
+
+    In CI, `KAITIAN_TEST_SLURM=required` has them fail where Slurm is not installed.
+    """
+    reason = why_not()
+    required = os.environ.get("KAITIAN_TEST_SLURM") == "required"
+    return f"Slurm: {reason}" if reason and not required else ""
+
+
+def has_pmix() -> bool:
+    """Return whether Slurm's PMIx plugin finds the library that it loads."""
+    folders = Path("/usr/lib").glob("*/pmix2/lib/libpmix.so")
+    return any(True for _ in folders)
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin"  # where the daemons are
+
+
+class EmulatedSlurm:
+    """A Slurm whose nodes are emulated hosts; it is gone when the context is left.
+
+    Args:
+        folder: an empty one, for its settings, state and logs.
+        hosts: its nodes, which must be up; they end its processes.
+        slots: how many CPUs each node is said to have.
+        features: the features of each node, for `--constraint`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hosts: EmulatedHosts,
+        slots: Sequence[int],
+        features: Sequence[str] = (),
+    ) -> None:
+        self._folder, self._hosts = folder, hosts
+        self._slots, self._features = slots, features
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def __enter__(self) -> Self:
+        self._write_settings()
+        try:
+            self._start_munge()
+            self._start("slurmctld", "-D", "-c", on=1)
+            for number in range(1, len(self._slots) + 1):
+                self._start("slurmd", "-D", "-N", self._hosts.name(number), on=number)
+            self._wait_for_nodes()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def command(self, *words: str) -> list[str]:
+        """Return the command line that runs a command on the first node."""
+        return self._hosts.on_first(*words)
+
+    def address(self, number: int) -> str:
+        """Return a node's address, numbered from 1."""
+        return self._hosts.address(number)
+
+    def ask(self, *words: str) -> str:
+        """Return what one of Slurm's commands prints.
+
+        Raises:
+            RuntimeError: it fails.
+        """
+        done = subprocess.run(
+            self.command(*words),
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
+        return done.stdout
+
+    def _write_settings(self) -> None:
+        for name in ("munge", "state"):
+            (self._folder / name).mkdir()
+        nodes = []
+        for number, count in enumerate(self._slots, 1):
+            name = self._hosts.name(number)
+            for folder in (name, f"tmp-{name}"):
+                (self._folder / folder).mkdir()
+            line = f"NodeName={name} NodeAddr={self._hosts.address(number)} CPUs={count}"
+            if self._features:
+                line += f" Feature={self._features[number - 1]}"
+            nodes.append(f"{line} RealMemory=1000 State=UNKNOWN")
+        config = _CONFIG.format(
+            first=self._hosts.name(1),
+            address=self._hosts.address(1),
+            folder=self._folder,
+            nodes="\n".join(nodes),
+        )
+        (self._folder / "slurm.conf").write_text(config)
+        (self._folder / "plugstack.conf").write_text("")
+        # Unused, but where `ip netns exec` hides the mount points, looking for the version fails.
+        (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        key = self._folder / "munge/key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+
+    def _start_munge(self) -> None:
+        folder = self._folder / "munge"
+        files = [f"--{name}={folder}/{name}" for name in ("socket", "pid-file", "log-file")]
+        files += [f"--key-file={folder}/key", f"--seed-file={folder}/seed"]
+        # It would refuse a socket in a folder that others cannot enter, as they need not.
+        self._start("munged", "--foreground", "--force", *files, on=1)
+        self._wait_until((folder / "socket").exists, "munged has no socket")
+
+    def _start(self, *words: str, on: int) -> None:
+        program = shutil.which(words[0], path=_path())
+        with (self._folder / "daemons.log").open("ab") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    self._hosts.on(on, str(program), *words[1:]),
+                    env={**os.environ, **self.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+
+    def _wait_for_nodes(self) -> None:
+        def all_idle() -> bool:
+            try:
+                states = self.ask("sinfo", "--noheader", "--Node", "--format=%t").split()
+            except RuntimeError:  # the controller is not up yet
+                return False
+            return states == ["idle"] * len(self._slots)
+
+        self._wait_until(all_idle, "not all nodes are up")
+
+    def _wait_until(self, is_true, problem: str) -> None:
+        deadline = time.monotonic() + _STARTING_SEC
+        while not is_true():
+            if time.monotonic() > deadline:
+                logs = [path.read_text() for path in sorted(self._folder.glob("*.log"))]
+                raise TimeoutError("\n".join([f"Slurm: {problem}", *logs]))
+            time.sleep(0.1)
+
+    def _stop(self) -> None:
+        """End the daemons; what runs on the nodes ends with the hosts."""
+        for daemon in reversed(self._daemons):
+            daemon.kill()
+            daemon.wait()
+
+
+def main() -> int:
+    """Run a command on the first node."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slots", default="2,1", help="the CPUs of each node")
+    parser.add_argument("--features", default="", help="the features of each node")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    slots = [int(word) for word in options.slots.split(",")]
+    if reason := why_not():
+        parser.error(reason)
+    with tempfile.TemporaryDirectory(prefix="kaitian-slurm-") as name:
+        folder = Path(name)
+        (folder / "hosts").mkdir()
+        (folder / "slurm").mkdir()
+        with (
+            EmulatedHosts(folder / "hosts", slots) as hosts,
+            EmulatedSlurm(
+                folder / "slurm", hosts, slots, options.features.split(",") * bool(options.features)
+            ) as slurm,
+        ):
+            environment = {**os.environ, **slurm.environment}
+            return subprocess.run(
+                slurm.command(*options.command), env=environment, check=False
+            ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
