@@ -143,8 +143,8 @@ def fork_loading_processes(path):
 
 
 def join_host_of(pid):
-    """Move this process to a process's host, which may be emulated by namespaces."""
-    for name in ("net", "uts"):
+    """Move this process to a process's namespaces, such as those of an emulated host."""
+    for name in ("net", "uts", "mnt"):
         with open(f"/proc/{pid}/ns/{name}") as theirs, open(f"/proc/self/ns/{name}") as ours:
             if os.fstat(theirs.fileno()).st_ino != os.fstat(ours.fileno()).st_ino:
                 assert ctypes.CDLL(None).setns(theirs.fileno(), 0) == 0
@@ -197,10 +197,11 @@ def run(command):
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     if program == sys.executable and "-c" in arguments:
-        sys.argv = ["-c"]
+        at = arguments.index("-c") + 1
+        sys.argv = ["-c", *arguments[at + 1 :]]
         sys.path[:] = ["", *imported, *LIBRARY_FOLDERS]
         main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(arguments[arguments.index("-c") + 1], main.__dict__)
+        exec(arguments[at], main.__dict__)
         return
     sys.argv = arguments if program == sys.executable else [shutil.which(program), *arguments]
     script = Path(sys.argv[0])

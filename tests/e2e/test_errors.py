@@ -137,7 +137,7 @@ def test_a_rank_that_dies_in_the_comparison_of_kinds_is_survived(mpirun, tmp_pat
 )
 @WITH_AND_WITHOUT_ULFM
 def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
-    command = f"kaitian-train --model planted:{model} --balance off --epochs 50".split()
+    command = f"kaitian-train --model planted:{model} --balance off --global-batch-size 24".split()
     ended = mpirun(3, *options, *command)
     assert ended.code == code, ended.text
     assert re.search(message, ended.err, re.MULTILINE), ended.text

@@ -6,11 +6,11 @@ import os
 import pickle
 import random
 import subprocess
-import sys
 from multiprocessing import reduction
 
 import pytest
 import torch
+from jobs import PYTHON, forked
 
 from kaitian_mpi.data.loader import evaluation_indices, make_loader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
@@ -116,7 +116,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, as root")
 def test_workers_need_only_a_small_dev_shm(tmp_path) -> None:
     (tmp_path / "load.py").write_text(LOAD)
-    mount = "mount -t tmpfs -o size=1m none /dev/shm && exec"
-    command = f"{mount} {sys.executable} {tmp_path / 'load.py'}"
-    ended = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True)
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
+    words = ["unshare", "-m", "sh", "-c", mount, *forked([PYTHON, str(tmp_path / "load.py")])]
+    ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.stdout == "loaded\n", ended.stderr
