@@ -31,7 +31,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 
-_MAX_SEC_OF_NEW_RANKS = 5.0  # while all others wait
+_MAX_SEC_OF_NEW_RANKS = 3.0  # while all others wait
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.folders import is_private
 from kaitian_mpi.wire.residual import add_up
 
 
@@ -58,9 +59,8 @@ def find_checkpoint(
     with agree_on_errors(world.comm):
         if world.rank == 0 and resume:
             own, damaged = _on_disk(config, run_folder, resume)
-        in_memory = _in_memory(config, world) if resume == "auto" else None
-    if in_memory is not None and (own is None or in_memory.step > own.step):
-        own = in_memory
+        if resume == "auto":
+            own = _in_memory(config, world, -1 if own is None else own.step) or own
     candidates = gather_values(world.comm, {"damaged": damaged} if own is None else _describe(own))
     steps = [candidate.get("step", -1) for candidate in candidates]
     source = steps.index(max(steps))
@@ -248,10 +248,19 @@ def _on_disk(
     )
 
 
-def _in_memory(config: TrainingConfig, world: World) -> Checkpoint | None:
-    """Return this host's snapshot, on the host's first rank; None elsewhere."""
+def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint | None:
+    """Return this host's snapshot, on the host's first rank; None elsewhere.
+
+    Args:
+        config: `--snapshots`.
+        world: the ranks.
+        after: only a snapshot of a later step is read, for reading and checking takes seconds.
+    """
     hosts = [info.host for info in world.infos]
     snapshots = snapshot_files(config)
     if snapshots is None or hosts.index(world.info.host) != world.rank:
         return None
-    return snapshots.newest_good()
+    if not is_private(snapshots.folder) or max(snapshots.steps(), default=-1) <= after:
+        return None
+    found = snapshots.newest_good()
+    return found if found is not None and found.step > after else None
