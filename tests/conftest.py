@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.mpi_libraries import launched_by
+
 _FILE = os.environ.get("KAITIAN_TEST_TIMES")
-_IS_FIRST_RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
+_LAUNCH = read_launch(os.environ)
 _MIN_SEC = 0.1
 
 
@@ -16,8 +19,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if _FILE and _IS_FIRST_RANK and report.duration >= _MIN_SEC:
-        ranks = os.environ.get("OMPI_COMM_WORLD_SIZE")
-        where = report.nodeid + (f", {ranks} ranks" if ranks else "")
+    if _FILE and _LAUNCH.world_rank == 0 and report.duration >= _MIN_SEC:
+        where = report.nodeid + (f", {_LAUNCH.world_size} ranks" if launched_by(os.environ) else "")
         with Path(_FILE).open("a") as file:
             file.write(f"{report.duration:8.1f}  {where} ({report.when})\n")

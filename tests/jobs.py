@@ -39,6 +39,7 @@ _HERE = Path(__file__).parent
 PLANTED = _HERE / "e2e"
 _PROGRAMS = ("kaitian-train", "kaitian-bench", "kaitian-run")
 LONGEST_SEC = 120
+IS_OPEN_MPI = not os.environ.get("KAITIAN_MPI", "openmpi").startswith("mpich")
 EVEN = "--balance off --run-dir run --log-interval 0".split()
 
 
@@ -105,7 +106,12 @@ def run_alone(*command: str, cwd: Path, fresh: bool = False, **env: str) -> Ende
 
 
 def forked(command: Sequence[str]) -> list[str]:
-    """Return the command with its ranks forked; unchanged where another program starts them."""
+    """Return the command with its ranks forked; unchanged where another program starts them.
+
+    A rank of MPICH has a connection to its launcher, which a forked process would not have.
+    """
+    if not IS_OPEN_MPI:
+        return [*command]
     programs = (PYTHON, *_PROGRAMS, *(str(SCRIPTS / name) for name in _PROGRAMS))
     at = next((index for index, word in enumerate(command) if word in programs), len(command))
     rank = [PYTHON, "-I", "-S", str(_HERE / "forked_rank.py"), _fork_server()]
@@ -221,7 +227,10 @@ class Job:
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of the ranks that live, by world rank."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-        own = {rank_of(pid): pid for pid in pids if parent_of(pid) == self.process.pid}
+        launchers = {self.process.pid}
+        if not IS_OPEN_MPI:  # mpirun starts a process that starts the ranks
+            launchers = {pid for pid in pids if parent_of(pid) == self.process.pid}
+        own = {rank_of(pid): pid for pid in pids if parent_of(pid) in launchers}
         return {rank: standing_for(pid) for rank, pid in own.items() if rank is not None}
 
     def signal(self, number: int, *ranks: int) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import psutil
 
-_RANK = re.compile(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0")
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
+
+_NAMES = b"|".join(library.rank_variables[0].encode() for library in LIBRARIES)
+_RANK = re.compile(rb"(?:^|\0)(?:" + _NAMES + rb")=(\d+)\0")
 
 
 def rank_of(pid: int) -> int | None:

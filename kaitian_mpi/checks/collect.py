@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.checks.facts import Machine, Mpi, RankFacts, Software
 from kaitian_mpi.checks.machine import SHM
+from kaitian_mpi.checks.mpi_settings import read_flag, read_settings, read_text
 from kaitian_mpi.launch.parent import hosts_of_launcher
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch, usable_cores
-from kaitian_mpi.runtime.mpi_settings import read_flag, read_settings, read_text
+from kaitian_mpi.runtime.mpi_libraries import (
+    COMPONENTS,
+    DEVICE_AWARE,
+    SURVIVES,
+    YIELDS,
+    always_yields,
+    loaded_library,
+)
 from kaitian_mpi.runtime.tags import PROTOCOL
 
 if TYPE_CHECKING:
@@ -23,9 +31,6 @@ if TYPE_CHECKING:
 PACKAGES = ("kaitian-mpi", "torch", "mpi4py", "numpy", "psutil", "rich")
 
 _THREADS = ("single", "funneled", "serialized", "multiple")
-_COMPONENTS = ("pml", "btl", "mtl", "osc", "coll")
-_SURVIVES, _YIELDS = "mpi_ft_enable", "mpi_yield_when_idle"
-_DEVICE_AWARE = ("opal_built_with_cuda_support", "opal_built_with_rocm_support")
 
 
 def collect(host: str, rank: int) -> RankFacts:
@@ -50,20 +55,20 @@ def collect_mpi(comm: MPI.Comm) -> Mpi:
     """Return what is known of MPI, which must be initialized. Not collective."""
     from mpi4py import MPI
 
-    names = (_SURVIVES, _YIELDS, *_DEVICE_AWARE, *_COMPONENTS)
-    settings = read_settings(names)
-    aware = [read_flag(settings, name) for name in _DEVICE_AWARE if name in settings]
+    library = loaded_library()
+    settings = read_settings((SURVIVES, YIELDS, *DEVICE_AWARE, *COMPONENTS))
+    aware = [read_flag(settings, name) for name in DEVICE_AWARE if name in settings]
     return Mpi(
-        library=_library_name(),
+        library=library,
         threads=_THREADS[MPI.Query_thread()],
         size=comm.size,
         launched=read_launch(os.environ).world_size,
         by_srun=is_from_srun(os.environ),
         survives_requested=ulfm.is_enabled(),
-        survives=read_flag(settings, _SURVIVES),
-        yields=read_flag(settings, _YIELDS),
+        survives=read_flag(settings, SURVIVES),
+        yields=always_yields(library) or read_flag(settings, YIELDS),
         device_aware=any(aware) if aware else None,
-        transports={name: text for name in _COMPONENTS if (text := read_text(settings, name))},
+        transports={name: text for name in COMPONENTS if (text := read_text(settings, name))},
     )
 
 
@@ -71,14 +76,6 @@ def _given_hosts(launch: Launch) -> dict[str, int | None]:
     if launch.world_rank or launch.local_size < launch.world_size:
         return {}
     return {host.name: host.slots for host in hosts_of_launcher(os.getppid())}
-
-
-def _library_name() -> str:
-    """Return the name and release of the MPI library."""
-    from mpi4py import MPI
-
-    name, release = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, release))}"
 
 
 def _version(package: str) -> str:

@@ -16,6 +16,13 @@ from kaitian_mpi.checks.verdict import (
     warning,
 )
 from kaitian_mpi.runtime.launcher import different_mpi
+from kaitian_mpi.runtime.mpi_libraries import (
+    AS_ROOT_ADVICE,
+    MAPPING_POLICIES,
+    OPEN_MPI,
+    YIELD_ADVICE,
+    survival_advice,
+)
 
 _LOOK = (
     "look at that rank's lines on stderr, and on its host; give --timeout more seconds if its "
@@ -88,10 +95,7 @@ def judge_placement(job: JobFacts) -> Iterator[Verdict]:
         yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
 
 
-_UNSET = (
-    "unset PRTE_MCA_rmaps_default_mapping_policy: its :oversubscribe puts every rank on the first "
-    "host"
-)
+_UNSET = f"unset {MAPPING_POLICIES[0]}: its :oversubscribe puts every rank on the first host"
 
 
 def _unknown_launcher(job: JobFacts, mpi: Mpi) -> Verdict:
@@ -138,8 +142,8 @@ def judge_survival(job: JobFacts) -> Iterator[Verdict]:
         )
     else:
         on = known[0].survives_requested
-        hint = "" if on else " (mpirun --with-ft ulfm: the job survives the loss of a rank)"
-        yield ok(f"fault tolerance is {_on(on)}{hint}")
+        hint = f", the loss of a rank ends the job; {survival_advice(known[0].library)}"
+        yield ok(f"fault tolerance is {_on(on)}{'' if on else hint}")
 
 
 def judge_waiting(job: JobFacts) -> Iterator[Verdict]:
@@ -152,7 +156,7 @@ def judge_waiting(job: JobFacts) -> Iterator[Verdict]:
         if shares and facts.mpi.yields is False:
             yield warning(
                 "MPI spins while it waits, and its ranks have fewer than two cores each",
-                "unset OMPI_MCA_mpi_yield_when_idle, which kaitian-mpi then sets to 1",
+                YIELD_ADVICE,
                 host,
             )
         elif facts.mpi.yields is not None:
@@ -187,7 +191,7 @@ def judge_launcher(job: JobFacts) -> Iterator[Verdict]:
     elif launcher.started is None:
         yield problem(
             f"{launcher.path} cannot start two ranks here: {launcher.error}",
-            _AS_ROOT if "as root" in launcher.error else "see docs/install.md",
+            AS_ROOT_ADVICE if "as root" in launcher.error else "see docs/install.md",
         )
     elif launcher.started != 2:
         yield problem(
@@ -199,14 +203,8 @@ def judge_launcher(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"{launcher.path} ({launcher.library}) starts ranks that see each other")
 
 
-_AS_ROOT = (
-    "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 (see docs/install.md), or "
-    "be another user"
-)
-
-
 def _is_open(library: str) -> bool:
-    return library.startswith("Open MPI")
+    return library.startswith(OPEN_MPI.name)
 
 
 def _awareness(mpi: Mpi) -> str:

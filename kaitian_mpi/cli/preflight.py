@@ -20,6 +20,7 @@ from kaitian_mpi.launch.probe import is_local
 from kaitian_mpi.mpi.emulation import agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -145,6 +146,6 @@ def _check_spares(spares: int, ranks: int) -> None:
         )
     if not ulfm.is_enabled():
         raise UserError(
-            "--spares: fault tolerance is off, so no rank can be replaced; start the job "
-            "with mpirun --with-ft ulfm"
+            "--spares: fault tolerance is off, so no rank can be replaced; "
+            + survival_advice(loaded_library())
         )

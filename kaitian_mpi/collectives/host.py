@@ -11,6 +11,7 @@ import torch
 from kaitian_mpi.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
+from kaitian_mpi.mpi.datatypes import separate
 from kaitian_mpi.relay.relay import Relay
 from kaitian_mpi.relay.rounds import Piece
 
@@ -129,6 +130,7 @@ class HostOperations:
             from_host(gathered, output)
             return
         host, source = to_host(output, read=False), to_host(tensor)
+        source = separate(source, host)
         if nonblocking.use_nonblocking_all_gather(self._comm, host):
             self._complete(nonblocking.all_gather(self._comm, host, source), host, source)
         else:
@@ -175,7 +177,7 @@ class HostOperations:
             return
         host, source = to_host(output, read=False), to_host(tensor)
         if nonblocking.is_short_reduction(source):
-            wide_source = op.in_supported_dtype(source)
+            wide_source = separate(op.in_supported_dtype(source), host)
             wide = host if wide_source is source else host.to(wide_source.dtype)
             request = nonblocking.reduce_scatter(self._comm, wide, wide_source, op)
             self._complete(request, wide, wide_source)

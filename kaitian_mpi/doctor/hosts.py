@@ -13,9 +13,7 @@ from kaitian_mpi.launch.command import Command
 from kaitian_mpi.launch.host_check import ask_hosts, version_faults
 from kaitian_mpi.launch.hosts import Host, parse_hostfile
 from kaitian_mpi.launch.probe import find_agent, is_local
-
-POLICIES = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_default_mapping_policy")
-"""Variables that set how mpirun maps ranks to hosts."""
+from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
 
 
 def examine_hosts(
@@ -58,7 +56,7 @@ def examine_hosts(
 
 def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
     """Return whether mpirun will put ranks on all of these hosts."""
-    for name in POLICIES:
+    for name in MAPPING_POLICIES:
         if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:
             yield problem(
                 f"{name}={environ[name]} puts every rank on {hosts[0].name}",

@@ -9,9 +9,9 @@ import shutil
 
 from kaitian_mpi.checks.facts import Launcher
 from kaitian_mpi.doctor.stages import COMMAND, run
+from kaitian_mpi.runtime.mpi_libraries import OVERSUBSCRIBE, parse_launcher_version
 
 _VERSION_SEC = 10.0
-_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 _MAX_MESSAGE = 300
 
 
@@ -26,9 +26,9 @@ def examine_launcher(limit_sec: float) -> Launcher:
         return Launcher(path="", library="", started=None, error="")
     try:
         _, out, err = run([path, "--version"], _VERSION_SEC, os.environ)
-        library = parse_version(out + err)
+        library = parse_launcher_version(out + err)
         # Two ranks even where there is one core.
-        environ = {_POLICY: ":oversubscribe", **os.environ}
+        environ = {**OVERSUBSCRIBE, **os.environ}
         command = [path, "-np", "2", *COMMAND, "count", "{}"]
         code, out, err = run(command, limit_sec, environ)
     except OSError as error:
@@ -39,18 +39,6 @@ def examine_launcher(limit_sec: float) -> Launcher:
     said = " ".join(re.sub(r"-{4,}", " ", (err or out).replace("\0", "")).split())
     text = f"{how}: {said[:_MAX_MESSAGE]}" if said else how
     return Launcher(path=path, library=library, started=None, error=text)
-
-
-def parse_version(text: str) -> str:
-    """Return the MPI that a launcher belongs to, from what it prints with `--version`."""
-    if match := re.search(r"\(Open MPI\) (\S+)", text):
-        return f"Open MPI {match[1]}"
-    if match := re.search(r"Intel\(R\) MPI Library.*Version (\S+)", text):
-        return f"Intel MPI {match[1]}"
-    if "HYDRA" in text.upper():
-        match = re.search(r"Version:\s*(\S+)", text)
-        return f"MPICH {match[1] if match else ''}".strip()
-    return ""
 
 
 def parse_count(text: str) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 from kaitian_mpi.runtime.polling import wait_until
 
 COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.doctor.stage_process")
 """The command of an examination's process; -P: nothing is imported from the current folder."""
 
-_JOINING = ("PMIX_", "PMI_")
+_JOINING = tuple(library.joining for library in LIBRARIES)
 _POLL_SEC = 0.01
 _MAX_MESSAGE = 400
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from kaitian_mpi.launch.command import Command
 from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.runtime.mpi_libraries import AGENT_OPTIONS, AGENT_PARAMETERS, AGENT_VARIABLES
 
-_PARAMETERS = ("plm_ssh_agent", "plm_rsh_agent")  # the second one is Open MPI 4's
-_PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
 _POLL_SEC = 0.02
 _MIN_WAIT_SEC = 2.0
 _SLOWEST_FACTOR = 4
@@ -32,11 +31,11 @@ def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:
     """Return the command of the agent that mpirun uses: the first alternative that exists.
 
     Args:
-        command: its MCA parameters take precedence over the environment's, as for mpirun.
+        command: its options take precedence over the environment, as for mpirun.
         environ: the environment.
     """
-    variables = [prefix + name for prefix in _PREFIXES for name in _PARAMETERS]
-    chosen = command.parameter(_PARAMETERS) or next(filter(None, map(environ.get, variables)), "")
+    options = [command.parameter(AGENT_PARAMETERS), *command.values(AGENT_OPTIONS)]
+    chosen = next(filter(None, [*options, *map(environ.get, AGENT_VARIABLES)]), "")
     alternatives = [shlex.split(words) for words in chosen.split(":")]
     installed = [words for words in alternatives if words and shutil.which(words[0])]
     return installed[0] if installed else ["ssh"]

@@ -158,6 +158,16 @@ def as_unit_buffer(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MOVED[unit_bytes]
 
 
+def separate(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return `source`, or a copy if it shares memory with `target`, as fully sharded data has it.
+
+    MPI does not allow that. MPICH checks it; Open MPI happens to give the right result.
+    """
+    start, other = source.data_ptr(), target.data_ptr()
+    overlaps = start < other + target.nbytes and other < start + source.nbytes
+    return source.clone() if overlaps else source
+
+
 def absolute_type(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
     """Return an MPI datatype for bytes `start` to `end` of a contiguous host tensor.
 

@@ -19,6 +19,7 @@ from kaitian_mpi.mpi.datatypes import (
     Reduction,
     as_buffer,
     as_raw_buffer,
+    separate,
 )
 
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
@@ -105,7 +106,7 @@ def reduce_scatter(
         parts = tensor.view(-1).split(max(1, result.numel()))
         pairwise.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return
-    comm.Reduce_scatter_block(as_buffer(tensor), as_buffer(result), op.mpi_op)
+    comm.Reduce_scatter_block(as_buffer(separate(tensor, result)), as_buffer(result), op.mpi_op)
     op.divide_average(result, comm.size)
 
 

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
+from kaitian_mpi.runtime.mpi_libraries import NETWORK_INTERFACE, NETWORK_INTERFACES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 FLAG = "--network-interface"
 
-_OPEN_MPI = "OMPI_MCA_btl_tcp_if_include"
 _GLOO = "GLOO_SOCKET_IFNAME"
-_OF_ONE = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE")
-"""Of libfabric, which MPICH and Intel MPI use; each takes a single name."""
 _EXACT = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Of vendors' libraries, which take prefixes of names, or names after a `=`."""
 
@@ -77,9 +75,9 @@ def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collecti
             "see `ip addr`"
         )
     listed = ",".join(names)
-    environ[_OPEN_MPI] = environ[_GLOO] = listed
+    environ[NETWORK_INTERFACES] = environ[_GLOO] = listed
     environ.update(dict.fromkeys(_EXACT, f"={listed}"))
-    environ.update(dict.fromkeys(_OF_ONE, names[0]))
+    environ.update(dict.fromkeys(NETWORK_INTERFACE, names[0]))
 
 
 def found_interfaces() -> list[str]:

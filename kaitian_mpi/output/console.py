@@ -12,6 +12,7 @@ from rich.table import Table
 from kaitian_mpi.checks.verdict import by_value
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
 _WIDTH = 120
 
@@ -58,7 +59,8 @@ def show_topology(world: World, survives: bool = False) -> None:
         world,
         "fault tolerance: on, the job survives the loss of a rank"
         if survives
-        else "fault tolerance: off, the loss of a rank ends the job; give mpirun --with-ft ulfm",
+        else "fault tolerance: off, the loss of a rank ends the job; "
+        + survival_advice(loaded_library()),
     )
 
 

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.mpi_libraries import FORWARDED_PREFIX
 
-SNAPSHOTS_VARIABLE = "OMPI_KAITIAN_SNAPSHOTS"
-"""The variable with the snapshots' name, kept secret, unlike a flag. Open MPI forwards OMPI_*."""
+SNAPSHOTS_VARIABLE = f"{FORWARDED_PREFIX}KAITIAN_SNAPSHOTS"
+"""The variable with the snapshots' name, kept secret, unlike a flag."""
 SHM = Path("/dev/shm")  # noqa: S108  # every use is checked, see `is_private`
 _PRIVATE = 0o700
 

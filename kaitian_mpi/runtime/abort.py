@@ -20,11 +20,11 @@ from types import TracebackType
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
 
 _PR_SET_PDEATHSIG = 1
 _FORWARD_OUTPUT_SEC = 0.1
 _WAIT_FOR_RANK_0_SEC = 2.0
-_APP_CONTEXTS = "OMPI_NUM_APP_CTX"  # number of commands (app contexts) given to mpirun
 
 _hooked_pid = 0  # the process whose uncaught exceptions end the job
 
@@ -39,6 +39,7 @@ def abort_on_error(program: str) -> Iterator[None]:
     ranks would wait for this one. A process forked inside the block is not a rank and exits alone.
     """
     die_with_launcher()
+    report_to_launcher(os.environ)
     rank_pid = os.getpid()
     try:
         yield
@@ -72,7 +73,7 @@ def report_once() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if os.environ.get(_APP_CONTEXTS) == "1" and ulfm.is_enabled():
+        if os.environ.get(APP_CONTEXTS) == "1" and ulfm.is_enabled():
             raise AgreedError(str(error)) from error
         raise
 
@@ -140,6 +141,7 @@ def abort_job(code: int) -> None:
         if shutdown.is_listening():
             shutdown.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
+    end_job_before_mpi(os.environ, code)
     os._exit(code)
 
 
@@ -150,8 +152,10 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
         _let_rank_0_print()
     if launch.world_rank == 0 or not isinstance(error, AgreedError):
         print_to_stderr(f"{program}: error: {error}")
-    if started and launch.world_size > 1 and not isinstance(error, AgreedError):
-        abort_job(error.exit_code)
+    if launch.world_size > 1 and not isinstance(error, AgreedError):
+        if started:
+            abort_job(error.exit_code)
+        end_job_before_mpi(os.environ, error.exit_code)
     # Imported here because it imports numpy; the watchdog imports this module and must start first.
     from kaitian_mpi.runtime.lifecycle import exit_after_loss
 

@@ -8,33 +8,22 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# (world rank, world size, local rank, local size), in the order they are tried.
-_LAUNCHERS = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+from kaitian_mpi.runtime.mpi_libraries import (
+    FORWARDED_PREFIX,
+    LIBRARIES,
+    RANKS_OF_OTHER_LAUNCHERS,
+    SRUN_FLAGS,
+    launched_by,
+    settings_for,
 )
 
 # srun's are tried last: inside an allocation mpirun's ranks see those of their daemon. MPI may or
 # may not find the other tasks.
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID")
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # of Slurm's own, such as the shell of salloc
-_OTHER_LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
-_SRUN_FLAGS = {"Open MPI": "--mpi=pmix", "MPICH": "--mpi=pmi2", "Intel MPI": "--mpi=pmi2"}
 
-FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
-"""The variable that `mpirun --with-ft ulfm` sets."""
-
-EAGER_BYTES = 264 << 10
-"""The longest message over TCP, with MPI's header, that is sent without asking the receiver."""
-_MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
-
-SUPERVISED = "OMPI_KAITIAN_JOB"
-"""Set by `kaitian-supervise`; Open MPI forwards OMPI_* variables to the ranks on all hosts."""
+SUPERVISED = f"{FORWARDED_PREFIX}KAITIAN_JOB"
+"""Set by `kaitian-supervise`; reaches the ranks on all hosts."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +38,19 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """Read ranks and sizes from the launcher's variables; without them, a job of one rank."""
-    for names in _LAUNCHERS:
-        if all(environ.get(name, "").isdigit() for name in names):
-            return Launch(*(int(environ[name]) for name in names))
-    return _read_srun(environ) or Launch()
+    library = launched_by(environ)
+    if library is None:
+        return _read_srun(environ) or Launch()
+    return Launch(*(int(environ[name]) for name in library.rank_variables))
 
 
 def is_from_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun has started this process itself, not mpirun's daemon."""
-    is_mpirun = any(all(name in environ for name in names) for names in _LAUNCHERS)
-    return not is_mpirun and _read_srun(environ) is not None
+    return not _is_from_mpirun(environ) and _read_srun(environ) is not None
+
+
+def _is_from_mpirun(environ: Mapping[str, str]) -> bool:
+    return any(all(name in environ for name in each.rank_variables) for each in LIBRARIES)
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch | None:
@@ -84,7 +76,7 @@ def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
     Returns:
         None where no launcher has started this process.
     """
-    if any(all(name in environ for name in names) for names in _LAUNCHERS) or is_from_srun(environ):
+    if _is_from_mpirun(environ) or is_from_srun(environ):
         launch = read_launch(environ)
         return launch.world_rank, launch.world_size
     return None
@@ -107,7 +99,7 @@ def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tupl
             "different MPI libraries",
             "use the mpirun of this environment",
         )
-    flags = [flag for name, flag in _SRUN_FLAGS.items() if library.startswith(name)]
+    flags = [flag for name, flag in SRUN_FLAGS.items() if library.startswith(name)]
     flag = flags[0] if flags else "--mpi=pmix or --mpi=pmi2"
     return (
         f"srun started {launched} tasks, but MPI sees {size}: without the right --mpi each task is "
@@ -122,7 +114,7 @@ def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
     Such a rank was started without mpirun or srun: the rest of what was allocated would be idle.
     """
-    if read_tasks(environ) or any(name in environ for name in _OTHER_LAUNCHERS):
+    if read_tasks(environ) or any(name in environ for name in RANKS_OF_OTHER_LAUNCHERS):
         return None
     allocated = _allocated(environ)
     if not allocated:
@@ -168,30 +160,8 @@ def usable_cores() -> int:
 
 
 def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores: int) -> None:
-    """Set the variables that MPI and OpenMP read at start-up, unless the user has set them.
-
-    Open MPI makes each rank listen on every network, even if all ranks are on one host and use
-    shared memory; in that case TCP is disabled.
-
-    Every rank has a compute thread and a communication thread, so MPI must yield its core while it
-    waits unless there are two cores per rank. (A 9.4 MB allreduce of 4 ranks on 2 cores over TCP
-    took 2,200 ms spinning and 48 ms yielding.)
-
-    Between hosts, MPI sends longer messages at once, without asking the receiver first: its answer
-    would wait behind the data that the receiver itself sends. (A 9.4 MB allreduce of three hosts
-    with 1 Gbit/s took 137 ms with that, and 111 ms without.)
-
-    With fault tolerance across hosts, two components of Open MPI crash when a rank dies
-    (open-mpi/ompi#13915), and a connection first opened after the failure hangs forever.
-    """
-    if 2 * launch.local_size > cores:
-        environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if launch.local_size == launch.world_size:
-        environ.setdefault("OMPI_MCA_btl", "^tcp")
-    else:
-        for name in _MESSAGE_LIMITS:
-            environ.setdefault(name, str(EAGER_BYTES))
-        if environ.get(FAULT_TOLERANCE) == "1":
-            environ.setdefault("OMPI_MCA_coll", "^han,cuda")
-            environ.setdefault("OMPI_MCA_mpi_preconnect_mpi", "1")
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // launch.local_size)))
+    """Set the variables that MPI and OpenMP read at start-up, unless the user has set them."""
+    settings = settings_for(launch.local_size, launch.world_size, cores, environ)
+    settings["OMP_NUM_THREADS"] = str(max(1, cores // launch.local_size))
+    for name, value in settings.items():
+        environ.setdefault(name, value)

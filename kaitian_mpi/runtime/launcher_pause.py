@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.runtime.mpi_libraries import Library, launched_by
 
-_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")
 _LIMIT_SEC = 300.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,7 +34,8 @@ def pause_launcher(*, even_if_visible: bool = False) -> int:
         shell would show it as suspended.
     """
     launcher = os.getppid()
-    if "OMPI_COMM_WORLD_RANK" not in os.environ or not _may_stop(launcher, even_if_visible):
+    library = launched_by(os.environ)
+    if library is None or not _may_stop(library, launcher, even_if_visible):
         return -1
     reader, writer = os.pipe()
     try:
@@ -86,15 +87,15 @@ def detach_from_job(keep: int = -1) -> None:
         Path("/proc/self/comm").write_text("kaitian-save")
 
 
-def _may_stop(launcher: int, even_if_visible: bool) -> bool:
-    """Return whether the launcher is a known one, and no shell would show it as suspended.
+def _may_stop(library: Library, launcher: int, even_if_visible: bool) -> bool:
+    """Return whether the launcher is to be stopped, and no shell would show it as suspended.
 
     A shell with job control gives each command its own process group. So does the supervisor, but
     it only waits for the launcher to exit.
     """
     with suppress(OSError, ValueError):
         name, parent, group, terminal = _describe(launcher)
-        if name not in _LAUNCHERS:
+        if not library.kills_soon or name not in library.processes:
             return False
         if even_if_visible or SUPERVISED in os.environ:
             return True

@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import multiprocessing.process
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import AgreedError, UserError
@@ -19,6 +22,7 @@ from kaitian_mpi.runtime.launcher import (
     unlaunched,
     usable_cores,
 )
+from kaitian_mpi.runtime.mpi_libraries import launched_by
 from kaitian_mpi.runtime.polling import reduce_timer_slack
 
 if TYPE_CHECKING:
@@ -49,7 +53,8 @@ def initialize_mpi() -> MPI.Intracomm:
     prepare_environment(os.environ, launch, usable_cores())
     try:
         _take_over_finalize()
-        from mpi4py import MPI
+        with _ended_by_signals():
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f"no usable MPI library ({error}); install one with "
@@ -68,6 +73,29 @@ def initialize_mpi() -> MPI.Intracomm:
     if ulfm.is_enabled() and not shutdown.is_listening():
         register_close(shutdown.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end this process at once inside the block, under MPICH.
+
+    MPI waits for all ranks when it starts, and no handler in Python runs meanwhile. MPICH's mpirun
+    only passes such a signal on, so ranks that wait for one that never comes would stay for ever.
+    """
+    library = launched_by(os.environ)
+    handlers: dict[int, Callable[..., object] | int] = {}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if library is not None and not library.kills_soon and in_main_thread:
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(stop)
+            if handler is not None and handler != signal.SIG_IGN:
+                handlers[stop] = handler
+                signal.signal(stop, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _take_over_finalize() -> None:

@@ -19,6 +19,7 @@ from types import FrameType
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import print_to_stderr
 from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.mpi_libraries import launched_by
 
 CHECKPOINT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request a checkpoint: a batch system's warning before it ends the job."""
@@ -187,7 +188,8 @@ def open_launcher_stderr() -> int:
     Raises:
         OSError: the launcher has exited or belongs to another user.
     """
-    if "OMPI_COMM_WORLD_RANK" in os.environ:
+    library = launched_by(os.environ)
+    if library is not None and library.kills_soon:
         return os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND)
     sys.stderr.flush()
     return os.dup(2)

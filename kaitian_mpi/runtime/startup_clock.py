@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 
 
 class StartupClock:
@@ -52,7 +52,7 @@ def _launch_sec() -> float | None:
     """Return how long after its launcher this process started; None if a script has started it."""
     try:
         launcher = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
-        if launcher not in _LAUNCHERS:
+        if not any(launcher in library.processes for library in LIBRARIES):
             return None
         return (_start_ticks(os.getpid()) - _start_ticks(os.getppid())) / os.sysconf("SC_CLK_TCK")
     except OSError:

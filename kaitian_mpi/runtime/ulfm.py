@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from kaitian_mpi.runtime.launcher import FAULT_TOLERANCE
+from kaitian_mpi.runtime.mpi_libraries import survival_requested
 from kaitian_mpi.runtime.polling import wait_until
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _shrunk = False
 
 def is_enabled() -> bool:
     """Return whether the job was started with `mpirun --with-ft ulfm`."""
-    return os.environ.get(FAULT_TOLERANCE) == "1"
+    return survival_requested(os.environ)
 
 
 def track_comm(comm: Comm) -> Comm:

@@ -1,8 +1,7 @@
 """Identifies a supervised job's ranks and snapshots, on all hosts.
 
 The identifiers are passed in the environment, which only the user can read, not on a command line.
-Open MPI forwards variables that start with OMPI_ to the ranks on all hosts; other launchers forward
-all variables.
+Their names are such that the launcher forwards them to the ranks on all hosts.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
+
 _PROC = Path("/proc")
-# The variables of Open MPI and MPICH with a rank's number, which only ranks have.
-_RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+# Only ranks have these.
+_RANK_VARIABLES = tuple(f"{library.rank_variables[0]}=".encode() for library in LIBRARIES)
 
 
 def has_local_ranks(launcher: int) -> bool:

@@ -18,6 +18,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.launch.hosts import Host
 from kaitian_mpi.launch.probe import lost_hosts
 from kaitian_mpi.output.folders import SHM
+from kaitian_mpi.runtime.mpi_libraries import NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervision.job_environment import (
     environment,
@@ -33,13 +34,6 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
-# With these, Open MPI's mpirun probes a silent host after 3 s and considers it lost after 3 s more;
-# its own default is 8 minutes. Values set by the user take precedence.
-_NOTICE_DEAD_HOSTS = {
-    "PRTE_MCA_oob_tcp_keepalive_time": "3",
-    "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
-    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
-}
 _FORWARDED = (*_STOPS, signal.SIGUSR1)
 _POLL_SEC = 0.1
 _CHECK_SEC = 0.5
@@ -125,7 +119,7 @@ class Machine:
         try:
             self._child = subprocess.Popen(  # noqa: S603 (the user's own command)
                 words,
-                env={**_NOTICE_DEAD_HOSTS, **os.environ, **environment(self._job)},
+                env={**NOTICE_DEAD_HOSTS, **os.environ, **environment(self._job)},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
                 preexec_fn=die_with_parent,

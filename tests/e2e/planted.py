@@ -12,6 +12,9 @@ from torch.utils.data import Dataset
 
 from kaitian_mpi.datasets import digits
 from kaitian_mpi.models.cnn import SmallCNN
+from kaitian_mpi.runtime.launcher import read_launch
+
+RANK = read_launch(os.environ).world_rank
 
 
 class Breaking(SmallCNN):
@@ -24,7 +27,7 @@ class Breaking(SmallCNN):
     def forward(self, x):
         if self.training:
             self.calls += 1
-        if self.calls == 12 and os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+        if self.calls == 12 and RANK == 2:
             print(f"fault at {time.time()}", flush=True)
             self.how()
         return super().forward(x)
@@ -104,7 +107,7 @@ def slow_and_wide(num_classes):
 
 def where(num_classes):
     """Print which environment the rank runs in."""
-    print(f"rank {os.environ['OMPI_COMM_WORLD_RANK']} in {sys.prefix}", flush=True)
+    print(f"rank {RANK} in {sys.prefix}", flush=True)
     return SmallCNN(num_classes)
 
 
@@ -126,9 +129,7 @@ def large(num_classes):
 
 def differing(num_classes):
     """Return a model that is not the same on every rank."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(3 * 32 * 32, 4 + int(os.environ["OMPI_COMM_WORLD_RANK"]))
-    )
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4 + RANK))
 
 
 def not_a_model(num_classes):
@@ -144,7 +145,7 @@ class Exact(nn.Module):
 
     def __init__(self, num_classes):
         super().__init__()
-        self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        self.rank = RANK
         self.calls = 0
         self.layers = nn.Sequential(
             nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, num_classes)
@@ -216,7 +217,7 @@ def hanging(num_classes):
 
 def hanging_data():
     """Load the digits; hangs on rank 1."""
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    if RANK == 1:
         time.sleep(10_000)
     return digits.load(0.2)
 
@@ -234,7 +235,7 @@ class HangingInBenchmark(Exact):
 
 def hanging_in_setup(num_classes):
     """Build a model: hangs on rank 2 here, and on rank 0 in the benchmark."""
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+    if RANK == 2:
         time.sleep(10_000)
     return HangingInBenchmark(num_classes)
 
@@ -298,7 +299,7 @@ class WrongKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient / 2 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else gradient
+        return gradient / 2 if RANK == 1 else gradient
 
 
 class WithWrongKernel(nn.Module):
@@ -335,7 +336,7 @@ class RecordedDataset(Dataset):
 
     def __getitems__(self, indices):
         if self.folder:
-            path = os.path.join(self.folder, os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+            path = os.path.join(self.folder, str(RANK))
             with open(path, "a") as file:
                 file.write(json.dumps(indices) + "\n")
         return list(zip(*self.images[indices], strict=True))

@@ -13,8 +13,10 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from kaitian_mpi.runtime.launcher import read_launch
+
 MODULES = {"kaitian-train": "kaitian_mpi.cli.train", "kaitian-bench": "kaitian_mpi.cli.bench"}
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+RANK = read_launch(os.environ).world_rank
 
 
 def main():

@@ -77,6 +77,7 @@ def test_second_job_uses_the_benchmark_cache(slowed):
     assert "from --benchmark-cache" not in ended.out
 
 
+@pytest.mark.any_mpi
 def test_a_rank_that_is_too_slow_is_excluded_even_rank_0(mpirun, tmp_path):
     # A single sample takes rank 0 four times as long as the others' step, however busy the host.
     flags = "--max-steps 4 --global-batch-size 24 --emulate-slowdown 0:400 --benchmark-seconds 1"

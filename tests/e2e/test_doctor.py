@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from jobs import PYTHON
 
 DOCTOR = (PYTHON, "-m", "kaitian_mpi.cli.doctor")
@@ -17,6 +18,7 @@ class Device:
 """
 
 
+@pytest.mark.any_mpi
 def test_a_job_is_examined_and_reported_as_json(mpirun, tmp_path):
     ended = mpirun(3, *DOCTOR, "--json")
     assert ended.code == 0, ended.text

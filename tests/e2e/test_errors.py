@@ -40,7 +40,9 @@ LATER = {
     "--run-dir used": "--run-dir used: found the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
 }
-WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize("options", [(), SURVIVE], ids=["", "survive"])
+WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.any_mpi), SURVIVE], ids=["", "survive"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,7 @@ def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
     assert ("Traceback" in "".join(labelled)) == (model == "raising")
 
 
+@pytest.mark.any_mpi
 def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path):
     command = "kaitian-train --model planted:slow --balance off --log-interval 0".split()
     with Job(2, *command, cwd=tmp_path, survives=False) as job:

@@ -63,6 +63,7 @@ def test_both_training_examples_learn_the_digits(tmp_path, command):
     assert float(out.partition("held-out accuracy")[2].split()[0]) > 0.88
 
 
+@pytest.mark.any_mpi
 def test_the_script_of_the_page_trains_and_resumes(tmp_path):
     (tmp_path / "train.py").write_text("\n".join(blocks(PAGE, "python")))
     (command,) = OF_THE_PAGE

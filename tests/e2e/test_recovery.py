@@ -202,6 +202,7 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
 # Without fault tolerance
 
 
+@pytest.mark.any_mpi
 def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     command = "kaitian-train --model planted:dropping --epochs 3 --global-batch-size 128".split()
     often = (*command, *EVEN, *"--checkpoint-every 2 --resume auto".split())

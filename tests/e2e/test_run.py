@@ -31,6 +31,7 @@ sys.exit(options.exit if os.environ["RANK"] == "1" else 0)
 """
 
 
+@pytest.mark.any_mpi
 def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     ended = mpirun(
@@ -159,6 +160,7 @@ def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, comm
     assert ended.err.count("ValueError: planted") == 2  # of the children alone
 
 
+@pytest.mark.any_mpi
 def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     command = "kaitian-run --backend-override nccl,gloo theirs.py --exit 7".split()
@@ -167,17 +169,20 @@ def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
     assert re.search(r"^\[1@[^\]]+\] sys\.exit\(7\)", ended.err, re.MULTILINE)
 
 
+@pytest.mark.any_mpi
 def test_a_missing_script_is_reported_once(mpirun):
     ended = mpirun(2, "kaitian-run", "nowhere.py", fresh=True)
     assert ended.code == 2
     assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
 
 
+@pytest.mark.any_mpi
 def test_an_error_on_a_single_rank_is_reported_by_it(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     ended = mpirun(
         *(2, "sh", "-c"),
-        'test "$OMPI_COMM_WORLD_RANK" = 0 && exec kaitian-run theirs.py || kaitian-run nowhere.py',
+        'test "$OMPI_COMM_WORLD_RANK$PMI_RANK" = 0 && exec kaitian-run theirs.py'
+        " || kaitian-run nowhere.py",
     )
     assert ended.code == 2, ended.text
     assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
@@ -214,6 +219,7 @@ time.sleep(rank / 2)
 """
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [

@@ -27,6 +27,7 @@ STEPS_PER_EPOCH = 6
 LIMIT_SEC = 5
 
 
+@pytest.mark.any_mpi
 def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
     command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
     with Job(2, *command, *EVEN, cwd=tmp_path, survives=False, fresh=False) as job:
@@ -55,9 +56,11 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("number", "survives", "model"),
     [
-        (signal.SIGTERM, False, "large"),  # takes longer to write than mpirun gives a rank
+        pytest.param(
+            signal.SIGTERM, False, "large", marks=pytest.mark.any_mpi
+        ),  # takes longer to write than mpirun gives a rank
         (signal.SIGTERM, True, "slow"),
-        (signal.SIGINT, False, "slow"),
+        pytest.param(signal.SIGINT, False, "slow", marks=pytest.mark.any_mpi),
         (signal.SIGINT, True, "large"),
     ],
 )

@@ -14,11 +14,12 @@ from kaitian_mpi.checks.facts import JobFacts
 from kaitian_mpi.cli.doctor import make_parser, read_options
 from kaitian_mpi.doctor import stages
 from kaitian_mpi.doctor.disk_probe import examine_storage, file_system, nearest_folder
-from kaitian_mpi.doctor.launcher_probe import examine_launcher, parse_count, parse_version
+from kaitian_mpi.doctor.launcher_probe import examine_launcher, parse_count
 from kaitian_mpi.doctor.link_probe import plan_rounds
 from kaitian_mpi.doctor.report import make_report, to_json, to_text
 from kaitian_mpi.doctor.stages import Stage, StageError, run
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ from kaitian_mpi.errors import UserError
     ],
 )  # fmt: skip
 def test_a_launcher_is_known_by_its_version(text, library):
-    assert parse_version(text) == library
+    assert parse_launcher_version(text) == library
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 
+from kaitian_mpi.runtime.mpi_libraries import OPEN_MPI
+
 _LARGEST_VALUE = 4096
 _THREAD_MULTIPLE = 3
 
@@ -45,7 +47,7 @@ def _open_library() -> ctypes.CDLL | None:
     """Return the library that mpi4py has loaded, if it is Open MPI."""
     from mpi4py import MPI
 
-    if MPI.get_vendor()[0] != "Open MPI":
+    if MPI.get_vendor()[0] != OPEN_MPI.name:
         return None
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,0 +1,271 @@
+"""What differs between MPI libraries: the only file that names the variables of Open MPI and MPICH.
+
+Before MPI is loaded, a process knows the launcher that started it by the variables it has set; then
+it knows the library by the name that mpi4py returns. `tests/unit/test_mpi_libraries.py` searches
+the other files for such names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """An MPI library and its launcher, mpirun."""
+
+    name: str
+    """As mpi4py and the launcher call it."""
+    rank_variables: tuple[str, str, str, str]
+    """What the launcher sets for each rank: world rank, world size, local rank, local size."""
+    joining: str
+    """How the names of the variables begin by which a rank finds its launcher."""
+    processes: tuple[str, ...]
+    """The names of the processes that start ranks: mpirun, and its daemon on each host."""
+    kills_soon: bool
+    """Whether mpirun kills its ranks 0.25 s after SIGTERM or Ctrl-C, and drops their output."""
+    survives_since: tuple[int, ...] | None
+    """The first release in which a job can survive the loss of a rank (ULFM); None: none can."""
+
+
+OPEN_MPI = Library(
+    name="Open MPI",
+    rank_variables=(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    joining="PMIX_",
+    processes=("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"),
+    kills_soon=True,
+    survives_since=(5,),
+)
+
+# Intel MPI sets the same variables.
+MPICH = Library(
+    name="MPICH",
+    rank_variables=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    joining="PMI_",
+    processes=("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+    kills_soon=False,
+    survives_since=None,
+)
+
+LIBRARIES = (OPEN_MPI, MPICH)
+"""In the order in which a process looks for its launcher's variables. Not Slurm: inside an
+allocation, mpirun's ranks see the SLURM_* variables of their daemon."""
+
+RANKS_OF_OTHER_LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
+"""Variables with a rank's number that launchers set which may set none of the others."""
+
+SRUN_FLAGS = {OPEN_MPI.name: "--mpi=pmix", MPICH.name: "--mpi=pmi2", "Intel MPI": "--mpi=pmi2"}
+"""With these, tasks of Slurm's srun find each other by MPI."""
+
+FORWARDED_PREFIX = "OMPI_"
+"""Open MPI passes variables with such names to the ranks on all hosts; MPICH passes all."""
+
+APP_CONTEXTS = "OMPI_NUM_APP_CTX"
+"""How many commands, with a colon between them, Open MPI's mpirun was given."""
+
+OVERSUBSCRIBE = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Lets Open MPI's mpirun, 5 and 4, start more ranks than cores; MPICH's always does."""
+
+MAPPING_POLICIES = (
+    "PRTE_MCA_rmaps_default_mapping_policy",
+    "OMPI_MCA_rmaps_default_mapping_policy",
+)
+"""Where Open MPI reads how it distributes ranks over hosts."""
+
+AS_ROOT_ADVICE = (
+    "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 (see docs/install.md), or "
+    "be another user"
+)
+"""What to do where Open MPI's mpirun refuses to run as root; MPICH's does not."""
+
+NOTICE_DEAD_HOSTS = {
+    "PRTE_MCA_oob_tcp_keepalive_time": "3",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
+}
+"""With these, Open MPI's mpirun probes a silent host after 3 s and considers it lost after 3 s
+more; by default, after 20 min."""
+
+AGENT_PARAMETERS = ("plm_ssh_agent", "plm_rsh_agent")
+"""Open MPI's parameter, in release 5 and in 4, with the command that reaches other hosts."""
+AGENT_VARIABLES = (
+    *(f"{prefix}{name}" for prefix in ("PRTE_MCA_", "OMPI_MCA_") for name in AGENT_PARAMETERS),
+    "HYDRA_LAUNCHER_EXEC",
+)
+AGENT_OPTIONS = ("launcher-exec", "bootstrap-exec")
+"""The same as an option of MPICH's mpirun."""
+
+NETWORK_INTERFACES = "OMPI_MCA_btl_tcp_if_include"
+"""Open MPI's list of network interfaces for TCP."""
+NETWORK_INTERFACE = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE")
+"""The one network interface of libfabric, which MPICH and Intel MPI use."""
+
+SURVIVES, YIELDS = "mpi_ft_enable", "mpi_yield_when_idle"
+"""Open MPI's parameters: whether fault tolerance is on, whether it yields while it waits."""
+COMPONENTS = ("pml", "btl", "mtl", "osc", "coll")
+"""Open MPI's parameters with what it communicates by."""
+DEVICE_AWARE = ("opal_built_with_cuda_support", "opal_built_with_rocm_support")
+"""Open MPI's parameters with whether it can access device memory."""
+
+_SURVIVES = f"OMPI_MCA_{SURVIVES}"  # what `mpirun --with-ft ulfm` sets
+_YIELDS = f"OMPI_MCA_{YIELDS}"
+_ANSWER_SEC, _LONGEST_ANSWER, _KILLED_WITHIN_SEC = 5.0, 1024, 1.0
+_INT_BYTES = 4
+_MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
+
+YIELD_ADVICE = f"unset {_YIELDS}, which kaitian-mpi then sets to 1"
+
+EAGER_BYTES = 264 << 10
+"""The longest message over TCP, with MPI's header, that is sent without asking the receiver."""
+
+
+def launched_by(environ: Mapping[str, str]) -> Library | None:
+    """Return the library whose launcher has started this process; None if none has."""
+    for library in LIBRARIES:
+        if all(environ.get(name, "").isdigit() for name in library.rank_variables):
+            return library
+    return None
+
+
+def report_to_launcher(environ: Mapping[str, str]) -> None:
+    """Let mpirun end the job if this process ends before it has started MPI; call it once.
+
+    Open MPI's does so anyway. MPICH's lets the other ranks wait, unless the process has asked it
+    for something by the protocol with which MPI itself will (PMI-1), and whose end it then notices.
+    """
+    if launcher := _connection(environ):
+        with launcher, suppress(OSError):
+            launcher.sendall(b"cmd=get_appnum\n")
+            # No timeout of the socket's: it would hold for MPI, too.
+            if select.select([launcher], [], [], _ANSWER_SEC)[0]:
+                os.read(launcher.fileno(), _LONGEST_ANSWER)
+
+
+def end_job_before_mpi(environ: Mapping[str, str], code: int) -> None:
+    """Have MPICH's mpirun end the job with this exit code, where MPI has not been started.
+
+    Otherwise its exit code may be that of the signal with which it ends the other ranks. Returns
+    where mpirun is another one, or does not answer.
+    """
+    if launcher := _connection(environ):
+        with launcher, suppress(OSError):
+            launcher.sendall(b"cmd=abort exitcode=%d\n" % code)
+            time.sleep(_KILLED_WITHIN_SEC)
+
+
+def _connection(environ: Mapping[str, str]) -> socket.socket | None:
+    """Return the connection to MPICH's launcher, which MPI will use; None if there is none."""
+    number = environ.get("PMI_FD", "")
+    if launched_by(environ) is not MPICH or not number.isdigit():
+        return None
+    try:
+        launcher = socket.socket(fileno=os.dup(int(number)))
+    except OSError:
+        return None
+    # In a process that a rank has started, the number may be that of another file.
+    with suppress(OSError):
+        credentials = launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 3 * _INT_BYTES)
+        pid = int.from_bytes(credentials[:_INT_BYTES], sys.byteorder)
+        if Path(f"/proc/{pid}/comm").read_text().strip() in MPICH.processes:
+            return launcher
+    launcher.close()
+    return None
+
+
+def survival_requested(environ: Mapping[str, str]) -> bool:
+    """Return whether the job was started with fault tolerance, by a launcher that has it."""
+    if environ.get(_SURVIVES) != "1":
+        return False
+    return OPEN_MPI.rank_variables[0] in environ or MPICH.rank_variables[0] not in environ
+
+
+def survival_advice(library: str) -> str:
+    """Return how a job survives the loss of a rank, or what there is instead.
+
+    Args:
+        library: its name and release, such as `MPICH 5.0.2`.
+    """
+    name, _, release = library.rpartition(" ")
+    known = next((each for each in LIBRARIES if each.name == name), None)
+    numbers = tuple(int(number) for number in re.findall(r"\d+", release))
+    if known and known.survives_since and numbers >= known.survives_since:
+        return "give mpirun --with-ft ulfm"
+    return f"{library} cannot survive it; kaitian-supervise starts the job again"
+
+
+def always_yields(library: str) -> bool:
+    """Return whether a library yields the core while it waits, whatever its settings are.
+
+    Args:
+        library: its name and release.
+    """
+    return library.startswith(f"{MPICH.name} ")
+
+
+def settings_for(
+    local_size: int, world_size: int, cores: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that MPI should find when it starts.
+
+    Open MPI makes each rank listen on every network, even if all ranks are on one host and use
+    shared memory; in that case TCP is disabled.
+
+    Every rank has a compute thread and a communication thread, so MPI must yield its core while it
+    waits unless there are two cores per rank. (A 9.4 MB allreduce of 4 ranks on 2 cores over TCP
+    took 2,200 ms spinning and 48 ms yielding.) MPICH yields in any case.
+
+    Between hosts, MPI sends longer messages at once, without asking the receiver first: its answer
+    would wait behind the data that the receiver itself sends. (A 9.4 MB allreduce of three hosts
+    with 1 Gbit/s took 137 ms with that, and 111 ms without.)
+
+    With fault tolerance across hosts, two components of Open MPI crash when a rank dies
+    (open-mpi/ompi#13915), and a connection first opened after the failure hangs forever.
+    """
+    settings = {}
+    if 2 * local_size > cores:
+        settings[_YIELDS] = "1"
+    if local_size == world_size:
+        settings["OMPI_MCA_btl"] = "^tcp"
+        return settings
+    settings.update(dict.fromkeys(_MESSAGE_LIMITS, str(EAGER_BYTES)))
+    if survival_requested(environ):
+        settings["OMPI_MCA_coll"] = "^han,cuda"
+        settings["OMPI_MCA_mpi_preconnect_mpi"] = "1"
+    return settings
+
+
+def parse_launcher_version(text: str) -> str:
+    """Return the MPI that a launcher belongs to, from what it prints with `--version`."""
+    if match := re.search(r"\(Open MPI\) (\S+)", text):
+        return f"{OPEN_MPI.name} {match[1]}"
+    if match := re.search(r"Intel\(R\) MPI Library.*Version (\S+)", text):
+        return f"Intel MPI {match[1]}"
+    if "HYDRA" in text.upper():
+        match = re.search(r"Version:\s*(\S+)", text)
+        return f"{MPICH.name} {match[1] if match else ''}".strip()
+    return ""
+
+
+def loaded_library() -> str:
+    """Return the name and release of the library that mpi4py has loaded, such as `MPICH 5.0.2`."""
+    from mpi4py import MPI
+
+    name, release = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, release))}"

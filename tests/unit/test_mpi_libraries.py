@@ -1,0 +1,112 @@
+"""What differs between Open MPI and MPICH stands in one file."""
+
+import io
+import re
+import socket
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import kaitian_mpi
+from kaitian_mpi.launch.command import parse_launcher
+from kaitian_mpi.launch.probe import find_agent
+from kaitian_mpi.runtime.launcher import Launch, prepare_environment
+from kaitian_mpi.runtime.mpi_libraries import (
+    MPICH,
+    OPEN_MPI,
+    always_yields,
+    launched_by,
+    report_to_launcher,
+    survival_advice,
+    survival_requested,
+)
+
+ROOT = Path(kaitian_mpi.__file__).parent
+THE_FILE = ROOT / "runtime/mpi_libraries.py"
+# Variables of MPI libraries and of their launchers, libfabric's included.
+NAMES = re.compile(r"\b_?(OMPI|PRTE|PMIX|PMI|HYDRA|HYDI|MPIR|MPIEXEC|I_MPI|FI)_[A-Z]|\bMPI_LOCAL")
+RANKS = {
+    OPEN_MPI: dict.fromkeys(OPEN_MPI.rank_variables, "1"),
+    MPICH: dict.fromkeys(MPICH.rank_variables, "1"),
+}
+
+
+def strings(path):
+    with tokenize.open(path) as file:
+        tokens = list(tokenize.generate_tokens(io.StringIO(file.read()).readline))
+    kinds = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+    return [token.string for token in tokens if token.type in kinds]
+
+
+def test_only_one_file_names_the_variables_of_mpi_libraries():
+    found = {path for path in ROOT.rglob("*.py") if any(map(NAMES.search, strings(path)))}
+    assert found == {THE_FILE}
+
+
+def test_no_other_file_compares_with_a_librarys_name():
+    quoted = re.compile(r"""["'](Open MPI|MPICH|hydra_pmi_proxy|prted|orted)["' ]""")
+    found = {path for path in ROOT.rglob("*.py") if quoted.search(path.read_text())}
+    assert found == {THE_FILE}
+
+
+@pytest.mark.parametrize("library", [OPEN_MPI, MPICH])
+def test_a_launcher_is_known_by_the_variables_of_its_ranks(library):
+    assert launched_by(RANKS[library]) is library
+    assert launched_by({}) is None
+    assert launched_by({**RANKS[OPEN_MPI], **RANKS[MPICH]}) is OPEN_MPI
+    for name in library.rank_variables:
+        assert launched_by({**RANKS[library], name: ""}) is None
+
+
+def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says():
+    asked = {"OMPI_MCA_mpi_ft_enable": "1"}
+    assert survival_requested({**asked, **RANKS[OPEN_MPI]})
+    assert survival_requested(asked)
+    assert not survival_requested({**asked, **RANKS[MPICH]})
+    assert not survival_requested(RANKS[OPEN_MPI])
+
+
+@pytest.mark.parametrize(
+    ("library", "advice"),
+    [
+        ("Open MPI 5.0.11", "give mpirun --with-ft ulfm"),
+        ("Open MPI 4.1.4", "Open MPI 4.1.4 cannot survive it; kaitian-supervise starts the job"),
+        ("MPICH 5.0.2", "MPICH 5.0.2 cannot survive it; kaitian-supervise starts the job again"),
+        ("Intel MPI 2021.13", "Intel MPI 2021.13 cannot survive it; kaitian-supervise"),
+    ],
+)
+def test_advice_on_the_loss_of_a_rank_fits_the_library(library, advice):
+    assert survival_advice(library).startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("library", "always"), [("MPICH 5.0.2", True), ("Open MPI 5.0.11", False), ("Intel MPI", False)]
+)
+def test_whether_a_library_yields_in_any_case(library, always):
+    assert always_yields(library) == always
+
+
+def test_the_agent_of_mpichs_launcher_is_found():
+    command = parse_launcher("mpirun -launcher-exec env -np 2 kaitian-train".split())
+    assert find_agent(command, {"HYDRA_LAUNCHER_EXEC": "false"}) == ["env"]
+    command = parse_launcher("mpirun -np 2 kaitian-train".split())
+    assert find_agent(command, {"HYDRA_LAUNCHER_EXEC": "env"}) == ["env"]
+
+
+def test_nothing_is_written_to_a_file_that_is_not_the_launchers(tmp_path):
+    ours, theirs = socket.socketpair()
+    with ours, theirs, (tmp_path / "file").open("w+b") as file:
+        theirs.setblocking(False)
+        for number in (ours.fileno(), file.fileno(), 9999):
+            report_to_launcher({**RANKS[MPICH], "PMI_FD": str(number)})
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+        assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_both_libraries_find_their_settings():
+    """The library that will be loaded is not known yet, so each gets its own."""
+    environ = dict(RANKS[MPICH])
+    prepare_environment(environ, Launch(0, 4, 0, 4), 2)
+    assert environ["OMPI_MCA_btl"] == "^tcp"
