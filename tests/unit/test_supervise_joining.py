@@ -98,6 +98,7 @@ class Cluster:
         self.job = job
 
     def request_restart(self):
+        assert self.step > 0, "the job is still starting"
         self.is_requested = True
         return True
 
