@@ -1,7 +1,10 @@
 """The files of examples/cluster on a real Slurm, whose nodes are emulated hosts."""
 
+import shutil
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from emulated_hosts import EmulatedHosts
@@ -114,6 +117,15 @@ def batch(tmp_path_factory):
         EmulatedSlurm(folder / "slurm", hosts, [16, 16], KINDS) as slurm,
     ):
         yield Batch(slurm, folder / "jobs")
+    remove_folders_of_killed_launchers()
+
+
+def remove_folders_of_killed_launchers():
+    """Remove what Slurm has let mpirun's processes leave: a later one with the pid cannot start."""
+    for name in ("ompi.[0-9]*", "prted.[0-9]*"):
+        for left in Path(tempfile.gettempdir()).glob(name):
+            if not Path("/proc", left.suffix[1:]).exists():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
