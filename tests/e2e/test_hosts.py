@@ -1,6 +1,8 @@
 """Loss of hosts and links: hosts are emulated by network namespaces, with real ssh.
 
-The ranks are fresh processes: forked ones sometimes wait for ever in `MPI_Init` on several hosts.
+The ranks are fresh processes, in the session of their host's daemon. Forked ones are in the fork
+server's: then Linux (6.18), which divides the cores among sessions (`sched_autogroup_enabled`),
+sometimes does not run the daemon for a minute, while a rank that waits for it yields its core.
 """
 
 import time
