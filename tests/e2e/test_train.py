@@ -34,12 +34,12 @@ SUMMARY_KEYS = {
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """Four ranks, two emulated kinds, one of them three times slower."""
+    """Four ranks, two emulated kinds, one of them slower than any other load makes the others."""
     folder = tmp_path_factory.mktemp("emulated")
     ended = run_ranks(
         4,
         *"kaitian-train --model cnn --epochs 4 --run-dir run --log-interval 0".split(),
-        *"--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 2:3,3:3".split(),
+        *"--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 2:8,3:8".split(),
         *"--benchmark-seconds 3".split(),
         cwd=folder,
     )
@@ -52,7 +52,7 @@ def test_output_shows_groups_leaders_scores_and_progress_once(emulated):
     assert ended.out.count("4 ranks, 2 groups (device kinds emulated)") == 1
     assert len(re.findall(r"\| gpu \(emulated\) \| leader", ended.out)) == 1
     assert len(re.findall(r"\| mlu \(emulated\) \| leader", ended.out)) == 1
-    assert ended.out.count("slowed 3x (emulated)") == 2
+    assert ended.out.count("slowed 8x (emulated)") == 2
     assert re.search(
         r"epoch 2/4 \| step 12/24 \| loss [\d.]+ \| [\d.]+ samples/s \| \d+:\d\d left", ended.out
     )
