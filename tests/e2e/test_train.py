@@ -40,7 +40,7 @@ def emulated(tmp_path_factory):
         4,
         *"kaitian-train --model cnn --epochs 4 --run-dir run --log-interval 0".split(),
         *"--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 2:8,3:8".split(),
-        *"--benchmark-seconds 3".split(),
+        *"--benchmark-seconds 3 --keep-all".split(),
         cwd=folder,
     )
     assert ended.code == 0, ended.text
