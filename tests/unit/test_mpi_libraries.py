@@ -81,7 +81,13 @@ def test_advice_on_the_loss_of_a_rank_fits_the_library(library, advice):
 
 
 @pytest.mark.parametrize(
-    ("library", "always"), [("MPICH 5.0.2", True), ("Open MPI 5.0.11", False), ("Intel MPI", False)]
+    ("library", "always"),
+    [
+        ("MPICH 5.0.2", True),
+        ("MPICH 4.3.2", False),
+        ("Open MPI 5.0.11", False),
+        ("Intel MPI", False),
+    ],
 )
 def test_whether_a_library_yields_in_any_case(library, always):
     assert always_yields(library) == always
