@@ -97,9 +97,14 @@ def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
     """Wait for an MPI request as `wait_until` does; return whether it completed within the limit.
 
     MPI's blocking calls spin while they wait for a slower rank; a rank that shares its cores with
-    other ranks, or with its own compute thread, must not.
+    other ranks, or with its own compute thread, must not. If the request fails, it and its buffers
+    are kept: other ranks may still send to them.
     """
-    return wait_until(request.Test, limit_sec)
+    try:
+        return wait_until(request.Test, limit_sec)
+    except Exception:
+        keep_alive(request)
+        raise
 
 
 def keep_alive(*kept: object) -> None:
