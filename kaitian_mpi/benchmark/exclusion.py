@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from kaitian_mpi.balance.communication import AllreduceCost, exposed_seconds
@@ -40,9 +41,12 @@ def ranks_to_exclude(
     """
     batch = config.global_batch_size
 
+    @functools.cache
+    def measured(*ranks: int) -> AllreduceCost:
+        return measure_allreduce(config.allreduce, world, ranks, buckets)
+
     def step_sec(compute_sec: float) -> float:
-        allreduce = measure_allreduce(config.allreduce, world, range(world.size), buckets)
-        return compute_sec + exposed_seconds(compute_sec, buckets, allreduce)
+        return compute_sec + exposed_seconds(compute_sec, buckets, measured(*range(world.size)))
 
     excluded = _too_slow(with_positive_slopes(costs, batch), batch, min_batch, step_sec)
     kept = [rank for rank in range(world.size) if rank not in excluded]
@@ -54,7 +58,7 @@ def ranks_to_exclude(
         return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
 
     def measured_rate(ranks: Sequence[int]) -> float:
-        return rate(ranks, measure_allreduce(config.allreduce, world, ranks, buckets))
+        return rate(ranks, measured(*ranks))
 
     free = AllreduceCost(0.0, 0.0)
     candidates = list(_candidates(world.infos, kept))
