@@ -56,9 +56,19 @@ def reason_to_skip() -> str:
 
     In CI, `KAITIAN_TEST_HOSTS=required` has them fail where hosts cannot be emulated.
     """
-    reason = why_not()
-    required = os.environ.get("KAITIAN_TEST_HOSTS") == "required"
-    return f"emulated hosts: {reason}" if reason and not required else ""
+    return unless_required("KAITIAN_TEST_HOSTS", "emulated hosts", why_not())
+
+
+def unless_required(variable: str, what: str, reason: str) -> str:
+    """Return why tests are skipped; nothing where an environment variable requires them.
+
+    Args:
+        variable: requires them if it is `required`.
+        what: what they need.
+        reason: why it cannot be had; empty if it can.
+    """
+    required = os.environ.get(variable) == "required"
+    return f"{what}: {reason}" if reason and not required else ""
 
 
 def why_not_shaped() -> str:

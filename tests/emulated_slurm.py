@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from emulated_hosts import EmulatedHosts
+from emulated_hosts import EmulatedHosts, unless_required
 from emulated_hosts import why_not as why_no_hosts
 
 _NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -77,9 +77,7 @@ def reason_to_skip() -> str:
 
     In CI, `KAITIAN_TEST_SLURM=required` has them fail where Slurm is not installed.
     """
-    reason = why_not()
-    required = os.environ.get("KAITIAN_TEST_SLURM") == "required"
-    return f"Slurm: {reason}" if reason and not required else ""
+    return unless_required("KAITIAN_TEST_SLURM", "Slurm", why_not())
 
 
 def has_pmix() -> bool:
