@@ -29,7 +29,8 @@ def samples_per_sec(ranks: int, options: argparse.Namespace) -> float:
         words += ["--run-dir", folder, "--log-interval", "0"]
         subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    seconds = [json.loads(line)["step_time_sec"] for line in lines[WARM_UP:]]
+    readings = [line for line in map(json.loads, lines) if "validation" not in line]
+    seconds = [line["step_time_sec"] for line in readings[WARM_UP:]]
     return options.batch / statistics.median(seconds)
 
 

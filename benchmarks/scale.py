@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -98,16 +97,21 @@ def rebalancing_sec(ranks: int) -> float:
     """Return the seconds a rank takes in each step to look at the times of all ranks."""
     from kaitian_mpi.balance.cost_model import CostModel
     from kaitian_mpi.balance.fastest_split import RankCost
-    from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
+    from kaitian_mpi.balance.rank_steps import RankSteps
+    from kaitian_mpi.balance.rebalancer import Rebalancer
+    from kaitian_mpi.balance.stragglers import StragglerDetector
 
-    chance = random.Random(0)
+    chance = np.random.default_rng(0)
     cost = RankCost(CostModel(0.01, STEP_SEC / SAMPLES))
     rebalancer = Rebalancer([cost] * ranks, [SAMPLES] * ranks)
+    stragglers = StragglerDetector(ranks, [cost] * ranks)
+    once, samples = np.ones(ranks, int), np.full(ranks, SAMPLES)
     seconds = []
-    for _ in range(20):
-        works = [cost.seconds(SAMPLES) * chance.gauss(1, 0.02) for _ in range(ranks)]
-        steps = [RankStep(1, SAMPLES, work, max(works) - work) for work in works]
+    for step in range(1, 61):
+        work = cost.seconds(SAMPLES) * chance.normal(1, 0.02, ranks)
+        steps = RankSteps(once, samples, work, work.max() - work)
         began = time.perf_counter()
+        stragglers.observe(step, steps, np.zeros(ranks))
         rebalancer.observe(steps)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)

@@ -43,7 +43,8 @@ def slowdown(factors: list[float]) -> list[str]:
 def measured_rate(folder: Path) -> float:
     """Return the median samples per second of a run after its warm-up."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["samples_per_sec"] for line in lines[SETTLED:])
+    readings = [line for line in lines if "validation" not in line]
+    return statistics.median(line["samples_per_sec"] for line in readings[SETTLED:])
 
 
 def main() -> None:

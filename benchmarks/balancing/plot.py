@@ -2,7 +2,7 @@
 
     python benchmarks/balancing/plot.py events.txt docs/balance.png
 
-The first file is that command's output. Needs matplotlib: pip install ".[plots]".
+The first file is that command's output. Needs matplotlib: pip install ".[report]".
 """
 
 from __future__ import annotations

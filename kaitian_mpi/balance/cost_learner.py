@@ -10,7 +10,7 @@ from statistics import fmean, median
 from kaitian_mpi.balance.cost_model import fit
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_fastest_within
-from kaitian_mpi.balance.rebalancer import RankStep
+from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
 
 _STEPS_PER_TRIAL = 4
 _MIN_STEPS = 3  # of one size, so that the middle is not affected by a single slow step
@@ -95,14 +95,14 @@ class CostLearner:
         self._ranks = [_RankTimes() for _ in batch_sizes]
         self._steps_of_trial = 0
 
-    def observe(self, steps: Sequence[RankStep]) -> list[int] | None:
+    def observe(self, steps: RankSteps) -> list[int] | None:
         """Add a step's times of all ranks; return other batch sizes to use, or None to keep these.
 
         When `costs` becomes known, `batch_sizes` are the fastest by these costs, to within 2%.
         """
         if self.costs is not None:
             return None
-        for rank, step in zip(self._ranks, steps, strict=True):
+        for rank, step in zip(self._ranks, steps.rows(), strict=True):
             rank.add(step)
         self.steps += 1
         self._steps_of_trial += 1

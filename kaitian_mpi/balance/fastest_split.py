@@ -107,18 +107,6 @@ def fastest_split(
     return remove_surplus(shares.tolist(), costs, global_batch_size, min_batch)
 
 
-def can_process(costs: Sequence[RankCost], samples: int, seconds: float) -> bool:
-    """Return whether the ranks can process some number of samples in this time.
-
-    Args:
-        costs: of each rank; every sample takes some time.
-        samples: over all ranks.
-        seconds: 0 or more.
-    """
-    within = samples_within(seconds, *_as_arrays(costs, samples), samples)
-    return bool(within.sum() >= samples)
-
-
 def _as_arrays(costs: Sequence[RankCost], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return each rank's alpha, beta, and largest micro-batch of shares up to `most`."""
     most = max(most, 1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kaitian_mpi.balance.fastest_split import RankCost, can_process
-from kaitian_mpi.balance.monitor import SpeedMonitor
+import numpy as np
+
+from kaitian_mpi.balance.cost_table import CostTable
+from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.monitor import SpeedMonitors
 from kaitian_mpi.balance.planner import plan_fastest_within, with_positive_slopes
+from kaitian_mpi.balance.rank_steps import RankSteps
 
 _MIN_GAIN = 0.05
 _MIN_GAIN_OF_REFINING = 0.02
@@ -19,19 +22,6 @@ _STEPS_BETWEEN = 5  # so that a plan is judged by its own steps before it is rep
 _STEPS_TO_REFINE = 10
 _WAIT_WINDOW = 10
 _STANDARD_ERRORS = 2.5
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """A rank's times of a step. Seconds are per step."""
-
-    steps: int
-    """The number of steps averaged; 0 if the device has not finished one yet."""
-    samples: int
-    work_sec: float
-    """Time to get the batch and compute, without waiting for other ranks."""
-    wait_sec: float
-    """Time spent only waiting for communication."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +70,14 @@ class Rebalancer:
                 one that is computed at once may not fit the memory.
         """
         self.batch_sizes = list(batch_sizes)
+        self._planned = np.array(batch_sizes)
         self._global_batch_size = sum(batch_sizes)
         self._min_batch = min_batch
         self._max_growth = max_growth
         self._largest = list(batch_sizes)
-        self._costs = with_positive_slopes(costs, self._global_batch_size)
-        self._monitors = [SpeedMonitor() for _ in costs]
-        self._planned_logs = [0.0 for _ in costs]
+        self._costs = CostTable.of(with_positive_slopes(costs, self._global_batch_size))
+        self._monitors = SpeedMonitors(len(costs))
+        self._planned_logs = np.zeros(len(costs))
         self._waits: deque[float] = deque(maxlen=_WAIT_WINDOW)
         self._steps = 0
         self._refined = False
@@ -94,25 +85,25 @@ class Rebalancer:
     @property
     def factors(self) -> list[float]:
         """Each rank's compute time relative to its cost model."""
-        return [math.exp(monitor.log_factor) for monitor in self._monitors]
+        return _exponentials(self._monitors.log_factors)
 
     @property
     def costs(self) -> list[RankCost]:
         """Each rank's estimated cost of a step."""
-        return self._scaled([monitor.log_factor for monitor in self._monitors])
+        return self._scaled(self._monitors.log_factors).costs()
 
-    def observe(self, steps: Sequence[RankStep]) -> NewPlan | None:
+    def observe(self, steps: RankSteps) -> NewPlan | None:
         """Add a step's times of all ranks; return a new plan if it is worth the change, else None.
 
         A step with other shares than the plan's is ignored: an epoch's last, partial step, or one
         whose batches were fetched before the plan. A plan that is returned becomes the current one.
         """
-        if [step.samples for step in steps] != self.batch_sizes:
+        if not (steps.samples == self._planned).all():
             return None
-        for monitor, cost, step in zip(self._monitors, self._costs, steps, strict=True):
-            if step.steps and step.samples:
-                monitor.observe(max(step.work_sec, 1e-9) / cost.seconds(step.samples))
-        self._waits.append(min(step.wait_sec for step in steps))
+        timed = (steps.steps > 0) & (steps.samples > 0)
+        planned_sec = np.where(timed, self._costs.seconds(steps.samples), 1.0)
+        self._monitors.observe(np.maximum(steps.work_sec, 1e-9) / planned_sec, timed)
+        self._waits.append(float(steps.wait_sec.min()))
         self._steps += 1
         if self._steps < _STEPS_BETWEEN:
             return None
@@ -125,24 +116,24 @@ class Rebalancer:
         cautious = self._scaled(self._cautious_logs())
         if not self._can_gain(cautious, self._min_gain()):
             return None
-        logs = [monitor.log_factor for monitor in self._monitors]
+        logs = self._monitors.log_factors
         costs = self._scaled(logs)
         batch_sizes = plan_fastest_within(
-            costs, self._global_batch_size, self._growth_limits(), self._min_batch
+            costs.costs(), self._global_batch_size, self._growth_limits(), self._min_batch
         )
-        if self._gain(batch_sizes, cautious) < self._min_gain():
-            return None
         gain = self._gain(batch_sizes, costs)
+        if min(gain, self._gain(batch_sizes, cautious)) < self._min_gain():
+            return None
         return NewPlan(batch_sizes, gain, self.factors, *self._reason(logs, gain))
 
-    def _can_gain(self, costs: Sequence[RankCost], least: float) -> bool:
+    def _can_gain(self, costs: CostTable, least: float) -> bool:
         """Return whether any plan could gain as much: after most steps none could.
 
         To know is much cheaper than to find the best plan.
         """
-        longest = self._step_sec(costs, self.batch_sizes) / (1 + least) - median(self._waits)
+        longest = self._step_sec(costs, self._planned) / (1 + least) - median(self._waits)
         # Rounding must not make the answer False.
-        return can_process(costs, self._global_batch_size, max(0.0, longest) * (1 + 1e-9))
+        return costs.can_process(self._global_batch_size, max(0.0, longest) * (1 + 1e-9))
 
     def _growth_limits(self) -> list[int | None]:
         if math.isinf(self._max_growth):
@@ -153,7 +144,7 @@ class Rebalancer:
             if cost.largest_micro_batch is None
             # What was planned before has fitted.
             else max(largest, min(most, cost.largest_micro_batch))
-            for cost, most, largest in zip(self._costs, grown, self._largest, strict=True)
+            for cost, most, largest in zip(self._costs.costs(), grown, self._largest, strict=True)
         ]
 
     def _min_gain(self) -> float:
@@ -163,37 +154,36 @@ class Rebalancer:
     def _adopt(self, plan: NewPlan) -> None:
         self._refined = plan.gain < _MIN_GAIN
         self.batch_sizes = plan.batch_sizes
+        self._planned = np.array(plan.batch_sizes)
         self._largest = list(map(max, self._largest, plan.batch_sizes))
-        self._planned_logs = [monitor.log_factor for monitor in self._monitors]
+        self._planned_logs = self._monitors.log_factors
         self._steps = 0
-        for monitor in self._monitors:
-            monitor.restart()
+        self._monitors.restart()
 
-    def _cautious_logs(self) -> list[float]:
+    def _cautious_logs(self) -> np.ndarray:
         """Return the estimates, each moved by some standard errors towards the planned value."""
-        cautious = []
-        for monitor, planned in zip(self._monitors, self._planned_logs, strict=True):
-            change = monitor.log_factor - planned
-            certain = max(0.0, abs(change) - _STANDARD_ERRORS * monitor.log_error)
-            cautious.append(planned + math.copysign(certain, change))
-        return cautious
+        change = self._monitors.log_factors - self._planned_logs
+        certain = np.maximum(0.0, np.abs(change) - _STANDARD_ERRORS * self._monitors.log_errors)
+        return self._planned_logs + np.copysign(certain, change)
 
-    def _scaled(self, logs: Sequence[float]) -> list[RankCost]:
-        return [
-            dataclasses.replace(cost, model=cost.model.times(math.exp(log)))
-            for cost, log in zip(self._costs, logs, strict=True)
-        ]
+    def _scaled(self, logs: np.ndarray) -> CostTable:
+        return self._costs.times(np.array(_exponentials(logs)))
 
-    def _gain(self, batch_sizes: Sequence[int], costs: Sequence[RankCost]) -> float:
-        return self._step_sec(costs, self.batch_sizes) / self._step_sec(costs, batch_sizes) - 1
+    def _gain(self, batch_sizes: Sequence[int], costs: CostTable) -> float:
+        new = self._step_sec(costs, np.array(batch_sizes))
+        return self._step_sec(costs, self._planned) / new - 1
 
-    def _step_sec(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:
+    def _step_sec(self, costs: CostTable, batch_sizes: np.ndarray) -> float:
         """Return the slowest rank's seconds plus communication: the shortest wait of any rank."""
-        slowest = max(cost.seconds(b) for cost, b in zip(costs, batch_sizes, strict=True))
-        return slowest + median(self._waits)
+        return float(costs.seconds(batch_sizes).max()) + median(self._waits)
 
-    def _reason(self, logs: Sequence[float], gain: float) -> tuple[int, str]:
-        changes = [log - planned for log, planned in zip(logs, self._planned_logs, strict=True)]
-        rank = max(range(len(changes)), key=lambda index: abs(changes[index]))
+    def _reason(self, logs: np.ndarray, gain: float) -> tuple[int, str]:
+        changes = logs - self._planned_logs
+        rank = int(np.abs(changes).argmax())
         times = math.exp(changes[rank])
         return rank, f"takes {times:.2f}x as long as planned; {gain:.0%} faster steps predicted"
+
+
+def _exponentials(logs: np.ndarray) -> list[float]:
+    """Return the exponentials. Of numpy's, the last bit depends on the processor."""
+    return [math.exp(log) for log in logs.tolist()]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+
+import numpy as np
 
 from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.cost_table import CostTable
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.monitor import SpeedMonitor
-from kaitian_mpi.balance.rebalancer import RankStep
+from kaitian_mpi.balance.monitor import SpeedMonitors
+from kaitian_mpi.balance.rank_steps import RankSteps
 
 COMPUTE, DATA, COMMUNICATION = "compute", "data loading", "communication"
 
@@ -62,130 +64,202 @@ class StragglerDetector:
         """
         per_sample = RankCost(CostModel(0.0, 1.0))
         self._step = 0
-        self._times = [_Times(cost) for cost in costs or [per_sample] * ranks]
-        self._current: dict[tuple[str, int], SlowPeriod] = {}
-        self._signs: dict[tuple[str, int], int] = {}
+        self._times = _Times(costs or [per_sample] * ranks)
+        self._compute, self._data = _Watch(COMPUTE, ranks), _Watch(DATA, ranks)
+        self._communication = _Watch(COMMUNICATION, ranks)
         self.found: list[SlowPeriod] = []
         """All slow periods so far, ended or not, in the order they were found."""
 
-    def observe(
-        self, step: int, steps: Sequence[RankStep], data_sec: Sequence[float]
-    ) -> list[SlowPeriod]:
+    def observe(self, step: int, steps: RankSteps, data_sec: np.ndarray) -> list[SlowPeriod]:
         """Add a step's times of all ranks; return the slow periods that start or end with it.
 
         Args:
             step: the step's number.
-            steps: of each rank.
+            steps: of the ranks.
             data_sec: the part of each rank's `work_sec` spent getting the batch.
         """
         self._step += 1
-        if self._step <= _WARM_UP_STEPS or not all(s.steps and s.samples for s in steps):
+        if self._step <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
             return []
-        for times, rank_step, data in zip(self._times, steps, data_sec, strict=True):
-            times.add(rank_step, data)
-        seen = [*self._compute(), *self._data(), *self._communication()]
-        return [change for sign in seen if (change := self._follow(step, *sign)) is not None]
+        self._times.add(steps, data_sec)
+        return [
+            *self._follow_compute(step),
+            *self._follow_data(step),
+            *self._follow_communication(step),
+        ]
 
     def name(self, slow: SlowPeriod, rank: int, text: str) -> SlowPeriod:
         """Set the rank and text of a slow period that has just started."""
         named = replace(slow, rank=rank, text=text)
-        self._current[slow.kind, slow.rank] = named
+        watches = (self._compute, self._data, self._communication)
+        next(watch for watch in watches if watch.kind == slow.kind).current[slow.rank] = named
         self.found[self.found.index(slow)] = named
         return named
 
-    def _compute(self) -> list[tuple[str, int, float, float, float, str]]:
-        works = [times.work for times in self._times]
-        signs = []
-        for rank, times in enumerate(self._times):
-            others = works[:rank] + works[rank + 1 :]
-            versus_others = times.work / median(others) if others else 1.0
-            slower = times.slower
-            text = (
-                f"it computes {slower:.2f}x as long as at first"
-                if slower >= versus_others
-                else f"it takes {versus_others:.2f}x as long as the others, which wait for it"
-            )
-            amount = max(slower, versus_others)
-            signs.append((COMPUTE, rank, amount, _SLOW_FACTOR, _RECOVERED_FACTOR, text))
-        return signs
+    def _follow_compute(self, step: int) -> list[SlowPeriod]:
+        slower = self._times.slower()
+        versus_others = _versus_others(self._times.work())
 
-    def _data(self) -> list[tuple[str, int, float, float, float, str]]:
-        signs = []
-        for rank, times in enumerate(self._times):
-            part = times.data / max(times.step, 1e-9)
-            text = f"it waits for data {part:.0%} of each step; more --workers may help"
-            signs.append((DATA, rank, part, _LARGE_PART, _SMALL_PART, text))
-        return signs
+        def text(rank: int) -> str:
+            if slower[rank] >= versus_others[rank]:
+                return f"it computes {slower[rank]:.2f}x as long as at first"
+            return f"it takes {versus_others[rank]:.2f}x as long as the others, which wait for it"
 
-    def _communication(self) -> list[tuple[str, int, float, float, float, str]]:
-        waits = [times.wait for times in self._times]
-        last = next(
-            (rank for kind, rank in self._current if kind == COMMUNICATION),
-            waits.index(min(waits)),
-        )
-        part = min(waits) / max(self._times[last].step, 1e-9)
-        text = f"even the last rank to arrive waits {part:.0%} of each step for the gradients"
-        return [(COMMUNICATION, last, part, _LARGE_PART, _SMALL_PART, text)]
+        amounts = np.maximum(slower, versus_others)
+        return self._follow(self._compute, step, amounts, _SLOW_FACTOR, _RECOVERED_FACTOR, text)
+
+    def _follow_data(self, step: int) -> list[SlowPeriod]:
+        parts = self._times.data() / np.maximum(self._times.step(), 1e-9)
+
+        def text(rank: int) -> str:
+            return f"it waits for data {parts[rank]:.0%} of each step; more --workers may help"
+
+        return self._follow(self._data, step, parts, _LARGE_PART, _SMALL_PART, text)
+
+    def _follow_communication(self, step: int) -> list[SlowPeriod]:
+        waits = self._times.wait()
+        last = next(iter(self._communication.current), int(waits.argmin()))
+        part = waits.min() / max(self._times.step()[last], 1e-9)
+
+        def text(rank: int) -> str:
+            return f"even the last rank to arrive waits {part:.0%} of each step for the gradients"
+
+        amounts = np.full(len(waits), part)
+        only = np.arange(len(waits)) == last
+        watch = self._communication
+        return self._follow(watch, step, amounts, _LARGE_PART, _SMALL_PART, text, only)
 
     def _follow(
-        self, step: int, kind: str, rank: int, amount: float, high: float, low: float, text: str
-    ) -> SlowPeriod | None:
-        """Return a slowness that starts or ends now: only one that has persisted for some steps."""
-        key = kind, rank
-        known = self._current.get(key)
-        sign = amount >= high if known is None else amount < low
-        self._signs[key] = self._signs.get(key, 0) + 1 if sign else 0
-        if self._signs[key] < _PERSISTS:
-            return None
-        self._signs[key] = 0
-        if known is None:
-            begun = SlowPeriod(rank, kind, max(1, step - _NOTICED_AFTER), amount, text)
-            self._current[key] = begun
-            self.found.append(begun)
-            return begun
-        ended = replace(known, until_step=step)
-        del self._current[key]
-        self.found[self.found.index(known)] = ended
-        return ended
+        self,
+        watch: _Watch,
+        step: int,
+        amounts: np.ndarray,
+        high: float,
+        low: float,
+        text: Callable[[int], str],
+        only: np.ndarray | None = None,
+    ) -> list[SlowPeriod]:
+        """Return the periods that start or end now: only what has persisted for some steps."""
+        changes = []
+        for rank in watch.persistent(amounts, high, low, only):
+            known = watch.current.pop(rank, None)
+            if known is None:
+                begun = SlowPeriod(
+                    rank,
+                    watch.kind,
+                    max(1, step - _NOTICED_AFTER),
+                    float(amounts[rank]),
+                    text(rank),
+                )
+                watch.current[rank] = begun
+                self.found.append(begun)
+                changes.append(begun)
+            else:
+                ended = replace(known, until_step=step)
+                self.found[self.found.index(known)] = ended
+                changes.append(ended)
+        return changes
+
+
+class _Watch:
+    """Which ranks are slow for one reason, and which seem to become so or to recover."""
+
+    def __init__(self, kind: str, ranks: int) -> None:
+        self.kind = kind
+        self.current: dict[int, SlowPeriod] = {}
+        """The periods that last, by the rank they began with."""
+        self._signs = np.zeros(ranks, int)
+
+    def persistent(
+        self, amounts: np.ndarray, high: float, low: float, only: np.ndarray | None
+    ) -> list[int]:
+        """Add a step; return the ranks that now are slow, or no longer are, for long enough.
+
+        Args:
+            amounts: how slow each rank is.
+            high: a rank is slow from this amount on.
+            low: a slow rank has recovered below this amount.
+            only: the ranks that the step says something about; None for all.
+        """
+        sign = amounts >= high
+        known = list(self.current)
+        sign[known] = amounts[known] < low
+        signs = np.where(sign, self._signs + 1, 0)
+        self._signs = signs if only is None else np.where(only, signs, self._signs)
+        found = np.flatnonzero(self._signs >= _PERSISTS)
+        self._signs[found] = 0
+        ranks: list[int] = found.tolist()
+        return ranks
 
 
 class _Times:
-    """The times of one rank's last steps."""
+    """The times of the ranks' last steps; each array has one entry per rank."""
 
-    def __init__(self, cost: RankCost) -> None:
-        self._cost = cost
-        self._works: deque[float] = deque(maxlen=_MEDIAN_OF)
-        self._datas: deque[float] = deque(maxlen=_WINDOW)
-        self._waits: deque[float] = deque(maxlen=_WINDOW)
-        self._first: list[float] = []
-        self._monitor = SpeedMonitor()
+    def __init__(self, costs: Sequence[RankCost]) -> None:
+        self._costs = CostTable.of(costs)
+        self._works = _Newest(_MEDIAN_OF)
+        self._datas, self._waits = _Newest(_WINDOW), _Newest(_WINDOW)
+        self._first = _Newest(_BASELINE_STEPS)
+        self._baseline: np.ndarray | None = None
+        self._monitors = SpeedMonitors(len(costs))
 
-    def add(self, step: RankStep, data_sec: float) -> None:
-        self._works.append(step.work_sec)
-        self._datas.append(data_sec)
-        self._waits.append(step.wait_sec)
-        ratio = max(step.work_sec - data_sec, 1e-9) / self._cost.seconds(step.samples)
-        if len(self._first) < _BASELINE_STEPS:
-            self._first.append(ratio)
-        else:
-            self._monitor.observe(ratio / median(self._first))
+    def add(self, steps: RankSteps, data_sec: np.ndarray) -> None:
+        self._works.add(steps.work_sec)
+        self._datas.add(data_sec)
+        self._waits.add(steps.wait_sec)
+        work = np.maximum(steps.work_sec - data_sec, 1e-9)
+        ratios = work / self._costs.seconds(steps.samples)
+        if self._baseline is not None:
+            self._monitors.observe(ratios / self._baseline)
+            return
+        self._first.add(ratios)
+        if self._first.is_full:
+            self._baseline = self._first.medians()
+
+    def slower(self) -> np.ndarray:
+        return np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
+
+    def work(self) -> np.ndarray:
+        return self._works.medians()
+
+    def data(self) -> np.ndarray:
+        return self._datas.medians()
+
+    def wait(self) -> np.ndarray:
+        return self._waits.medians()
+
+    def step(self) -> np.ndarray:
+        return self.work() + self.wait()
+
+
+class _Newest:
+    """The newest rows, at most so many."""
+
+    def __init__(self, most: int) -> None:
+        self._rows: deque[np.ndarray] = deque(maxlen=most)
 
     @property
-    def slower(self) -> float:
-        return math.exp(self._monitor.log_factor)
+    def is_full(self) -> bool:
+        return len(self._rows) == self._rows.maxlen
 
-    @property
-    def work(self) -> float:
-        return median(self._works)
+    def add(self, row: np.ndarray) -> None:
+        self._rows.append(row)
 
-    @property
-    def data(self) -> float:
-        return median(self._datas)
+    def medians(self) -> np.ndarray:
+        """Return the median of each column."""
+        ordered = np.array(self._rows)
+        ordered.sort(axis=0)
+        return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
-    @property
-    def wait(self) -> float:
-        return median(self._waits)
 
-    @property
-    def step(self) -> float:
-        return self.work + self.wait
+def _versus_others(works: np.ndarray) -> np.ndarray:
+    """Return each rank's time relative to the median of the others' times; 1 for a single rank."""
+    others = len(works) - 1
+    if others == 0:
+        return np.ones(1)
+    order = np.argsort(works, kind="stable")
+    ordered, place = works[order], np.empty_like(order)
+    place[order] = np.arange(len(works))
+    # Without a rank, those behind it in this order move up by one.
+    low, high = ((index + (place <= index)) for index in ((others - 1) // 2, others // 2))
+    return works / ((ordered[low] + ordered[high]) / 2)

@@ -12,11 +12,11 @@ from kaitian_mpi.balance.cost_learner import CostLearner
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_equal, plan_fastest
-from kaitian_mpi.balance.rebalancer import RankStep
+from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.output.run_folder import DiskFolder
 from kaitian_mpi.steps.rebalancing import Balancing
-from kaitian_mpi.steps.step_exchange import StepReport
+from kaitian_mpi.steps.step_exchange import StepReport, StepReports
 
 SEEDS = range(25)
 NEVER = 1000
@@ -98,7 +98,7 @@ class Job:
 
     def observe(self, steps):
         known = self.learner.costs is not None
-        sizes = self.learner.observe(steps)
+        sizes = self.learner.observe(RankSteps.of(steps))
         assert not (known and sizes)
         if self.learner.costs is not None and not known:
             self.learned_at = len(self.history)
@@ -203,7 +203,7 @@ def test_a_device_that_always_reports_three_steps_late():
             RankStep(1 if late else 0, b, 0.01 * times * late[i] if late else 0.0, 0.0)
             for i, (b, times) in enumerate(zip(sizes, (1, 3), strict=True))
         ]
-        sizes = learner.observe(steps) or sizes
+        sizes = learner.observe(RankSteps.of(steps)) or sizes
     assert [cost.seconds(100) for cost in learner.costs] == [
         pytest.approx(1.0, rel=0.02),
         pytest.approx(3.0, rel=0.02),
@@ -216,7 +216,7 @@ def test_more_steps_timed_than_reported_are_ignored():
         steps = [RankStep(1, b, 0.01 * b, 0.0) for b in learner.batch_sizes]
         if step == 2:
             steps[0] = RankStep(9, 32, 9.0, 0.0)
-        learner.observe(steps)
+        learner.observe(RankSteps.of(steps))
     assert learner.costs[0].seconds(32) == pytest.approx(0.32, rel=0.02)
 
 
@@ -287,7 +287,7 @@ def test_a_slow_step_of_an_unusual_size_does_no_harm():
 def test_learning_ends_where_no_step_has_the_planned_sizes():
     learner = CostLearner([32, 32], steps_ahead=4)
     for _ in range(100):
-        learner.observe([RankStep(1, 10, 0.1, 0.0), RankStep(1, 10, 0.3, 0.0)])
+        learner.observe(RankSteps.of([RankStep(1, 10, 0.1, 0.0), RankStep(1, 10, 0.3, 0.0)]))
     assert learner.costs is not None
     assert sum(learner.batch_sizes) == 64
     ratio = learner.costs[1].seconds(10) / learner.costs[0].seconds(10)
@@ -297,7 +297,10 @@ def test_learning_ends_where_no_step_has_the_planned_sizes():
 def test_nothing_is_learned_from_a_device_that_never_reports():
     learner = CostLearner([32, 32])
     for _ in range(100):
-        assert learner.observe([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.3, 0.0)]) is None
+        assert (
+            learner.observe(RankSteps.of([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.3, 0.0)]))
+            is None
+        )
     assert learner.costs is None
 
 
@@ -318,7 +321,7 @@ def train(balance, steps, slowness=(1, 3), sizes=(32, 32), alpha=0.0):
     reports, changes = None, []
     for step in range(1, steps + 1):
         times = [(alpha + 0.01 * b) * s for b, s in zip(sizes, slowness, strict=True)]
-        new = balance.observe(step, reports) if reports else None
+        new = balance.observe(step, StepReports.of(reports)) if reports else None
         reports = [
             StepReport(b, 1, sec, max(times) - sec, 0.0)
             for b, sec in zip(sizes, times, strict=True)
@@ -375,5 +378,5 @@ def test_stragglers_are_judged_by_the_learned_costs(tmp_path):
     balance = balancing(tmp_path)
     train(balance, 40, slowness=(1, 1), alpha=0.3)
     for step in range(41, 81):  # for a rank, half the samples take three quarters of the time
-        balance.observe(step, [StepReport(16, 1, 0.46, 0.0, 0.0)] * 2)
+        balance.observe(step, StepReports.of([StepReport(16, 1, 0.46, 0.0, 0.0)] * 2))
     assert balance.slow_ranks() == []

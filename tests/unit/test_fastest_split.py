@@ -8,7 +8,8 @@ import time
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost, can_process, fastest_split
+from kaitian_mpi.balance.cost_table import CostTable
+from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
 from kaitian_mpi.balance.planner import plan_fastest
 
 
@@ -61,8 +62,10 @@ def test_the_ranks_can_process_a_batch_in_the_time_of_its_fastest_split_and_not_
     costs = random_costs(chance, chance.randint(1, 4))
     total = chance.randint(1, 30)
     seconds = slowest(costs, fastest_split(costs, total))
-    assert can_process(costs, total, seconds * (1 + 1e-9))
-    assert not can_process(costs, total, seconds * (1 - 1e-9))
+    table = CostTable.of(costs)
+    assert table.costs() == costs
+    assert table.can_process(total, seconds * (1 + 1e-9))
+    assert not table.can_process(total, seconds * (1 - 1e-9))
 
 
 @pytest.mark.parametrize("min_batch", [1, 2, 3])

@@ -4,38 +4,57 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.monitor import SpeedMonitor
+from kaitian_mpi.balance.monitor import SpeedMonitors
 from kaitian_mpi.balance.planner import plan_fastest
-from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
+from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
+from kaitian_mpi.balance.rebalancer import Rebalancer
 
 
-def test_the_monitor_uses_the_median_and_restarts_at_a_change():
-    monitor = SpeedMonitor()
-    assert math.isinf(monitor.log_error)
+def test_a_monitor_uses_the_median_and_restarts_at_a_change():
+    monitors = SpeedMonitors(1)
+    assert np.isinf(monitors.log_errors)
     for ratio in (1.0, 1.02, 5.0, 0.98, 1.01, 0.99):  # one slow step is no change
-        monitor.observe(ratio)
-    assert math.exp(monitor.log_factor) == pytest.approx(1.0, abs=0.02)
+        monitors.observe(np.array([ratio]))
+    assert np.exp(monitors.log_factors) == pytest.approx(1.0, abs=0.02)
     for _ in range(3):
-        monitor.observe(3.0)
-    assert math.exp(monitor.log_factor) == pytest.approx(3.0, rel=0.01)
-    assert monitor.steps == 3
+        monitors.observe(np.array([3.0]))
+    assert np.exp(monitors.log_factors) == pytest.approx(3.0, rel=0.01)
+    assert monitors.steps == 3
 
 
-def test_the_monitors_error_shrinks_with_more_steps():
+def test_a_monitors_error_shrinks_with_more_steps():
     generator = random.Random(0)
-    monitor = SpeedMonitor()
+    monitors = SpeedMonitors(1)
     errors = []
     for _ in range(30):
-        monitor.observe(math.exp(generator.gauss(0, 0.1)))
-        errors.append(monitor.log_error)
+        monitors.observe(np.array([math.exp(generator.gauss(0, 0.1))]))
+        errors.append(monitors.log_errors[0])
     assert errors[29] < 0.5 * errors[4]
-    assert abs(monitor.log_factor) < 3 * monitor.log_error
-    monitor.restart()
-    assert monitor.steps == 0
+    assert abs(monitors.log_factors[0]) < 3 * monitors.log_errors[0]
+    monitors.restart()
+    assert monitors.steps == 0
+
+
+def test_each_of_many_monitors_follows_its_own_rank():
+    generator = random.Random(0)
+    together, alone = SpeedMonitors(5), [SpeedMonitors(1) for _ in range(5)]
+    for step in range(80):
+        ratios = np.array([generator.uniform(0.9, 1.1) for _ in range(5)])
+        ratios[3] *= 3.0 if step >= 40 else 1.0
+        seen = np.array([generator.random() < 0.8 for _ in range(5)])
+        together.observe(ratios, seen)
+        for rank, monitor in enumerate(alone):
+            if seen[rank]:
+                monitor.observe(ratios[rank : rank + 1])
+        assert together.steps.tolist() == [monitor.steps[0] for monitor in alone]
+        assert together.log_factors.tolist() == [monitor.log_factors[0] for monitor in alone]
+        assert together.log_errors.tolist() == [monitor.log_errors[0] for monitor in alone]
+    assert math.exp(together.log_factors[3]) == pytest.approx(3.0, rel=0.1)
 
 
 class Job:
@@ -69,7 +88,7 @@ class Job:
                 RankStep(1, b, w, max(work) - w + 0.005)
                 for b, w in zip(self.shares, work, strict=True)
             ]
-            plan = self.rebalancer.observe(told) if told else None
+            plan = self.rebalancer.observe(RankSteps.of(told)) if told else None
             told = steps_now
             if plan is not None:
                 assert sum(plan.batch_sizes) == self.batch
@@ -119,7 +138,7 @@ def test_a_wrong_benchmark_is_corrected():
     plan = None
     for _ in range(20):
         steps = [RankStep(1, 32, 0.32, 0.64), RankStep(1, 32, 0.96, 0.0)]
-        plan = plan or rebalancer.observe(steps)
+        plan = plan or rebalancer.observe(RankSteps.of(steps))
     assert plan is not None
     assert plan.batch_sizes == [48, 16]
     assert plan.factors == [pytest.approx(1.0), pytest.approx(3.0)]
@@ -129,7 +148,7 @@ def test_a_wrong_benchmark_is_corrected():
 def test_new_plans_respect_the_minimum_batch():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32], min_batch=2)
     found = [
-        rebalancer.observe([RankStep(1, 32, 0.32, 32.0), RankStep(1, 32, 32.0, 0.0)])
+        rebalancer.observe(RankSteps.of([RankStep(1, 32, 0.32, 32.0), RankStep(1, 32, 32.0, 0.0)]))
         for _ in range(20)
     ]
     (plan,) = [plan for plan in found if plan is not None]
@@ -144,7 +163,7 @@ def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
         shares = rebalancer.batch_sizes
         times = [share * speed for share, speed in zip(shares, speeds, strict=True)]
         plan = rebalancer.observe(
-            [RankStep(1, b, sec, 0.0) for b, sec in zip(shares, times, strict=True)]
+            RankSteps.of([RankStep(1, b, sec, 0.0) for b, sec in zip(shares, times, strict=True)])
         )
         if plan is not None:
             assert sum(plan.batch_sizes) == 64
@@ -154,22 +173,46 @@ def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
     assert sizes == [[16, 48], [32, 32], [59, 5]]
 
 
+@pytest.mark.parametrize("seed", [3, 11, 12])
+def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed):
+    """The more certain estimates alone would make a difference that is none."""
+    chance = random.Random(seed)
+    costs = [RankCost(CostModel(0.02, 0.001 * times)) for times in (1, 1, 2.5)]
+    shares = plan_fastest(costs, 128)
+    rebalancer = Rebalancer(costs, shares)
+    for _ in range(14):
+        work = [
+            cost.seconds(b) * 0.82 * (1 + chance.uniform(-noise, noise))
+            for cost, b, noise in zip(costs, shares, (0.01, 0.01, 0.15), strict=True)
+        ]
+        steps = [
+            RankStep(1, b, w, max(work) - w + 0.001) for b, w in zip(shares, work, strict=True)
+        ]
+        assert rebalancer.observe(RankSteps.of(steps)) is None
+
+
 def test_no_new_plan_where_communication_dominates():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
         steps = [RankStep(1, 32, 0.32, 10.0), RankStep(1, 32, 0.48, 9.84)]
-        assert rebalancer.observe(steps) is None
+        assert rebalancer.observe(RankSteps.of(steps)) is None
 
 
 def test_steps_with_shares_other_than_the_plans_are_ignored():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
-        assert rebalancer.observe([RankStep(1, 8, 0.08, 0), RankStep(1, 8, 0.8, 0)]) is None
+        assert (
+            rebalancer.observe(RankSteps.of([RankStep(1, 8, 0.08, 0), RankStep(1, 8, 0.8, 0)]))
+            is None
+        )
     assert rebalancer.factors == [1.0, 1.0]
 
 
 def test_a_device_without_a_completed_step_is_ignored():
     rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
     for _ in range(40):
-        assert rebalancer.observe([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.32, 0)]) is None
+        assert (
+            rebalancer.observe(RankSteps.of([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.32, 0)]))
+            is None
+        )
     assert rebalancer.factors == [1.0, pytest.approx(1.0)]

@@ -1,8 +1,10 @@
 """Detecting stragglers, and why they are slow, from the step times that ranks report."""
 
+import numpy as np
+
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.rebalancer import RankStep
+from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
 from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, StragglerDetector
 
 
@@ -12,7 +14,7 @@ def watch(steps, told, ranks=3, costs=()):
     seen = []
     for step in range(1, steps + 1):
         rank_steps, data = told(step)
-        for change in watch.observe(step, rank_steps, data):
+        for change in watch.observe(step, RankSteps.of(rank_steps), np.array(data)):
             seen.append((step, change.rank, change.kind, change.until_step is None))
     return watch, seen
 
