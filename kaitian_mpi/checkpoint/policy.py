@@ -15,7 +15,8 @@ from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
+from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.engine.state_transfer import from_bytes, to_bytes
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
@@ -82,6 +83,7 @@ class Checkpointing:
         self._snapshot_files = snapshots = snapshot_files(config)
         self._snapshots = BackgroundWriter(snapshots) if snapshots is not None else None
         self._saved_step = -1
+        self._reported_step: int | None = None
         self._exit_copy: dict[str, Any] | None = None
         self.restart_timer()
 
@@ -257,6 +259,13 @@ class Checkpointing:
     def wait(self) -> None:
         """Wait until every submitted checkpoint is on disk or has failed."""
         self._writer.wait()
+
+    def newly_written(self) -> int | None:
+        """Return the step of the checkpoint that was written since the last call, if any was."""
+        step = self._writer.last_written
+        is_new = step != self._reported_step
+        self._reported_step = step
+        return step if is_new else None
 
     def is_on_disk(self, step: int) -> bool:
         """Return whether there is a checkpoint of this step."""

@@ -17,11 +17,12 @@ from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.checkpoint.resume_rules import Changes, compare_flags
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.engine.state import TrainingState, from_bytes, to_bytes
+from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.engine.state_transfer import broadcast_state
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.console import warn_rank_0
 from kaitian_mpi.output.folders import is_private
 from kaitian_mpi.wire.residual import add_up
 
@@ -69,7 +70,7 @@ def find_checkpoint(
             raise AgreedError(candidates[0]["damaged"])
         if resume:
             where = "without a run folder" if run_folder is None else f"in {run_folder}"
-            print_rank_0(world, f"found no checkpoint {where}: starting from scratch")
+            warn_rank_0(world, f"found no checkpoint {where}: starting from scratch")
         return FoundCheckpoint()
     best = candidates[source]
     return FoundCheckpoint(
@@ -134,10 +135,8 @@ def hand_over(world: World, found: FoundCheckpoint, to: int) -> FoundCheckpoint:
     holders = [rank for rank, has in enumerate(_have_content(world, found)) if has]
     if not holders or holders == [to]:
         return found
-    content = broadcast_bytes(
-        world.comm, to_bytes(found.content) if found.content is not None else None, holders[0]
-    )
-    return replace(found, content=from_bytes(content) if world.rank == to else None)
+    content = broadcast_state(world.comm, found.content, holders[0], receives=world.rank == to)
+    return replace(found, content=content)
 
 
 def is_held(world: World, found: FoundCheckpoint) -> bool:
@@ -191,9 +190,7 @@ def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: in
         "rank_states": saved if are_same_ranks else [],
         "residuals": {} if are_same_ranks else add_up(each["residuals"] for each in saved),
     }
-    of_ranks = from_bytes(
-        broadcast_bytes(world.comm, to_bytes(of_ranks) if world.rank == source else None, source)
-    )
+    of_ranks = broadcast_state(world.comm, of_ranks, source, receives=True)
     rank_states = of_ranks["rank_states"]
     if len(rank_states) == world.size:
         state.load_rank_state(rank_states[world.rank])

@@ -109,7 +109,16 @@ RULES: Mapping[str, Rule] = {
     "seed": _REJECTED,
     "run_dir": _APPLIES_SILENTLY,
     "export": _APPLIES_SILENTLY,
+    "dashboard": _APPLIES_SILENTLY,
+    "progress": _APPLIES_SILENTLY,
+    "quiet": _APPLIES_SILENTLY,
+    "timeline": _APPLIES_SILENTLY,
+    "timeline_every": _APPLIES_SILENTLY,
+    "profile": _APPLIES_SILENTLY,
     "log_interval": _APPLIES,
+    "tensorboard": _APPLIES_SILENTLY,
+    "wandb": _APPLIES_SILENTLY,
+    "mlflow": _APPLIES_SILENTLY,
     "log_level": _APPLIES,
 }
 

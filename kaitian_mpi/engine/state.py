@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,9 +15,10 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.state_lock import StateLock
+from kaitian_mpi.engine.state_transfer import broadcast_state, reload
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import broadcast_bytes, gather_values
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.wire.residual import Residuals
 
@@ -248,7 +248,7 @@ class TrainingState:
         state = self.shared()
         for name in ("model", "optimizers", "schedulers", "extra"):
             try:
-                from_bytes(to_bytes(state[name]))
+                state[name] = reload(state[name])
             except Exception as error:  # of the user's objects, which may raise anything
                 what = "extra_state" if name == "extra" else name
                 raise UserError(
@@ -256,7 +256,7 @@ class TrainingState:
                     f"({type(error).__name__}), needed tensors, numbers and texts, in dicts, lists "
                     "and tuples"
                 ) from error
-        self.load_shared(from_bytes(to_bytes(state)))
+        self.load_shared(state)
         self.is_begun = False
 
     def _scheduler_states(self) -> list[dict[str, Any]]:
@@ -333,24 +333,12 @@ class TrainingState:
 
         The other ranks keep theirs, and so their own batch norm statistics.
         """
-        content = broadcast_bytes(
-            world.comm, to_bytes(self.shared()) if world.rank == source else None, source
-        )
-        if world.rank in receivers:
-            self.load_shared(from_bytes(content))
-
-
-def to_bytes(state: dict[str, Any]) -> bytes:
-    """Serialize a state of tensors and plain values."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def from_bytes(content: bytes) -> dict[str, Any]:
-    """Deserialize a state that `to_bytes` serialized; its tensors are in host memory."""
-    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    return state
+        receives = world.rank in receivers
+        # A state that is begun stays whole until all has arrived: the sender may be lost.
+        own = self.shared() if world.rank == source or not self.is_begun else None
+        content = broadcast_state(world.comm, own, source, receives, into=own)
+        if receives:
+            self.load_shared(content)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

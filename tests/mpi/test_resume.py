@@ -116,8 +116,12 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def readings(folder):
+    return [line for line in lines(folder, "metrics.jsonl") if "validation" not in line]
+
+
 def steps_in(folder):
-    return [line["step"] for line in lines(folder, "metrics.jsonl")]
+    return [line["step"] for line in readings(folder)]
 
 
 def summary_in(folder):
@@ -204,7 +208,7 @@ def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, fo
     assert newest(folder)["progress"]["samples"] == 3 * LENGTH
     rate = make_rate(TrainConfig())
     samples = 0
-    for line in lines(folder, "metrics.jsonl"):
+    for line in readings(folder):
         epoch_left = LENGTH - samples % LENGTH
         of_step = min(epoch_left, BATCH if line["step"] <= 7 else other)
         middle = (samples + of_step / 2) / (3 * LENGTH)

@@ -9,7 +9,7 @@ import pytest
 from kaitian_mpi.checkpoint.resume_rules import RULES, Invalidated, OnChange, compare_flags
 from kaitian_mpi.config import TrainConfig, flag_name
 
-THEN = TrainConfig(model="cnn", run_dir="run", resume="auto")
+THEN = TrainConfig(timeline=True, model="cnn", run_dir="run", resume="auto")
 COSTS = {Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN}
 PLAN = {Invalidated.EXCLUSION, Invalidated.PLAN}
 
@@ -30,6 +30,15 @@ SILENT = {
     "network_interface": "eth0",
     "emulate_kinds": "a,b",
     "export": "model.safetensors",
+    "dashboard": 8080,
+    "progress": "plain",
+    "quiet": True,
+    "timeline": False,
+    "timeline_every": 7,
+    "profile": "0@5",
+    "tensorboard": True,
+    "wandb": "project",
+    "mlflow": "experiment",
     "emulate_slowdown": "1:2",
     "parity": False,
     "resume": "run/checkpoints/step-00000001.pt",

@@ -1,0 +1,187 @@
+"""Moves a training state between ranks, a tensor at a time.
+
+A state may fill most of a host's memory: neither the rank that sends it nor those that receive it
+hold a second copy of more than one tensor.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kaitian_mpi.mpi.exchange import broadcast_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MIN_BYTES = 1 << 16  # smaller tensors are sent with what they are part of
+_PIECE_BYTES = 16 << 20
+_PLACE = "the place of a large tensor"  # a key that no state_dict has
+
+
+def to_bytes(state: Any) -> bytes:
+    """Serialize a state of tensors and plain values."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(content: bytes) -> Any:
+    """Deserialize a state that `to_bytes` serialized; its tensors are in host memory."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def reload(state: Any) -> Any:
+    """Return a state as it would be after it was saved to a file and loaded.
+
+    Large tensors are those of `state` themselves: any of them can be saved.
+
+    Raises:
+        Exception: it cannot be saved or loaded; of many types.
+    """
+    tensors = _Tensors()
+    return _fill(from_bytes(to_bytes(tensors.take_out(state))), tensors.found)
+
+
+def broadcast_state(
+    comm: MPI.Intracomm, state: Any, root: int, receives: bool, into: Any = None
+) -> Any:
+    """Send a state of tensors and plain values from one rank to some ranks. Collective.
+
+    Args:
+        comm: of all ranks that call this.
+        state: what rank `root` sends, with tensors on any device; ignored elsewhere.
+        root: the rank that sends.
+        receives: whether this rank wants the state.
+        into: a state of this rank's that is overwritten: its tensors in host memory become part of
+            the result where they have the right shape and dtype. None for none.
+
+    Returns:
+        What was sent, with its tensors in host memory; on rank `root` its own. None if this rank
+        does not receive.
+    """
+    if comm.rank == root:
+        own = _Tensors()
+        broadcast_bytes(comm, to_bytes(own.take_out(state)), root)
+        for tensor in own.found:
+            for piece in _pieces(tensor.cpu()):  # copied one at a time
+                comm.Bcast(piece, root)
+        return state if receives else None
+    skeleton = from_bytes(broadcast_bytes(comm, None, root))
+    tensors: list[torch.Tensor] = []
+    unwanted = torch.empty(0 if receives else _PIECE_BYTES, dtype=torch.uint8)
+    for place, present in _places(skeleton, into):
+        if place["index"] < len(tensors):  # a tied weight, which is sent once
+            continue
+        target = _target(place, present) if receives else None
+        size = torch.Size(place["shape"]).numel() * getattr(torch, place["dtype"]).itemsize
+        for piece in _pieces(unwanted, size) if target is None else _pieces(target):
+            comm.Bcast(piece, root)
+        tensors.append(unwanted if target is None else target)
+    return _fill(skeleton, tensors) if receives else None
+
+
+class _Tensors:
+    """The large tensors of a state, each once."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self._indices: dict[tuple[Any, ...], int] = {}
+
+    def take_out(self, state: Any) -> Any:
+        """Return the state with a description in the place of each large tensor."""
+        return self._describe(state) if _is_large(state) else _map(state, self.take_out)
+
+    def _describe(self, tensor: torch.Tensor) -> dict[str, Any]:
+        known = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if known not in self._indices:
+            self._indices[known] = len(self.found)
+            dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
+            self.found.append(dense)
+        index = self._indices[known]
+        return {
+            _PLACE: True,
+            "index": index,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "stride": list(self.found[index].stride()),
+        }
+
+
+def _fill(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a state with the tensors in their places."""
+    if isinstance(skeleton, dict) and _PLACE in skeleton:
+        return tensors[skeleton["index"]]
+    return _map(skeleton, lambda item: _fill(item, tensors))
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a dict, list or tuple with its items changed; anything else as it is."""
+    if type(value) in (dict, OrderedDict):
+        changed = type(value)((key, change(item)) for key, item in value.items())
+        if hasattr(value, "_metadata"):  # a module's state_dict has the versions of its parts
+            changed._metadata = value._metadata
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(change(item) for item in value)
+    return value
+
+
+def _places(skeleton: Any, into: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Return the places of tensors in order, and what stands at each in another state, if any."""
+    if isinstance(skeleton, dict):
+        if _PLACE in skeleton:
+            yield skeleton, into
+            return
+        others = into if isinstance(into, dict) else {}
+        for key, item in skeleton.items():
+            yield from _places(item, others.get(key))
+    elif type(skeleton) in (list, tuple):
+        others = dict(enumerate(into)) if type(into) in (list, tuple) else {}
+        for index, item in enumerate(skeleton):
+            yield from _places(item, others.get(index))
+
+
+def _target(place: dict[str, Any], present: Any) -> torch.Tensor:
+    """Return where to receive a tensor: in the one that stands in its place, or a new one."""
+    dtype, shape, stride = getattr(torch, place["dtype"]), place["shape"], place["stride"]
+    if (
+        _is_large(present)
+        and present.is_cpu
+        and present.dtype == dtype
+        and list(present.shape) == shape
+        and list(present.stride()) == stride
+    ):
+        return present.detach()
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[Any]:
+    """Return a dense tensor's memory in pieces, as arrays of bytes.
+
+    Args:
+        tensor: in host memory.
+        size: with it, `tensor` is one piece, which is returned again and again for so many bytes.
+    """
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    for begin in range(0, flat.size if size is None else size, _PIECE_BYTES):
+        yield flat[begin : begin + _PIECE_BYTES] if size is None else flat[: size - begin]
+
+
+def _is_large(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and not (value.is_quantized or value.is_conj() or value.is_neg())
+        and value.numel() * value.element_size() >= _MIN_BYTES
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor fills its part of the memory, whatever the order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
