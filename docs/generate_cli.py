@@ -10,7 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from kaitian_mpi.cli import bench, doctor, env, flags, plan, run, supervise, train
+from kaitian_mpi.cli import bench, doctor, env, flags, plan, report, run, supervise, train
 
 TARGET = Path(__file__).with_name("cli.md")
 PARSERS = (
@@ -18,6 +18,7 @@ PARSERS = (
     run.make_parser(),
     bench.make_parser(),
     plan.make_parser(),
+    report.make_parser(),
     supervise.make_parser(),
     env.make_parser(),
     doctor.make_parser(),

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from kaitian_mpi.backend.sync_batch_norm import convert_sync_batchnorm
     from kaitian_mpi.data.sampler import LoadAdaptiveSampler
     from kaitian_mpi.engine.task import Task
+    from kaitian_mpi.metrics.sink import MetricsSink
     from kaitian_mpi.mpi.world import World
     from kaitian_mpi.training.training import Training
 
 __version__ = "0.1.0"
 __all__ = [
     "LoadAdaptiveSampler",
+    "MetricsSink",
     "Task",
     "Training",
     "WeightedSum",
@@ -42,6 +44,7 @@ __all__ = [
 
 _MODULES = {
     "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
+    "MetricsSink": "kaitian_mpi.metrics.sink",
     "Task": "kaitian_mpi.engine.task",
     "Training": "kaitian_mpi.training.training",
     "WeightedSum": "kaitian_mpi.backend.ddp_hook",

@@ -147,6 +147,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_readings(folder: Path) -> list[dict[str, Any]]:
+    """Return the readings in a run folder's metrics.jsonl, without its evaluations."""
+    return [line for line in read_lines(folder / "metrics.jsonl") if "validation" not in line]
+
+
 def weights_in(folder: Path) -> dict[str, Any]:
     """Return the weights that the run in a folder of jobs has saved at its end."""
     import torch

@@ -55,7 +55,8 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     relay = Relay(world.relay, world.device, has_accelerators=has_accelerators, network=network)
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
-        options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions
+        *(options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions),
+        unique_name=unique,
     )
     slowdown.forget()  # waiting for the other ranks above was not computing
     return group

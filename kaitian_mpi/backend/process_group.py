@@ -61,6 +61,9 @@ from kaitian_mpi.relay.relay import Relay
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.ulfm import is_revoked
+from kaitian_mpi.tracing.collectives import GroupLabel
+
+_UNIQUE_LENGTH = 8  # in timelines
 
 
 @not_compiled
@@ -86,6 +89,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         slowdown: ScriptSlowdown,
         relay: Relay,
         torch_versions: Sequence[str],
+        unique_name: str = "",
     ) -> None:
         """Create the group on this rank.
 
@@ -99,6 +103,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             slowdown: the emulated slowdown of this process.
             relay: this group's own.
             torch_versions: of each rank of the group.
+            unique_name: the same on every rank, and of no other group of any job.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
@@ -117,7 +122,10 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
         self.torch_versions = tuple(torch_versions)
         """The release of torch of each rank."""
         self._check = agreement_check(comms.world, self._arrivals.arrive, torch_versions)
-        router = Router(self._library, host, self._hybrid, self._worker, streams, self._check)
+        label = GroupLabel(name, unique_name[:_UNIQUE_LENGTH])
+        router = Router(
+            self._library, host, self._hybrid, self._worker, streams, self._check, label
+        )
         self._mailbox = Mailbox(
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )

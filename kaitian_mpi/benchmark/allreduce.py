@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -133,16 +134,23 @@ def gradient_buckets(model: nn.Module) -> list[int]:
     return ddp_buckets(count)
 
 
-def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
+@dataclass(frozen=True)
+class AllreduceChoice:
+    """The algorithm that reduces gradients across device kinds."""
+
+    algorithm: str
+    """Its name; `direct` with a single device kind."""
+    seconds: Mapping[str, float]
+    """Seconds for all buckets of a step, by algorithm; empty if nothing had to be measured."""
+
+
+def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> AllreduceChoice:
     """Choose and log the algorithm that reduces gradients across device kinds. Collective.
 
     Args:
         request: `--allreduce`.
         world: the ranks of the default process group.
         buckets: bytes of the buckets that a step reduces.
-
-    Returns:
-        The algorithm's name; `direct` with a single device kind.
     """
     group = _group()
     group.trust_calls()  # a Training's buckets do not depend on torch's release
@@ -158,12 +166,12 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> str:
         )
     if group.single_kind:
         print_rank_0(world, "allreduce: direct, as there is only one device kind")
-        return "direct"
+        return AllreduceChoice("direct", {})
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
     print_rank_0(
         world, f"allreduce: {group.algorithm}" + (f" (measured: {times})" if times else "")
     )
-    return group.algorithm
+    return AllreduceChoice(group.algorithm, measured)
 
 
 def measure_allreduce(

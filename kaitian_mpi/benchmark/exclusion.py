@@ -13,7 +13,7 @@ from kaitian_mpi.benchmark.allreduce import measure_allreduce
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.console import warn_rank_0
 
 _MIN_GAIN = 0.05  # no device is excluded for less
 
@@ -83,7 +83,12 @@ def ranks_to_exclude(
 def log_excluded(world: World, excluded: dict[int, str]) -> None:
     """Log which ranks are excluded, and why."""
     for rank, reason in excluded.items():
-        print_rank_0(world, f"{world.infos[rank]} is excluded: {reason}; --keep-all keeps it")
+        warn_rank_0(world, excluded_line(world.infos[rank], reason))
+
+
+def excluded_line(info: RankInfo, reason: str) -> str:
+    """Return a line that says which rank is excluded, and why."""
+    return f"{info} is excluded: {reason}; --keep-all keeps it"
 
 
 def _too_slow(

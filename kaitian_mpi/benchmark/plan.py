@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.balance.fastest_split import RankCost
@@ -19,10 +21,12 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 
 FROM_BENCHMARK = "the benchmark"
+_BENCHMARK = "benchmark.json"
 
 
 @dataclass(frozen=True)
@@ -147,12 +151,17 @@ def _check_at_once(world: World, costs: Sequence[RankCost], shares: Sequence[int
             )
 
 
-def record_plan(world: World, setup: Setup, plan: Plan, step: int, reason: str) -> None:
+def record_plan(
+    world: World, setup: Setup, plan: Plan, step: int, reason: str, sinks: Sinks
+) -> None:
     """Record a plan in plan.jsonl, and log it unless the benchmark's table has shown it."""
+    text = f"samples per step and rank {plan.batch_sizes} ({reason})"
     if reason != FROM_BENCHMARK:
-        print_rank_0(world, f"samples per step and rank {plan.batch_sizes} ({reason})")
-    line = {"step": step, "batch_sizes": plan.batch_sizes, "reason": reason}
-    setup.folder.append("plan.jsonl", line)
+        print_rank_0(world, text)
+    ranks = [info.world_rank for info in world.infos]
+    line: dict[str, Any] = {"batch_sizes": plan.batch_sizes, "reason": reason}
+    setup.folder.append("plan.jsonl", {"step": step, "time": time.time(), "ranks": ranks, **line})
+    sinks.event("plan", step, text, ranks, **line)
 
 
 def write_benchmark(world: World, setup: Setup, results: list[RankBenchmark]) -> None:
@@ -180,7 +189,19 @@ def write_benchmark(world: World, setup: Setup, results: list[RankBenchmark]) ->
         }
         for info, result, score in zip(world.infos, results, scores_of(results, share), strict=True)
     ]
-    setup.folder.write("benchmark.json", {"ranks": ranks, "emulated": is_emulated(world, setup)})
+    setup.folder.write(_BENCHMARK, {"ranks": ranks, "emulated": is_emulated(world, setup)})
+
+
+def record_allreduce(setup: Setup, seconds: Mapping[str, float]) -> None:
+    """Add the measured algorithms to benchmark.json; nothing if none was measured.
+
+    Args:
+        setup: whose folder.
+        seconds: by algorithm, for all buckets of a step.
+    """
+    if seconds:
+        known = setup.folder.read(_BENCHMARK)
+        setup.folder.write(_BENCHMARK, {**known, "allreduce_sec": dict(seconds)})
 
 
 def is_emulated(world: World, setup: Setup) -> bool:

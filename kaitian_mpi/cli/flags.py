@@ -26,7 +26,9 @@ SECTIONS = {
     "optimization": "epochs max_steps precision memory_format sync_bn max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
     "spares step_timeout snapshots snapshot_every",
-    "seed and output": "seed run_dir export log_interval log_level",
+    "seed and output": "seed run_dir export log_interval progress quiet log_level dashboard",
+    "metrics in other programs": "tensorboard wandb mlflow",
+    "timeline and profile": "timeline timeline_every profile",
 }
 RECIPE = frozenset(SECTIONS["image classification (not with --task)"].split())
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}

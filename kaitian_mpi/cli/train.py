@@ -48,7 +48,8 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         with report_once():
             config = parse_config(PROGRAM, arguments)
-        configure_logging(config.log_level, rank_prefix(), read_launch(os.environ).world_rank)
+        level = "warning" if config.quiet and config.log_level == "info" else config.log_level
+        configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
         launch = read_launch(os.environ)
         if launch.local_size < launch.world_size:

@@ -14,6 +14,7 @@ from kaitian_mpi.errors import (
 )
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
 from kaitian_mpi.runtime.ulfm import may_be_loss
+from kaitian_mpi.tracing import recorder
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,8 @@ class ArrivalTracker:
         # Other ranks cannot have waited for this one since before its previous arrival. A blocking
         # call follows, for which no rank may have given up.
         self._done_at = time.monotonic()
+        if recorder.current is not None:
+            recorder.current.part("wait for all ranks", self._done_at - arrived_at)
         if self._done_at - self._arrived_at > self._late_sec:
             self._confirm()
         self._arrived_at = arrived_at

@@ -28,6 +28,8 @@ from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.relay.relay import Relay
+from kaitian_mpi.tracing import recorder
+from kaitian_mpi.tracing.collectives import part
 from kaitian_mpi.wire.residual import Residual
 
 _WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
@@ -91,6 +93,8 @@ class HybridOperations(HostOperations):
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce `tensor` over all ranks, in place."""
+        if recorder.current is not None:
+            recorder.current.annotate(algorithm=self.algorithm)
         ALGORITHMS[self.algorithm](self, tensor, op)
 
     def allreduce_gradient(
@@ -129,7 +133,8 @@ class HybridOperations(HostOperations):
             return
         total = op.without_division
         shares = split_evenly(tensor.numel(), lanes)
-        group.reduce_pieces(tensor, shares, total)
+        with part("reduce in the group"):
+            group.reduce_pieces(tensor, shares, total)
         if self.comms.lane is not None and group.rank < len(shares):
             lane, size = self.comms.lane, self.comms.world.size
             allreduce = self._relay.allreduce_on(lane, sum(shares[: group.rank]))
@@ -140,7 +145,8 @@ class HybridOperations(HostOperations):
                 op.divide_average(chunk, size)
 
             self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, op)
-        group.gather_pieces(tensor, shares)
+        with part("gather in the group"):
+            group.gather_pieces(tensor, shares)
 
 
 Algorithm = Callable[[HybridOperations, torch.Tensor, Reduction], None]

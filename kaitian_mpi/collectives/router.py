@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import count
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -14,9 +17,13 @@ from kaitian_mpi.collectives.hybrid import HybridOperations
 from kaitian_mpi.collectives.observation import is_observed, observed
 from kaitian_mpi.collectives.staging import SideStreams
 from kaitian_mpi.collectives.validation import not_dense
-from kaitian_mpi.collectives.vendor import VendorGroup, VendorLibrary
+from kaitian_mpi.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
 from kaitian_mpi.collectives.work import Finished
 from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.tracing import recorder
+from kaitian_mpi.tracing.collectives import NO_LABEL, GroupLabel, recorded
+
+Result = TypeVar("Result")
 
 
 class Router:
@@ -34,6 +41,7 @@ class Router:
         worker: Worker,
         streams: SideStreams,
         check: AgreementCheck | None,
+        label: GroupLabel = NO_LABEL,
     ) -> None:
         """Choose the routes for the group's ranks.
 
@@ -44,6 +52,7 @@ class Router:
             worker: runs collectives in order.
             streams: the streams on which a library works on copies of the caller's tensors.
             check: compares the ranks' calls; None where that is not needed.
+            label: of the process group, in timelines.
         """
         is_single_kind = len(hybrid.comms.groups) == 1
         self._library = library if is_single_kind and library.is_present else None
@@ -52,6 +61,8 @@ class Router:
         self._worker = worker
         self._streams = streams
         self._check = check
+        self._label = label
+        self._numbers = count(1)
 
     def run(self, collective: Collective) -> Work:
         """Start a collective, which runs after those started before it.
@@ -68,25 +79,28 @@ class Router:
                 raise not_dense(tensor, collective.name)
         if result and result[0].is_meta:
             return Finished(result)  # no data to move; torch's other backends do the same
+        number = next(self._numbers)
         if is_observed():
-            start = partial(self._start, collective, result)
+            start = partial(self._start, collective, result, number)
             return observed(collective.name, collective.operator, start)
-        return self._start(collective, result)
+        return self._start(collective, result, number)
 
-    def _start(self, collective: Collective, result: Tensors) -> Work:
+    def _start(self, collective: Collective, result: Tensors, number: int) -> Work:
         if self._library is not None and isinstance(collective, LibraryCollective):
             dtypes = [tensor.dtype for tensor in result]
             group = self._library.group_for(dtypes, collective.op)
             if group is not None:
-                return self._start_on_library(collective, result, group)
+                return self._start_on_library(collective, result, number, group)
         call = collective.on_host(self._host)
+        if recorder.current is not None:
+            call = self._recorded(call, collective, number)
         if self._check is not None:
             call = self._check.before(call, collective)
         is_async = collective.options.asyncOp
         return self._worker.run(collective.name, call, result, is_async, collective)
 
     def _start_on_library(
-        self, collective: LibraryCollective, result: Tensors, group: VendorGroup
+        self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
     ) -> Work:
         name = collective.name
         # Queued collectives use host memory and maybe the same tensors, so they finish first.
@@ -97,8 +111,26 @@ class Router:
             self._worker.run(name, compare, [], in_background=False).wait()
         # In the caller's thread, because a vendor's library must be called for all groups in the
         # same order on every rank.
+        start: Callable[[], VendorCall] = partial(group.start, collective)
+        if recorder.current is not None:
+            start = self._recorded(start, collective, number, algorithm="vendor")
         if group.can_use_in_place(collective):
-            return group.start(collective).work
+            return start().work
         with self._streams.after_caller(collective):
-            call = group.start(collective)
+            call = start()
         return self._worker.run(name, call.finish, result, collective.options.asyncOp)
+
+    def _recorded(
+        self, call: Callable[[], Result], collective: Collective, number: int, **args: str
+    ) -> Callable[[], Result]:
+        """Return the call; in a step that is recorded, one that records itself."""
+        return recorded(
+            call,
+            collective.name,
+            self._label,
+            number,
+            rank=self._rank,
+            ranks=self._size,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in collective.result),
+            **args,
+        )

@@ -17,6 +17,7 @@ from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.collectives.staging import StreamEnd, ends_of_streams, ordered_devices
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.tracing import recorder
 
 Callback = Callable[[Any], Any]
 
@@ -239,7 +240,11 @@ class Queued(Work):
         if timeout:
             self._wait_at_most(timeout.total_seconds())
         self.is_error_seen = True
-        self._future.wait()
+        if recorder.current is None:
+            self._future.wait()
+        else:
+            with recorder.current.wait("wait for a collective"):
+                self._future.wait()
         for end in self._ends:
             end.let_current_stream_wait()
         return True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kaitian_mpi.config.values import PATHS, RANGES, out_of_range, setting, wrong_type
+from kaitian_mpi.config.profile import parse_profile
+from kaitian_mpi.config.values import PATHS, RANGES, flag_name, out_of_range, setting, wrong_type
 from kaitian_mpi.errors import UserError
 
 
@@ -153,6 +155,52 @@ class TrainingConfig:
         metavar="FILE",
     )
     log_interval: float = setting(2.0, "seconds between progress lines")
+    progress: str = setting(
+        "auto",
+        "live: bars, figures and a row for each rank, at the bottom of the terminal; plain: a "
+        "line every --log-interval; auto: live where mpirun's output is a terminal, else plain",
+        ("auto", "live", "plain", "none"),
+    )
+    quiet: bool = setting(
+        False, "print only warnings, errors, and in three lines the outcome of the run"
+    )
+    timeline: bool = setting(
+        False,
+        "record what every rank does and when, and every collective, in timeline.json of the run "
+        "folder, for https://ui.perfetto.dev or chrome://tracing",
+    )
+    timeline_every: int = setting(
+        0,
+        "with --timeline: record the steps with a multiple of this number; 0: the first 10 and "
+        "each 10th, and fewer in runs of thousands of steps",
+    )
+    dashboard: int = setting(
+        -1,
+        "serve a page with the run's figures on this port of 127.0.0.1 while it trains; 0: any "
+        "free port; -1: none (needs a folder for results, and the extra 'report')",
+        metavar="PORT",
+    )
+    profile: str = setting(
+        "",
+        "run torch's profiler on these ranks in these steps, such as 0,3@50-60 or all@50, and "
+        "write profile/rank-3-steps-50-60.json in the run folder",
+        metavar="RANKS@STEPS",
+    )
+    tensorboard: bool = setting(
+        False, "write TensorBoard's files to the run folder (needs the extra 'tensorboard')"
+    )
+    wandb: str = setting(
+        "",
+        "log to this project of Weights & Biases; with WANDB_MODE=offline it stays in the run "
+        "folder (needs the extra 'wandb')",
+        metavar="[ENTITY/]PROJECT",
+    )
+    mlflow: str = setting(
+        "",
+        "log to this experiment of MLflow, at $MLFLOW_TRACKING_URI or else in ./mlruns (needs the "
+        "extra 'mlflow')",
+        metavar="EXPERIMENT",
+    )
 
     def __post_init__(self) -> None:
         for name in PATHS:  # a shell does not expand the tilde of --flag=~/folder
@@ -182,8 +230,29 @@ class TrainingConfig:
             )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "a name of letters and digits")
+        for name in ("tensorboard", "wandb", "mlflow"):
+            if getattr(self, name) and self.choose_folder() is None:
+                raise UserError(
+                    f"{flag_name(name)} needs --run-dir, where what continues the run is kept"
+                )
+        if self.wandb and not re.fullmatch(r"([\w.-]+/)?[^/\\#?%:\s]{1,128}", self.wandb):
+            raise out_of_range(
+                "wandb", self.wandb, r"a project's name without / \ # ? % : or spaces"
+            )
         if self.resume == "auto" and not self.run_dir:
             raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
+        if self.timeline and self.choose_folder() is None:
+            raise UserError(
+                "--timeline needs --run-dir, the folder in which timeline.json is written"
+            )
+        if self.profile:
+            parse_profile(self.profile)
+            if self.choose_folder() is None:
+                raise UserError("--profile needs --run-dir, the folder in which it is written")
+        if self.timeline_every and not self.timeline:
+            raise UserError("--timeline-every needs --timeline")
+        if self.dashboard >= 0 and self.choose_folder() is None:
+            raise UserError("--dashboard needs --run-dir, the folder whose figures it shows")
         if self.export and Path(self.export).suffix != ".safetensors":
             raise out_of_range(
                 "export",

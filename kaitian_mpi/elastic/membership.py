@@ -183,12 +183,12 @@ class Membership:
         if self.survives and not ulfm.agree(self.all_ranks.comm, ok):
             self._regroup(noticed or NotCommittedError("a rank is lost"))
 
-    def begin_step(self, step: int) -> list[RankInfo]:
-        """Return the ranks lost since the last call; `step` is the first step without them."""
+    def begin_step(self, step: int) -> list[RankLoss]:
+        """Return the losses since the last call; `step` is the first step after them."""
         since = [loss for loss in self.losses if loss.step is None]
         for loss in since:
             loss.step = step
-        return [info for loss in since for info in loss.lost]
+        return since
 
     def newly_recovered(self) -> list[RankLoss]:
         """Return the losses from which the job has recovered since the last call."""

@@ -27,6 +27,7 @@ from kaitian_mpi.network.choice import (
 )
 from kaitian_mpi.network.hosts import Hosts
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.tracing import recorder
 from kaitian_mpi.wire.residual import Residual
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Link:
         The first long tensor is preceded by a measurement, if none has been made yet.
         """
         route = self._route_for(tensor)
+        if recorder.current is not None:
+            recorder.current.annotate(network=str(route))
         if route == MPI_ROUTE:
             host_collectives.allreduce(self._comm, tensor, op)
         else:
@@ -86,6 +89,8 @@ class Link:
             flat = part.view(-1)
             gradients = min(max(0, residual.count - position), flat.numel())
             if gradients:
+                if recorder.current is not None:
+                    recorder.current.annotate(network="pairwise, encoded")
                 self._allreduce.sum_encoded(flat[:gradients], residual, position)
             if gradients < flat.numel():
                 self.reduce_to_all(flat[gradients:], op)

@@ -16,9 +16,23 @@ from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
 _WIDTH = 120
 
+_quiet = False
+
+
+def set_quiet(quiet: bool) -> None:
+    """Set whether only warnings are printed from now on (`--quiet`)."""
+    global _quiet
+    _quiet = quiet
+
 
 def print_rank_0(world: World, text: str) -> None:
-    """Print a line from world rank 0."""
+    """Print a line from world rank 0, unless the run is quiet."""
+    if not _quiet:
+        warn_rank_0(world, text)
+
+
+def warn_rank_0(world: World, text: str) -> None:
+    """Print a line from world rank 0, even if the run is quiet."""
     if world.rank == 0:
         print(text, flush=True)
 
@@ -117,8 +131,8 @@ def make_table(title: str) -> Table:
 
 
 def show_table(world: World, table: Table) -> None:
-    """Print a table from world rank 0."""
-    if world.rank == 0:
+    """Print a table from world rank 0, unless the run is quiet."""
+    if world.rank == 0 and not _quiet:
         # Plain text of a fixed width: under mpirun, the terminal and its width are not known.
         Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
         sys.stdout.flush()

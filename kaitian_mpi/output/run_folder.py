@@ -24,6 +24,9 @@ from kaitian_mpi.output.folders import make_new_folder
 
 _log = logging.getLogger(__name__)
 
+_HISTORY = ("events.jsonl",)
+"""JSON lines files whose lines stay when steps are trained again."""
+
 _claimed: set[Path] = set()
 """Folders that this process has claimed."""
 
@@ -54,7 +57,7 @@ class RunFolder(Protocol):
         ...
 
     def cut_after(self, step: int) -> None:
-        """Remove lines about later steps, which will be trained again, from JSON lines files."""
+        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
         ...
 
     def read(self, name: str) -> dict[str, Any]:
@@ -160,8 +163,10 @@ class DiskFolder:
                 file.truncate(content.rfind(b"\n") + 1)
 
     def cut_after(self, step: int) -> None:
-        """Remove lines about later steps, which will be trained again, from JSON lines files."""
+        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
         for path in self.path.glob("*.jsonl"):
+            if path.name in _HISTORY:
+                continue
             lines = path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
             if len(kept) < len(lines):

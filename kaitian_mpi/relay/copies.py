@@ -70,6 +70,10 @@ class StreamCopies:
         self.out, self.back = module.Stream(device), module.Stream(device)
         self._last: Any = None
 
+    def on(self, stream: Any) -> Any:
+        """Return a context in which one of the two streams is the current one."""
+        return self._module.stream(stream)
+
     def begin(self, tensor: torch.Tensor) -> None:
         """Let the stream out wait for the current one.
 

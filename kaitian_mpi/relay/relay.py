@@ -17,8 +17,10 @@ from kaitian_mpi.relay.chunking import Pace, agree_on_longest_chunk, agree_on_pa
 from kaitian_mpi.relay.copies import Copies, copies_of
 from kaitian_mpi.relay.device_aware import agree_on_direct, may_be_direct, wait_for_device
 from kaitian_mpi.relay.pipeline import Exchange, exchange_in_chunks
+from kaitian_mpi.relay.recording import RecordedCopies, recorded_exchange
 from kaitian_mpi.relay.rounds import Piece, act_in_rounds, part_bytes
 from kaitian_mpi.relay.slots import Slots
+from kaitian_mpi.tracing.collectives import is_recorded
 from kaitian_mpi.wire.residual import Residual
 
 if TYPE_CHECKING:
@@ -100,11 +102,15 @@ class Relay:
 
     def exchange_chunks(self, chunks: Sequence[torch.Tensor], exchange: Exchange) -> None:
         """Apply `exchange` to each of the chunks of a tensor, in host memory."""
+        if is_recorded():
+            exchange = recorded_exchange(exchange)
         if chunks[0].is_cpu:
             for chunk in chunks:
                 exchange(chunk)
         else:
             copies, slots = self._path(chunks[0].device)
+            if is_recorded():
+                copies = RecordedCopies(copies)
             exchange_in_chunks(chunks, exchange, copies, slots)
 
     def stage(

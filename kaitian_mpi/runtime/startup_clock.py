@@ -20,6 +20,8 @@ class StartupClock:
         """Start in the phase `python`."""
         own, self._launch_sec = _started_sec_ago(), _launch_sec()
         self._since = time.monotonic() - own
+        self.started_at = time.time() - own - (self._launch_sec or 0.0)
+        """When mpirun, or this process without it, was started, in seconds since 1970."""
         self._phase = "python"
         self._seconds: dict[str, float] = {}
         self._is_done = False
@@ -79,6 +81,11 @@ _clock = StartupClock()
 def begin(phase: str) -> None:
     """End this process's current phase of starting up, and begin another one."""
     _clock.begin(phase)
+
+
+def started_at() -> float:
+    """Return when the job was started, in seconds since 1970."""
+    return _clock.started_at
 
 
 def finish() -> dict[str, float] | None:

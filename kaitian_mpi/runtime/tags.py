@@ -21,6 +21,8 @@ STORE_REPLIES = range(2, 2 + 16_384)
 # A group's or the world's communicator
 PAIRWISE = 1
 WAKE_UP = 2
+CLOCK = 3
+PROFILE = 4
 NETWORK = range(10, 1_000)
 MONITORED_BARRIERS = range(1_000, 31_000)
 

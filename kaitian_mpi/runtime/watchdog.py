@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -200,6 +201,7 @@ class StepLimit:
 
 
 _current: Watchdog | None = None
+_on_phase: Callable[[str, int | None], None] | None = None
 
 
 def start_watchdog(limit_sec: float) -> Watchdog | None:
@@ -233,8 +235,16 @@ def enter_phase(
 ) -> None:
     """Log this rank's phase, and report it to its watchdog if it has one; see `Watchdog.enter`."""
     _log.debug("%s", phase if step is None else f"step {step}: {phase}")
+    if _on_phase is not None:
+        _on_phase(phase, step)
     if _current is not None:
         _current.enter(phase, step=step, waits=waits, limited=limited)
+
+
+def on_phase(listener: Callable[[str, int | None], None] | None) -> None:
+    """Have a function called with each phase that this rank enters and its step; None: no more."""
+    global _on_phase
+    _on_phase = listener
 
 
 def set_phase_limit(limit_sec: float) -> None:

@@ -6,8 +6,9 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.console import warn_rank_0
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.steps.step import Step
 
@@ -15,8 +16,10 @@ from kaitian_mpi.steps.step import Step
 class BadSteps:
     """Records skipped steps, and ends the run after too many in a row."""
 
-    def __init__(self, config: TrainingConfig, world: World, folder: RunFolder) -> None:
-        self._config, self._world, self._folder = config, world, folder
+    def __init__(
+        self, config: TrainingConfig, world: World, folder: RunFolder, sinks: Sinks
+    ) -> None:
+        self._config, self._world, self._folder, self._sinks = config, world, folder, sinks
 
     def observe(self, step: Step, progress: Progress, sampler: LoadAdaptiveSampler) -> None:
         """Handle a step that has just been done.
@@ -39,11 +42,12 @@ class BadSteps:
             "bad_steps.jsonl",
             {"step": step.number, "epoch": progress.epoch, "samples": indices},
         )
-        print_rank_0(
-            self._world,
+        text = (
             f"step {step.number} is skipped: its gradient is not finite (bad_steps.jsonl lists its "
-            "samples)",
+            "samples)"
         )
+        warn_rank_0(self._world, text)
+        self._sinks.event("bad_step", step.number, text)
         limit = self._config.max_bad_steps
         if limit and progress.consecutive_bad_steps >= limit:
             raise AgreedError(

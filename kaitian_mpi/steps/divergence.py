@@ -9,19 +9,25 @@ from collections.abc import Sequence
 import torch
 
 from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.console import warn_rank_0
 
 _COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
 
 
-def repair_divergence(world: World, state: TrainingState) -> list[int]:
+def repair_divergence(world: World, state: TrainingState, sinks: Sinks | None = None) -> list[int]:
     """Copy a healthy rank's weights to the ranks whose weights differ. Collective.
 
     Ranks apply the same gradients in the same way, so they differ only because of a fault: broken
     memory, a nondeterministic kernel, or code that changes weights on some ranks only. The weights
     that most ranks have are taken as right; with equal numbers, those of the lowest rank.
+
+    Args:
+        world: the ranks.
+        state: of this rank.
+        sinks: take the event, if there is one.
 
     Returns:
         The world ranks that differed.
@@ -31,13 +37,17 @@ def repair_divergence(world: World, state: TrainingState) -> list[int]:
     if not different:
         return []
     names = ", ".join(str(world.infos[rank]) for rank in different)
-    print_rank_0(
-        world,
-        f"step {state.progress.step}: the weights of {names} differ from the others'; copied from "
-        f"{world.infos[healthy]}",
+    step = state.progress.step
+    text = (
+        f"step {step}: the weights of {names} differ from the others'; copied from "
+        f"{world.infos[healthy]}"
     )
+    warn_rank_0(world, text)
     state.copy_from(world, healthy, different)
-    return [world.infos[rank].world_rank for rank in different]
+    repaired = [world.infos[rank].world_rank for rank in different]
+    if sinks is not None:
+        sinks.event("divergence", step, text, repaired)
+    return repaired
 
 
 def split_by_majority(values: Sequence[int]) -> tuple[int, list[int]]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.loader import steps_ahead
+from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.steps.bad_steps import BadSteps
 from kaitian_mpi.steps.metrics import Metrics
 from kaitian_mpi.steps.rebalancing import Balancing
 from kaitian_mpi.steps.step import Step
-from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
+from kaitian_mpi.steps.step_exchange import StepExchange, StepReports
 from kaitian_mpi.steps.trainer import Trainer
 
 
@@ -27,21 +27,30 @@ class StepFollowUp:
     """
 
     def __init__(
-        self, config: TrainingConfig, world: World, folder: RunFolder, trainer: Trainer, plan: Plan
+        self,
+        config: TrainingConfig,
+        world: World,
+        folder: RunFolder,
+        trainer: Trainer,
+        plan: Plan,
+        sinks: Sinks | None = None,
     ) -> None:
         """Start with a plan.
 
         Args:
             config: the settings.
             world: the ranks.
-            folder: where metrics and plans are written.
+            folder: where plans and bad steps are written.
             trainer: the trainer whose steps are handled.
             plan: the trainer's initial plan.
+            sinks: take the metrics and events; None: nothing does.
         """
+        sinks = sinks or Sinks()
         self._trainer = trainer
         self._exchange = StepExchange(world.comm)
-        self._bad_steps = BadSteps(config, world, folder)
-        self.metrics = Metrics(config, world, folder, trainer.clock)
+        self._bad_steps = BadSteps(config, world, folder, sinks)
+        samples = len(trainer.sampler.dataset)
+        self.metrics = Metrics(config, world, sinks, trainer.clock, samples)
         self.balancing = Balancing(
             world,
             folder,
@@ -51,6 +60,7 @@ class StepFollowUp:
             steps_ahead=steps_ahead(config.workers),
             min_batch=plan.min_batch,
             has_micro_batches=trainer.has_micro_batches,
+            sinks=sinks,
         )
 
     def __enter__(self) -> Self:
@@ -83,16 +93,17 @@ class StepFollowUp:
             AgreedError: too many steps in a row had no finite gradient.
         """
         self._bad_steps.observe(step, self._trainer.progress, self._trainer.sampler)
-        reports = self._exchange.swap(step.report(wants_checkpoint)) or ()
-        self._adopt_plan(step, reports)
+        reports = self._exchange.swap(step.report(wants_checkpoint))
+        if reports is not None:
+            self._adopt_plan(step, reports)
         self.metrics.observe(step, self._trainer.progress)
-        return any(report.wants_checkpoint for report in reports)
+        return reports is not None and bool(reports.wants_checkpoint.any())
 
     def epoch_done(self) -> None:
         """Write the metrics of the steps since the last line."""
         self.metrics.read(self._trainer.progress)
 
-    def _adopt_plan(self, step: Step, reports: Sequence[StepReport]) -> None:
-        plan = self.balancing.observe(step.number, reports) if reports else None
+    def _adopt_plan(self, step: Step, reports: StepReports) -> None:
+        plan = self.balancing.observe(step.number, reports)
         if plan is not None:
             self._trainer.sampler.set_plan(plan)

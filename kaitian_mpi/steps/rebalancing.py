@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import time
 from typing import Any
+
+import numpy as np
 
 from kaitian_mpi.balance.cost_learner import MAX_GROWTH, CostLearner
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.rebalancer import RankStep, Rebalancer
+from kaitian_mpi.balance.rank_steps import RankSteps
+from kaitian_mpi.balance.rebalancer import Rebalancer
 from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerDetector
+from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.console import print_rank_0, warn_rank_0
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.steps.link_probe import MAX_HOSTS, MIN_HOSTS, end_with_slow_links, time_links
-from kaitian_mpi.steps.step_exchange import StepReport
+from kaitian_mpi.steps.step_exchange import StepReports
 
 
 class Balancing:
@@ -31,6 +35,7 @@ class Balancing:
         steps_ahead: int = 0,
         min_batch: int = 1,
         has_micro_batches: bool = True,
+        sinks: Sinks | None = None,
     ) -> None:
         """Start with a plan.
 
@@ -45,7 +50,9 @@ class Balancing:
             min_batch: the smallest batch size in a plan.
             has_micro_batches: whether a batch that does not fit the memory is split; if it is not,
                 plans only grow step by step.
+            sinks: take the events; None: nothing does.
         """
+        self._sinks = sinks or Sinks()
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
         self._min_batch, learns = min_batch, adaptive and not costs
         self._learner = CostLearner(batch_sizes, min_batch, steps_ahead) if learns else None
@@ -54,21 +61,20 @@ class Balancing:
         self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
 
-    def observe(self, step: int, reports: Sequence[StepReport]) -> list[int] | None:
+    def observe(self, step: int, reports: StepReports) -> list[int] | None:
         """Add the ranks' reports of a step; return new batch sizes if they are worth the change.
 
         Collective: if communication has become slow, the links between hosts are measured.
 
         Args:
             step: the number of steps done; the reports are of the step before.
-            reports: of each rank.
+            reports: of all ranks.
         """
-        steps = [_rank_step(report) for report in reports]
+        steps = _rank_steps(reports)
         if self._learner is not None:
             return self._learn(step, self._learner, steps)
-        data_sec = [report.data_sec for report in reports]
-        for change in self._stragglers.observe(step - 1, steps, data_sec):
-            print_rank_0(self._world, f"step {step}: {self._describe(self._trace_links(change))}")
+        for change in self._stragglers.observe(step - 1, steps, reports.data_sec):
+            self._report_slow(step, self._trace_links(change))
         plan = self._rebalancer.observe(steps) if self._rebalancer else None
         if plan is None:
             return None
@@ -87,7 +93,7 @@ class Balancing:
         """Return each rank's cost as estimated from its steps; None if unknown."""
         return self._rebalancer.costs if self._rebalancer else None
 
-    def _learn(self, step: int, learner: CostLearner, steps: list[RankStep]) -> list[int] | None:
+    def _learn(self, step: int, learner: CostLearner, steps: RankSteps) -> list[int] | None:
         """Learn the costs; rebalancing and straggler detection start when they are known."""
         batch_sizes, reason = learner.observe(steps), "learning what a step costs"
         if learner.costs is not None:
@@ -126,13 +132,35 @@ class Balancing:
         line = {
             "step": step + self._steps_ahead,
             "decided_at_step": step,
+            "time": time.time(),
+            "ranks": self._world_ranks,
             "batch_sizes": batch_sizes,
             "reason": reason,
             "predicted_gain": round(gain, 4),
             "compute_time_factors": [round(factor, 3) for factor in factors],
         }
         self._folder.append("plan.jsonl", line)
-        print_rank_0(self._world, f"step {step}: new plan {batch_sizes}: {reason}")
+        text = f"step {step}: new plan {batch_sizes}: {reason}"
+        print_rank_0(self._world, text)
+        gained: dict[str, Any] = {
+            "batch_sizes": batch_sizes,
+            "predicted_gain": line["predicted_gain"],
+        }
+        self._sinks.event("plan", step, text, self._world_ranks, **gained, reason=reason)
+
+    @property
+    def _world_ranks(self) -> list[int]:
+        return [info.world_rank for info in self._world.infos]
+
+    def _report_slow(self, step: int, slow: SlowPeriod) -> None:
+        """Log that a rank has become slow, or is not any more."""
+        text = f"step {step}: {self._describe(slow)}"
+        kind = "slow" if slow.until_step is None else "slow_end"
+        show = warn_rank_0 if kind == "slow" else print_rank_0
+        show(self._world, text)
+        rank = self._world.infos[slow.rank].world_rank
+        since = {"since_step": slow.since_step, "until_step": slow.until_step}
+        self._sinks.event(kind, step, text, [rank], cause=slow.kind, **since)
 
     def _describe(self, slow: SlowPeriod) -> str:
         name = self._world.infos[slow.rank]
@@ -150,12 +178,12 @@ class Balancing:
         }
 
 
-def _rank_step(report: StepReport) -> RankStep:
-    """Convert a report; getting the batch counts as the rank's own work, like computing."""
-    count = max(1, report.timed_steps)
-    return RankStep(
-        report.timed_steps,
-        report.samples,
-        report.computed_sec / count + report.data_sec,
-        report.waited_sec / count,
+def _rank_steps(reports: StepReports) -> RankSteps:
+    """Convert reports; getting the batch counts as the rank's own work, like computing."""
+    counts = np.maximum(reports.timed_steps, 1)
+    return RankSteps(
+        reports.timed_steps,
+        reports.samples,
+        reports.computed_sec / counts + reports.data_sec,
+        reports.waited_sec / counts,
     )

@@ -37,13 +37,27 @@ class StepReport:
         """Return the fields as numbers, in order."""
         return tuple(float(getattr(self, name)) for name in _FIELDS)
 
+
+_FIELDS = tuple(get_type_hints(StepReport))  # in the order of `to_row`
+
+
+class StepReports:
+    """All ranks' reports about a step, as arrays with one entry per rank."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        """Take what the ranks' reports return as `to_row`, [ranks, fields]."""
+        columns = dict(zip(_FIELDS, rows.T, strict=True))
+        self.samples = columns["samples"].astype(int)
+        self.timed_steps = columns["timed_steps"].astype(int)
+        self.computed_sec = columns["computed_sec"]
+        self.waited_sec = columns["waited_sec"]
+        self.data_sec = columns["data_sec"]
+        self.wants_checkpoint = columns["wants_checkpoint"].astype(bool)
+
     @classmethod
-    def from_row(cls, row: Sequence[float]) -> StepReport:
-        """Return the report whose `to_row` is given."""
-        return cls(*(kind(value) for kind, value in zip(_FIELDS.values(), row, strict=True)))
-
-
-_FIELDS: dict[str, type] = get_type_hints(StepReport)  # in the order of `to_row`
+    def of(cls, reports: Sequence[StepReport]) -> StepReports:
+        """Return the reports of ranks 0, 1, … as arrays."""
+        return cls(np.array([report.to_row() for report in reports]))
 
 
 class StepExchange:
@@ -57,8 +71,8 @@ class StepExchange:
         self._request: MPI.Request | None = None
         register_close(self.close)
 
-    def swap(self, report: StepReport) -> list[StepReport] | None:
-        """Start sending this step's report; return all reports of the previous step, by rank.
+    def swap(self, report: StepReport) -> StepReports | None:
+        """Start sending this step's report; return all reports of the previous step.
 
         Returns:
             None in the first call.
@@ -81,9 +95,9 @@ class StepExchange:
         elif self._request is not None:
             keep_alive(self._request, self._own, self._gathered)
 
-    def _receive(self) -> list[StepReport] | None:
+    def _receive(self) -> StepReports | None:
         if self._request is None:
             return None
         wait_request(self._request)
         self._request = None
-        return [StepReport.from_row(row) for row in self._gathered.tolist()]
+        return StepReports(self._gathered.copy())

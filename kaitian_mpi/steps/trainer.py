@@ -197,6 +197,8 @@ class Trainer:
             index: which of the share's micro-batches.
             is_last: whether it is the last.
         """
+        self._slowdown.catch_up()
+        self.clock.backward_begins()
         step = self._step
         loss = step.weigh(loss, index)
         if is_last:
@@ -206,6 +208,9 @@ class Trainer:
             scaled.backward()
         else:
             self._sync_bn.take_part_in_backward()
+        if not is_last:
+            self._slowdown.catch_up()
+            self.clock.forward_begins()
 
     def finish(self) -> Step:
         """End the step: all ranks do with their state what the sum of the gradients says."""

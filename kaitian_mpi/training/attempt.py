@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,9 +17,10 @@ from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.evaluation import Evaluation
 from kaitian_mpi.errors import StorageError
+from kaitian_mpi.metrics.reading import Evaluated
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import lost_line, print_rank_0, result_line
+from kaitian_mpi.output.console import lost_line, print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.polling import sleeping_barrier
@@ -26,7 +28,11 @@ from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.steps.divergence import repair_divergence
 from kaitian_mpi.steps.follow_up import StepFollowUp
+from kaitian_mpi.steps.profiling import ProfiledSteps
 from kaitian_mpi.steps.step import Step
+from kaitian_mpi.steps.timeline import Timeline
+from kaitian_mpi.terminal.outcome import resume_line
+from kaitian_mpi.training import events
 from kaitian_mpi.training.restart_request import RestartRequest
 from kaitian_mpi.training.results import write_results
 from kaitian_mpi.training.resumption import begin_branch
@@ -54,8 +60,10 @@ class Attempt:
         self._run, self._world, self._state = run, world, run.state
         self._checkpoints = run.checkpoints
         self.trainer = run.make_trainer(world, plan)
+        self._timeline = Timeline(world, run.setup.path, self._state.progress.step)
+        self._profile = ProfiledSteps(run.config.profile, world, run.setup.path)
         self._contexts = ExitStack()
-        follow_up = StepFollowUp(run.config, world, run.setup.folder, self.trainer, plan)
+        follow_up = StepFollowUp(run.config, world, run.setup.folder, self.trainer, plan, run.sinks)
         self._follow_up = self._contexts.enter_context(follow_up)
         try:
             self._log_start(plan)
@@ -83,6 +91,7 @@ class Attempt:
             if not self._is_in_epoch:
                 self._follow_up.metrics.restart()
                 self._is_in_epoch = True
+            self._profile.begin(self._state.progress.step + 1)
             parts = self.trainer.fetch()
             if parts is not None:
                 return parts
@@ -98,9 +107,12 @@ class Attempt:
         self._log_startup()
         self._log_recovery(step.number)
         self._check_weights(step.number)
+        self._profile.step_done(step.number)
+        self._timeline.step_done(step.number)
         self.is_to_restart = requested and self._is_restart_due()
         if not self.is_to_restart:
             self._save_if_due(step.number, requested)
+        events.report_checkpoints(self._run)
         return step
 
     def record(self, values: Mapping[str, float]) -> None:
@@ -113,6 +125,12 @@ class Attempt:
         self.trainer.abandon()
         self._checkpoints.save(self._world, self._state, self.metadata())
         self._checkpoints.wait()
+        events.report_checkpoints(self._run)
+        step = self._state.progress.step
+        events.report_stop(self._run, f"the training is closed after step {step}")
+        if self._run.setup.path is not None:
+            total, folder = self._state.progress.total_steps, self._run.setup.path
+            warn_rank_0(self._world, resume_line(step, total, str(folder)))
 
     def save_for_restart(self) -> bool:
         """Save the state between two steps, on disk and in every host's memory.
@@ -125,10 +143,13 @@ class Attempt:
         step = self._state.progress.step
         if self._checkpoints.save_for_restart(self._world, self._state, self.metadata()):
             self._restart.fulfil()
-            print_rank_0(self._world, f"step {step} is saved; ending, to be started again")
+            text = f"step {step} is saved; ending, to be started again"
+            print_rank_0(self._world, text)
+            events.report_checkpoints(self._run)
+            events.report_stop(self._run, text)
             return True
         self._restart.refuse()
-        print_rank_0(self._world, f"step {step} could not be saved: the job goes on as it is")
+        warn_rank_0(self._world, f"step {step} could not be saved: the job goes on as it is")
         return False
 
     def close(self, error: BaseException | None = None) -> None:
@@ -140,8 +161,11 @@ class Attempt:
         self.trainer.close()
         self._follow_up.metrics.flush(self._state.progress)
         if error is None:
+            self._profile.collect(self._state.progress.step)
+            self._timeline.share(self._state.progress.step)
             self._contexts.close()
         else:
+            self._profile.abandon()
             self._contexts.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> None:
@@ -150,6 +174,8 @@ class Attempt:
         enter_phase("writing the last checkpoint", limited=False)
         with self._saved_at_signals():
             self._write_results()
+        self._profile.report_missing(self._state.progress.step)
+        self._timeline.finish(self._state.progress.step)
 
     def _write_results(self) -> None:
         run, fault = self._run, ""
@@ -167,6 +193,8 @@ class Attempt:
         if not run.fault:
             self._checkpoints.close()
             run.summary = replace(run.summary, finished=True)
+            events.report_checkpoints(run)
+            events.report_finish(run)
             if run.setup.path is not None:
                 print_rank_0(self._world, f"results in {run.setup.path}")
             if run.config.export:
@@ -183,7 +211,7 @@ class Attempt:
         prepare = partial(checkpoints.prepare_exit, state)
         exit_save = ExitSave(
             state.lock,
-            lambda: checkpoints.save_at_exit(state, self.metadata()),
+            self._save_at_exit,
             None if device_of(state.computation.device).is_host else prepare,
             after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
         )
@@ -195,12 +223,23 @@ class Attempt:
         ):
             yield
 
+    def _save_at_exit(self) -> str:
+        """Save the state, in a forked process that outlives this one; return what was saved."""
+        text = self._checkpoints.save_at_exit(self._state, self.metadata())
+        events.report_signal(self._run, text)
+        return text
+
     def _log_start(self, plan: Plan) -> None:
         """Log and record the plan and the ranks that train."""
         run, world, step = self._run, self._world, self._state.progress.step
-        if lost := run.membership.begin_step(step + 1):
-            reason = lost_line(lost)
-            print_rank_0(world, f"step {step}: {reason}; {world.size} ranks continue")
+        losses = run.membership.begin_step(step + 1)
+        if not (run.has_started or run.earlier.was_on_standby):
+            events.report_start(run, world)
+        run.has_started = True
+        if losses:
+            reason = lost_line([info for loss in losses for info in loss.lost])
+            warn_rank_0(world, f"step {step}: {reason}; {world.size} ranks continue")
+            events.report_losses(run, world, losses)
         elif step:
             reason = "as resumed"
         elif run.profiles.measured:
@@ -208,7 +247,7 @@ class Attempt:
             run.profiles.show(world, run.setup, plan)
         else:
             reason = "equal shares"
-        record_plan(world, run.setup, plan, step, reason)
+        record_plan(world, run.setup, plan, step, reason, run.sinks)
         run.summary = run.summary.with_ranks(world, self._state, plan, run.allreduce_algorithm)
         run.write_summary()
 
@@ -228,6 +267,7 @@ class Attempt:
         for loss in recovered:
             text = f"step {step} is done, {loss.recovery_sec:.2f} s after the loss was noticed"
             print_rank_0(self._world, text)
+            events.report_recovery(self._run, step, loss, text)
         if recovered:
             self._run.write_summary()
 
@@ -235,7 +275,7 @@ class Attempt:
         """Repair weights that differ between ranks, every `--check-every` steps."""
         every = self._run.config.check_every
         if every and step % every == 0:
-            repair_divergence(self._world, self._state)
+            repair_divergence(self._world, self._state, self._run.sinks)
 
     def _is_restart_due(self) -> bool:
         """Return whether to save and end now; after the last step, only the results are missing."""
@@ -251,13 +291,16 @@ class Attempt:
         self._checkpoints.snapshot(self._world, self._state, self.metadata)
 
     def _end_epoch(self, result: Evaluation) -> None:
-        run, progress = self._run, self._state.progress
+        run, progress, epoch = self._run, self._state.progress, self._state.progress.epoch
         if progress.position >= len(run.setup.train):
             progress.epoch_done(run.config.epochs)
         else:
             progress.stopped()
         where = (progress.epoch, progress.position, progress.step)
         print_rank_0(self._world, result_line(*where, result.means))
+        if result.means:
+            now, step = time.time(), progress.step
+            run.sinks.evaluated(Evaluated(step=step, epoch=epoch, time=now, values=result.means))
         run.setup.folder.save_model(self._state.weights())
         run.summary = run.summary.with_epoch(self.trainer, self._follow_up, result)
         run.write_summary()

@@ -14,11 +14,18 @@ from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import AgreedError, StorageError, UserError
+from kaitian_mpi.metrics.sink import MetricsSink
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import set_quiet
 from kaitian_mpi.runtime.signals import handle_signals, is_handled
 from kaitian_mpi.runtime.watchdog import is_watched, setup_limit, start_watchdog, stop_watchdog
+from kaitian_mpi.tracing import recorder
+from kaitian_mpi.tracing.recorder import Recorder, start_recording, stop_recording
+from kaitian_mpi.tracing.sampling import Sampling
+from kaitian_mpi.training import events
 from kaitian_mpi.training.attempt import Attempt
+from kaitian_mpi.training.live_page import make_page
 from kaitian_mpi.training.run import Run
 from kaitian_mpi.training.session import open_run
 from kaitian_mpi.training.summary import Summary
@@ -46,6 +53,7 @@ class ElasticRun:
         config: TrainingConfig,
         world: World,
         on_close: Callable[[], None],
+        own_sinks: Sequence[MetricsSink] = (),
     ) -> None:
         """Load the task, and begin or resume its run.
 
@@ -54,12 +62,14 @@ class ElasticRun:
             config: the settings.
             world: all ranks.
             on_close: called once, when everything is let go of.
+            own_sinks: the script's own sinks of metrics.
 
         Raises:
             UserError: the task or a setting cannot be used.
         """
         slowdown = config.emulate_slowdown or world.emulation.slowdown
         config = replace(config, emulate_slowdown=slowdown)
+        set_quiet(config.quiet)
         self.is_closed = False
         self.attempt: Attempt | None = None
         self._on_close = on_close
@@ -67,13 +77,17 @@ class ElasticRun:
         self._script_slowdown = world.script_slowdown
         self._script_slowdown.pause()  # the trainer slows down each of its steps itself
         self._owns_watchdog = _watch_process(config)
+        self._run: Run | None = None
         self.membership = Membership(world)
+        if config.timeline:
+            start_recording(Recorder(Sampling(config.timeline_every)))
+        self._page = make_page(config)
         try:
-            run = open_run(make_task, config, self.membership)
+            opened = open_run(make_task, config, self.membership, self._page, own_sinks)
+            self.task, self._run, self._summary = opened
         except BaseException:
             self.leave()
             raise
-        self.task, self._run, self._summary = run
         self.is_done = self._run is None
 
     @property
@@ -109,6 +123,8 @@ class ElasticRun:
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.close(failure)
+        if recorder.current is not None:
+            recorder.current.enter_phase("recovery", None)
         try:
             self.membership.recover(failure)
         except Exception:
@@ -162,8 +178,15 @@ class ElasticRun:
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.close(error or UserError("the training is closed"))
+        if self._run is not None:
+            if error is not None and not self.is_done:
+                events.report_failure(self._run, error)
+            self._run.sinks.close(finished=self._run.summary.finished)
+        stop_recording()
+        self._page.close()
         if self._owns_watchdog:
             stop_watchdog()
+        set_quiet(False)
         self._script_slowdown.resume()
         self._on_close()
 

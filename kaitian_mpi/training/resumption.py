@@ -21,7 +21,7 @@ from kaitian_mpi.engine.setup import Setup, describe_start
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.console import print_rank_0
+from kaitian_mpi.output.console import print_rank_0, warn_rank_0
 from kaitian_mpi.training.summary import NAME, Summary
 
 
@@ -72,7 +72,7 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
     earlier = _compare(config, setup, world)
     if earlier.is_finished:
         results = earlier.summary
-        print_rank_0(
+        warn_rank_0(
             world,
             f"{setup.path} is finished ({results.epochs} epochs, {results.steps} steps): nothing "
             "left to train; to continue it, raise --epochs or --max-steps",
@@ -141,7 +141,10 @@ def begin_or_resume(
     restore(world, state, found, config.seed)
     setup.folder.cut_after(state.progress.step)
     print_rank_0(world, f"resuming from step {state.progress.step} ({found.name})")
-    return replace(earlier, begins_branch=resume not in ("", "auto"))
+    # The memory of the checkpoint's tensors is let go: from now on the ranks have the state.
+    return replace(
+        earlier, found=replace(found, content=None), begins_branch=resume not in ("", "auto")
+    )
 
 
 def begin_branch(

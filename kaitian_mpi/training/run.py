@@ -8,7 +8,7 @@ from typing import Any
 
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.benchmark.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.benchmark.plan import Plan
+from kaitian_mpi.benchmark.plan import Plan, record_allreduce
 from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
@@ -18,13 +18,16 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState, count_steps
+from kaitian_mpi.metrics.sink import MetricsSink, Sinks
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.output.run_folder import DiskFolder, NoFolder
 from kaitian_mpi.steps.divergence import repair_divergence
 from kaitian_mpi.steps.trainer import Trainer
+from kaitian_mpi.training.live_page import LivePage
 from kaitian_mpi.training.resumption import EarlierJob, begin_or_resume
+from kaitian_mpi.training.sinks import open_sinks
 from kaitian_mpi.training.summary import NAME, Summary, describe_losses
 
 
@@ -35,6 +38,7 @@ class Run:
     config: TrainingConfig
     membership: Membership
     setup: Setup
+    page: LivePage
     earlier: EarlierJob
     """What was found of an earlier job."""
     profiles: Profiles
@@ -47,6 +51,14 @@ class Run:
     summary: Summary
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
+    own_sinks: Sequence[MetricsSink] = ()
+    """The script's own."""
+    has_started: bool = False
+    """Whether any attempt has begun on this rank."""
+    sinks: Sinks = field(default_factory=Sinks)
+    """Take the metrics; empty on a rank that does not write the files."""
+    writes_metrics: bool = False
+    """Whether this rank has opened its sinks."""
     fault: str = ""
     """Why the results could not be written; empty if they were."""
 
@@ -84,11 +96,21 @@ class Run:
         folder = self.setup.folder
         if world.rank != 0:
             self.setup = replace(self.setup, folder=NoFolder())
+            self.sinks.close(finished=False)
+            self.writes_metrics = False
         elif isinstance(folder, NoFolder) and self.setup.path is not None:
             taken = DiskFolder(self.setup.path)
             taken.mend()
             self.setup = replace(self.setup, folder=taken)
             print_rank_0(world, f"{world.info} now writes the files")
+        if world.rank == 0 and not self.writes_metrics:
+            infos, emulated = self.membership.all_ranks.infos, bool(self.summary.emulated)
+            self.sinks = open_sinks(self.config, self.setup.folder, infos, emulated, self.own_sinks)
+            self.writes_metrics = True
+
+        if self.setup.path is not None:
+            lost = [info.world_rank for loss in self.membership.losses for info in loss.lost]
+            self.page.take_over(self.setup.path, world, lost)
 
     def choose_allreduce_again(self, world: World) -> None:
         """Set the allreduce algorithm for these ranks, if possible the one chosen before."""
@@ -99,7 +121,9 @@ class Run:
                 else self.allreduce_algorithm
             )
             buckets = gradient_buckets(self.setup.task.model)
-            self.allreduce_algorithm = choose_allreduce(request, world, buckets)
+            choice = choose_allreduce(request, world, buckets)
+            record_allreduce(self.setup, choice.seconds)
+            self.allreduce_algorithm = choice.algorithm
 
     def plan(self, world: World) -> Plan:
         """Plan the batch sizes from the latest costs of these ranks."""
@@ -125,7 +149,7 @@ class Run:
             )
         if lost:
             self.membership.share_history(world)
-            repair_divergence(world, state)
+            repair_divergence(world, state, self.sinks)
         progress = state.progress
         # Earlier steps may have had another global batch size.
         batch = sum(plan.batch_sizes)

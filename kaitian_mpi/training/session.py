@@ -14,7 +14,7 @@ from typing import TypeVar
 from kaitian_mpi.benchmark.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.benchmark.exclusion import log_excluded, ranks_to_exclude
 from kaitian_mpi.benchmark.parity import check_parity
-from kaitian_mpi.benchmark.plan import is_emulated
+from kaitian_mpi.benchmark.plan import is_emulated, record_allreduce
 from kaitian_mpi.benchmark.profiles import Profiles, find_profiles
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume import hand_over, restore
@@ -30,15 +30,19 @@ from kaitian_mpi.engine.setup import MakeTask, Setup, prepare, start_from_file
 from kaitian_mpi.engine.state import TrainingState, count_steps
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import StorageError
+from kaitian_mpi.metrics.sink import MetricsSink
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0, show_topology
-from kaitian_mpi.output.run_folder import check_run_folder
+from kaitian_mpi.output.run_folder import NoFolder, check_run_folder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
+from kaitian_mpi.steps.profiling import check_profile
+from kaitian_mpi.training.live_page import LivePage
 from kaitian_mpi.training.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.training.run import Run
+from kaitian_mpi.training.sinks import check_sinks
 from kaitian_mpi.training.summary import NAME, Summary
 
 Result = TypeVar("Result")
@@ -60,7 +64,11 @@ class Selection:
 
 
 def open_run(
-    make_task: MakeTask, config: TrainingConfig, membership: Membership
+    make_task: MakeTask,
+    config: TrainingConfig,
+    membership: Membership,
+    page: LivePage,
+    own_sinks: Sequence[MetricsSink] = (),
 ) -> tuple[Task, Run | None, Summary]:
     """Do all that comes before the first step. Collective.
 
@@ -68,6 +76,8 @@ def open_run(
         make_task: makes what is to be trained.
         config: the settings.
         membership: of all ranks; some may be on standby afterwards.
+        page: of the run.
+        own_sinks: the script's own sinks of metrics.
 
     Returns:
         The task, its run, and what is known of that; no run where an earlier job has finished it,
@@ -82,6 +92,9 @@ def open_run(
     membership.attempt(partial(check_run_folder, config))
     membership.attempt(partial(check_initial_file, config))
     membership.attempt(partial(check_export, config))
+    membership.attempt(page.reserve)
+    membership.attempt(partial(check_profile, config.profile))
+    membership.attempt(partial(check_sinks, config))
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
     setup: Setup = on_all(partial(prepare, make_task, config))
@@ -89,6 +102,8 @@ def open_run(
     if earlier.is_finished:
         membership.attempt(partial(load_finished, config, setup, earlier))
         return setup.task, None, earlier.summary
+    if not isinstance(setup.folder, NoFolder):
+        page.serve(setup.folder.path)
     if config.resume and earlier.found.metadata is None:
         membership.attempt(partial(start_from_file, config, setup.task.model))
     startup_clock.begin("benchmark")
@@ -105,12 +120,14 @@ def open_run(
         config=config,
         membership=membership,
         setup=setup,
+        page=page,
         earlier=replace(earlier, was_on_standby=membership.active is None),
         profiles=profiles,
         allreduce_algorithm=selection.allreduce_algorithm,
         excluded_places=[info.place for info in selection.excluded],
         state=state,
         checkpoints=Checkpointing(config, setup.path),
+        own_sinks=own_sinks,
         summary=replace(summary_of(world, setup, earlier, selection), parity=agrees),
     )
     return setup.task, run, run.summary
@@ -146,7 +163,8 @@ def select_ranks(
         if metadata is not None and metadata.active_places == places
         else ""
     )
-    algorithm = choose_allreduce(known or config.allreduce, world, buckets)
+    choice = choose_allreduce(known or config.allreduce, world, buckets)
+    record_allreduce(setup, choice.seconds)
     metadata = earlier.remembered_exclusion(world)
     if metadata is not None and profiles.are_remembered:
         excluded = {
@@ -157,7 +175,8 @@ def select_ranks(
     else:
         excluded = _find_excluded(config, profiles, buckets, world)
     log_excluded(world, excluded)
-    return Selection(algorithm, {world.infos[rank]: reason for rank, reason in excluded.items()})
+    reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
+    return Selection(choice.algorithm, reasons)
 
 
 def _find_excluded(

@@ -17,6 +17,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.metrics.sink import MetricsSink
 from kaitian_mpi.mpi.world import World, current_world
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -24,6 +25,7 @@ from kaitian_mpi.steps.step import Step
 from kaitian_mpi.training.attempt import Attempt
 from kaitian_mpi.training.elastic_run import ElasticRun
 from kaitian_mpi.training.open_step import OpenStep
+from kaitian_mpi.training.sinks import check_own_sinks
 from kaitian_mpi.training.summary import Summary
 
 _open: list[Training] = []
@@ -55,6 +57,9 @@ class Training:
     Args:
         task: what is trained; or a function that makes it, whose errors all ranks then share.
         config: the settings; None: those given by name.
+        sinks: take what is measured, beside metrics.jsonl: one on each rank, of which that of the
+            rank that writes the files is used, in a thread of its own. One that raises is not used
+            any more, and one that is slow does not slow down the training.
         settings: fields of `TrainingConfig`, which are flags of `kaitian-train` as well.
 
     Raises:
@@ -65,6 +70,8 @@ class Training:
         self,
         task: Task | Callable[[], Task],
         config: TrainingConfig | None = None,
+        *,
+        sinks: Sequence[MetricsSink] = (),
         **settings: Any,
     ) -> None:
         if _open:
@@ -73,10 +80,11 @@ class Training:
         if isinstance(task, nn.Module) or not is_task_or_function:
             raise UserError(f"Training: found a {type(task).__name__}, needed a Task")
         config = _make_config(config, settings)
+        check_own_sinks(sinks)
         world = current_world() or init()
         self._open_step: OpenStep | None = None
         self._last_step: Step | None = None
-        self._run = ElasticRun(partial(_as_task, task), config, world, self._closed)
+        self._run = ElasticRun(partial(_as_task, task), config, world, self._closed, sinks)
         _open.append(self)
         register_close(self.close)
 

@@ -1,6 +1,7 @@
 """Ranks that die or diverge in real jobs, and jobs that resume from checkpoints."""
 
 import itertools
+import json
 import os
 import re
 import time
@@ -13,12 +14,14 @@ from jobs import (
     Job,
     newest_checkpoint,
     read_lines,
+    read_readings,
     run_alone,
     run_ranks,
     steps_shown,
     summary_of,
     weights_in,
 )
+from trace_rules import check_trace, spans_of
 
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 
@@ -58,9 +61,10 @@ def undisturbed(tmp_path_factory):
 def killed(tmp_path_factory):
     """Three ranks, of which rank 0 is killed in training."""
     folder = tmp_path_factory.mktemp("killed")
-    often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5".split()
+    often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5 --timeline".split()
     export = ["--export", "model.safetensors"] if find_spec("safetensors") else []
-    with Job(3, *EXACT, *EVEN, *often, *export, cwd=folder, fresh=False) as job:
+    programs = ["--tensorboard"] if find_spec("tensorboard") else []
+    with Job(3, *EXACT, *EVEN, *often, *export, *programs, cwd=folder, fresh=False) as job:
         job.wait_for(r"step 8/")
         job.kill(0)
         return folder, job.finish()
@@ -92,7 +96,7 @@ def test_output_and_files_continue_after_the_loss(killed):
     # Rank 0 may have died after a step was done and before it printed its line.
     without = [step for step in every if step != failure["step"] - 1]
     assert steps_shown(ended) in (every, without)
-    metrics = read_lines(folder / "run" / "metrics.jsonl")
+    metrics = read_readings(folder / "run")
     assert [line["step"] for line in metrics] in (every, without)
     assert {len(line["wait_time_sec"]) for line in metrics} == {3, 2}
     plans = read_lines(folder / "run" / "plan.jsonl")
@@ -100,6 +104,63 @@ def test_output_and_files_continue_after_the_loss(killed):
     assert [sum(plan["batch_sizes"]) for plan in plans] == [BATCH, BATCH]
     assert [len(plan["batch_sizes"]) for plan in plans] == [3, 2]
     assert not list(folder.rglob("*.partial"))
+
+
+def test_events_tell_of_the_loss_and_what_followed(killed):
+    folder, _ = killed
+    (failure,) = summary_of(folder)["failures"]
+    events = read_lines(folder / "run" / "events.jsonl")
+    # Rank 0 may have died before it told of the last checkpoint, and on a machine with other work
+    # any rank may be slow for a while.
+    by_chance = ("checkpoint", "slow", "slow_end")
+    kinds = [event["kind"] for event in events if event["kind"] not in by_chance]
+    assert kinds == ["start", "plan", "loss", "plan", "recovery", "finish"]
+    by_kind = {event["kind"]: event for event in events}
+    loss, recovery = by_kind["loss"], by_kind["recovery"]
+    assert (loss["ranks"], loss["details"]["remaining"]) == ([0], [1, 2])
+    assert loss["step"] == failure["step"] - 1 == recovery["step"] - 1
+    assert "rank 0" in loss["text"]
+    assert loss["time"] < recovery["time"] < loss["time"] + RECOVERY_LIMIT_SEC
+    assert recovery["details"]["recovery_sec"] == failure["seconds_to_recover"]
+    assert by_kind["checkpoint"]["step"] == by_kind["finish"]["step"] == 5 * STEPS_PER_EPOCH
+    metrics = read_readings(folder / "run")
+    assert {tuple(line["ranks"]) for line in metrics} == {(0, 1, 2), (1, 2)}
+    for line in metrics:
+        for phases in zip(
+            *(line[f"{name}_time_sec"] for name in ("forward", "backward", "optimizer", "compute")),
+            strict=True,
+        ):
+            assert sum(phases[:3]) == pytest.approx(phases[3])
+            assert min(phases) > 0
+
+
+def test_tensorboard_has_each_step_once_after_the_loss(killed):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = killed
+    found = EventAccumulator(str(folder / "run/tensorboard"), {"scalars": 0}).Reload()
+    read = [line["step"] for line in read_readings(folder / "run")]
+    shown = [each.step for each in found.Scalars("loss/train")]
+    # What rank 0 had not written yet is missing.
+    assert shown == sorted(set(shown))
+    assert set(shown) <= set(read)
+    assert set(shown) >= {step for step in read if step >= summary_of(folder)["steps"] - 1}
+    assert found.Scalars("time/forward/rank_2")
+
+
+def test_timeline_continues_after_the_loss(killed):
+    folder, _ = killed
+    trace = json.loads((folder / "run" / "timeline.json").read_text())
+    check_trace(trace)
+    (failure,) = summary_of(folder)["failures"]
+    happened = {event["name"] for event in trace if event["ph"] == "i"}
+    assert f"loss (step {failure['step'] - 1})" in happened
+    assert f"finish (step {5 * STEPS_PER_EPOCH})" in happened
+    spans = spans_of(trace)
+    assert {span["pid"] for span in spans if span["name"] == "recovery"} == {1, 2}
+    last = [span for span in spans if span["args"].get("step") == 5 * STEPS_PER_EPOCH]
+    assert {span["pid"] for span in last} == {1, 2}
 
 
 def test_weights_equal_those_of_an_undisturbed_run(killed, undisturbed):
@@ -205,7 +266,7 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
 @pytest.mark.any_mpi
 def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     command = "kaitian-train --model planted:dropping --epochs 3 --global-batch-size 128".split()
-    often = (*command, *EVEN, *"--checkpoint-every 2 --resume auto".split())
+    often = (*command, *EVEN, *"--checkpoint-every 2 --resume auto --timeline".split())
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
@@ -232,6 +293,12 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     assert step % 12 != 0, "not in the middle of an epoch"
     assert steps_shown(ended) == list(range(step + 1, 37))
     assert summary_of(cut)["steps"] == 36
+    trace = json.loads((cut / "run" / "timeline.json").read_text())
+    check_trace(trace)
+    starts = {e["name"]: e["ts"] for e in trace if e["ph"] == "i"}
+    assert starts["start (step 0)"] < starts[f"resume (step {step})"] < starts["finish (step 36)"]
+    at_once = [span for span in spans_of(trace) if span["args"].get("step") == 10]
+    assert {span["pid"] for span in at_once} == {0, 1}, "the first job's are there"
     assert largest_difference(weights_in(cut), weights_in(whole)) == 0
 
 
@@ -259,9 +326,7 @@ def test_resume_with_rank_0_excluded(tmp_path):
     assert ended.code == 0, ended.text
     assert "resuming from step 7 (" in ended.out
     assert summary_of(tmp_path)["ranks"] == [0]
-    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(
-        range(1, 12)
-    )
+    assert [line["step"] for line in read_readings(tmp_path / "run")] == list(range(1, 12))
 
 
 # NaN and diverged weights

@@ -15,6 +15,7 @@ from jobs import (
     finish,
     newest_checkpoint,
     read_lines,
+    read_readings,
     run_alone,
     start,
     steps_saved,
@@ -84,8 +85,11 @@ def test_sigterm_and_sigint_save_a_checkpoint_before_the_job_ends(
     saved = int(newest_checkpoint(tmp_path).stem[5:])
     # mpirun may have dropped the very last line; the file has it.
     assert saved >= steps_shown(ended)[-1]
-    assert abs(saved - read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]) <= 1
+    assert abs(saved - read_readings(tmp_path / "run")[-1]["step"]) <= 1
     assert f"step {saved} is saved: --resume auto resumes from it" in ended.text
+    stop = read_lines(tmp_path / "run" / "events.jsonl")[-1]
+    assert (stop["kind"], stop["step"]) == ("stop", saved)
+    assert stop["text"] == f"step {saved} is saved: --resume auto resumes from it"
     own = (
         ended.text if IS_OPEN_MPI else "".join(re.findall(r"^kaitian-train: .*", ended.text, re.M))
     )
@@ -130,7 +134,7 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     # A checkpoint that is attempted fills the disk for a moment: a line may be lost meanwhile.
-    lines = read_lines(small_disk / "metrics.jsonl")
+    lines = read_readings(small_disk)
     assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step
     metrics = [line["step"] for line in lines]
     assert len(metrics) > 2 * STEPS_PER_EPOCH

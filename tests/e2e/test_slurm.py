@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from emulated_hosts import EmulatedHosts
 from emulated_slurm import EmulatedSlurm, has_pmix, reason_to_skip
-from jobs import ENVIRONMENT, LONGEST_SEC, PLANTED, read_lines, steps_saved, summary_of
+from jobs import ENVIRONMENT, LONGEST_SEC, PLANTED, read_readings, steps_saved, summary_of
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 needs_pmix = pytest.mark.skipif(not has_pmix(), reason="needs libpmix.so, for srun --mpi=pmix")
@@ -148,7 +148,7 @@ def limited(batch):
 def check_steps(folder, last):
     """Check that a run has done each step up to its last one once, whatever has interrupted it."""
     log = "".join(path.read_text() for path in sorted(folder.glob("kaitian-*.log")))
-    done = [line["step"] for line in read_lines(folder / "run/metrics.jsonl") if "step" in line]
+    done = [line["step"] for line in read_readings(folder / "run") if "step" in line]
     assert done == sorted(set(done)), log
     # The line of a step that ends as the signal arrives may be lost; the checkpoint has the step.
     saved = {int(step) for step in re.findall(r"step (\d+) (?:is saved|\(step-)", log)}

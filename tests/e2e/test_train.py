@@ -1,15 +1,21 @@
 """`kaitian-train` from the command line to the files it writes."""
 
+import io
 import json
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
-from jobs import read_lines, run_alone, run_ranks
+from devtools import Browser
+from jobs import read_lines, read_readings, run_alone, run_ranks
+from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 
 from kaitian_mpi.models import build_model
+from kaitian_mpi.report.figures import FIGURES
 
+CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
 SUMMARY_KEYS = {
     "world_size",
     "groups",
@@ -40,7 +46,7 @@ def emulated(tmp_path_factory):
         4,
         *"kaitian-train --model cnn --epochs 4 --run-dir run --log-interval 0".split(),
         *"--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 2:8,3:8".split(),
-        *"--benchmark-seconds 3 --keep-all".split(),
+        *"--benchmark-seconds 3 --keep-all --timeline --timeline-every 3".split(),
         cwd=folder,
     )
     assert ended.code == 0, ended.text
@@ -61,6 +67,7 @@ def test_output_shows_groups_leaders_scores_and_progress_once(emulated):
     assert "\x1b" not in ended.text
 
 
+@pytest.mark.serial  # beside other tests, a rank that does not get its core is slow, too
 def test_slow_ranks_score_lower_and_get_fewer_samples(emulated):
     folder, _ = emulated
     summary = json.loads((folder / "summary.json").read_text())
@@ -91,7 +98,7 @@ def test_summary_is_complete(emulated):
 @pytest.mark.any_mpi
 def test_loss_decreases(emulated):
     folder, _ = emulated
-    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+    losses = [line["loss"] for line in read_readings(folder)]
     assert len(losses) == 24
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
@@ -107,16 +114,88 @@ def test_run_folder_has_all_files(emulated):
         assert rank["alpha_sec"] >= 0
         assert rank["beta_sec_per_sample"] >= 0
         assert rank["memory_bytes"] > 0
+    measured = benchmark["allreduce_sec"]
+    assert set(measured) >= {"flat", "leader", "striped"}
+    chosen = json.loads((folder / "summary.json").read_text())["allreduce"]
+    assert chosen == min(measured, key=measured.get)
     plans = read_lines(folder / "plan.jsonl")
     assert plans[0]["step"] == 0
     assert all(sum(plan["batch_sizes"]) == 256 for plan in plans)
-    metrics = read_lines(folder / "metrics.jsonl")[-1]
+    metrics = read_readings(folder)[-1]
     assert {"step_time_sec", "samples_per_sec", "compute_time_sec", "wait_time_sec"} <= set(metrics)
     parity = json.loads((folder / "parity.json").read_text())
     assert parity["agrees"]
     assert {kind["kind"] for kind in parity["kinds"]} == {"gpu", "mlu"}
     assert json.loads((folder / "summary.json").read_text())["parity"]
     assert not list(folder.rglob("*.partial"))
+
+
+def test_timeline_has_all_ranks_phases_and_collectives(emulated):
+    folder, ended = emulated
+    trace = json.loads((folder / "timeline.json").read_text())
+    check_trace(trace)
+    spans = spans_of(trace)
+    steps = [span for span in spans if "step" in span["args"]]
+    assert {span["args"]["step"] for span in steps} == set(range(3, 25, 3))
+    for rank in range(4):
+        phases = {span["name"] for span in spans if span["pid"] == rank and span["tid"] == 0}
+        assert phases >= {
+            *("getting a batch", "forward", "backward", "the sum of gradients", "the optimizer"),
+            *("reporting the step", "evaluation", "writing the last checkpoint", "the benchmark"),
+        }
+    collectives = collectives_of(trace)
+    for same in collectives.values():
+        assert [span["args"]["rank"] for span in same] == [0, 1, 2, 3]
+        assert len({span["args"]["bytes"] for span in same}) == 1
+        if same[0]["name"] in ("all_reduce", "barrier"):
+            assert largest_gap_us(same) < CLOCK_ERROR_US
+    sums = [same[0]["args"] for same in collectives.values() if same[0]["name"] == "all_reduce"]
+    used = re.search(r"allreduce: (flat|leader|striped) ", ended.out)[1]
+    assert used in {args["algorithm"] for args in sums}
+    weights = sum(value.numel() for value in build_model("cnn", 10).parameters())
+    assert max(args["bytes"] for args in sums) >= 4 * weights
+    happened = {event["name"] for event in trace if event["ph"] == "i"}
+    assert happened >= {
+        "start (step 0)",
+        "plan (step 0)",
+        "evaluation (step 6)",
+        "finish (step 24)",
+    }
+    counters = {(event["name"], event["pid"]) for event in trace if event["ph"] == "C"}
+    assert counters >= {("batch size", rank) for rank in range(4)}
+    assert "samples/s" in {name for name, _ in counters}
+
+
+def test_the_report_of_a_run_opens_in_a_browser(emulated, tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="needs the extra 'report'")
+    folder, _ = emulated
+    target = tmp_path / "report.html"
+    ended = run_alone("kaitian-report", str(folder), "-o", str(target), cwd=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    with Browser(tmp_path / "browser") as browser:
+        browser.open(target.as_uri())
+        browser.wait_for("document.readyState === 'complete'")
+        described = browser.value("[...document.querySelectorAll('svg')].map(s => s.ariaLabel)")
+        assert len(described) == len(FIGURES)
+        assert all("EMULATED" in text for text in described)
+        assert "4 ranks on 1 host. gpu: 2 ranks, led by rank 0" in described[0]
+        shown = browser.value("document.querySelector('#run1-rate + figure').textContent")
+        assert "Training rate · EMULATED devices or speeds" in shown
+        assert browser.value("document.querySelectorAll('.missing').length") == 0
+        cut_off = "[...document.querySelectorAll('svg text')].filter(t => { const b = t.closest("
+        cut_off += "'svg').getBoundingClientRect(), r = t.getBoundingClientRect(); return r.left < "
+        cut_off += "b.left - 1 || r.right > b.right + 1; }).map(t => t.textContent)"
+        for width in (1280, 400):
+            browser.resize(width)
+            assert browser.value("document.documentElement.scrollWidth") == width
+            assert browser.value(cut_off) == []
+        browser.press("Tab")
+        assert browser.value("document.activeElement.textContent") == "Skip to the content"
+        browser.press("Tab")
+        assert browser.value("document.activeElement.hash") == "#run1"
+        picture = np.asarray(image.open(io.BytesIO(browser.screenshot())).convert("RGB"))
+        assert (picture == (0x00, 0x72, 0xB2)).all(axis=2).sum() > 100  # of rank 0
+        assert browser.complaints == []
 
 
 def test_saved_model_loads_with_weights_only(emulated):
@@ -163,6 +242,7 @@ def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path)
         2,
         *"kaitian-train --model cnn --dataset mycode:data --epochs 2 --run-dir run".split(),
         *"--global-batch-size 80 --balance off --precision fp16 --workers 1".split(),
+        *"--profile 1@2-3".split(),
     )
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -174,6 +254,15 @@ def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path)
     assert "relay" not in summary
     assert summary["emulated"] is False
     assert "benchmark:" not in ended.out
+    assert not (tmp_path / "run" / "timeline.json").exists()
+    assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == (
+        ["rank-1-steps-2-3.json"]
+    )
+    profile = json.loads((tmp_path / "run" / "profile" / "rank-1-steps-2-3.json").read_text())
+    names = [event["name"] for event in profile["traceEvents"]]
+    assert names.count("Optimizer.step#SGD.step") == 2
+    assert "kaitian:all_reduce" in names
+    assert "the profile of steps 2-3 is in " in ended.out
     assert "benchmark 0.0, " in ended.out  # the seconds
 
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
-from kaitian_mpi import Task, Training
+from kaitian_mpi import MetricsSink, Task, Training
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.mpi.exchange import gather_values
 
@@ -482,6 +482,55 @@ def test_logged_figures_are_in_the_metrics(world, folder):
     if world.rank == 0:
         logged = [line.get("logged") for line in lines_of(folder / "metrics.jsonl")]
         assert logged == [{"before": 7}, *[{"number": float(n)} for n in range(1, 6)]]
+
+
+class Collecting(MetricsSink):
+    """Collects what it is given, and fails at the end."""
+
+    def __init__(self):
+        self.losses, self.kinds, self.last = [], [], None
+
+    def read(self, reading):
+        self.losses.append(reading.loss)
+        self.last = reading
+
+    def happened(self, event):
+        self.kinds.append(event.kind)
+
+    def close(self, finished):
+        self.kinds.append(finished)
+        raise RuntimeError("it has no room")
+
+
+@ALSO_ALONE
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_sink_of_ones_own_gets_the_metrics_of_all_ranks(world, folder, caplog, is_open):
+    task = regression(loss=None if is_open else squares, validation=held_out(), metrics=sums)
+    sink, tensorboard = Collecting(), not is_open
+    settings = {**QUIET, "log_interval": 0.0, "max_steps": 5, "tensorboard": tensorboard}
+    train(world, task, squares if is_open else None, run_dir=str(folder), sinks=[sink], **settings)
+    if world.rank != 0:
+        assert sink.last is None
+        return
+    lines = [line for line in lines_of(folder / "metrics.jsonl") if "validation" not in line]
+    assert sink.losses == [line["loss"] for line in lines]
+    assert sink.kinds[:2] == ["start", "plan"]
+    assert sink.kinds[-2:] == ["finish", True]
+    assert "Collecting has failed and gets no metrics any more" in caplog.text
+    last = lines[-1]
+    assert last["ranks"] == list(range(world.size))
+    assert (last["step"], last["total_steps"], sum(last["batch_sizes"])) == (5, 5, BATCH)
+    for rank in range(world.size):
+        phases = [last[f"{name}_time_sec"][rank] for name in ("forward", "backward", "optimizer")]
+        assert min(phases) >= 0
+        assert sum(phases) == pytest.approx(last["compute_time_sec"][rank])
+    (evaluation,) = [line for line in lines_of(folder / "metrics.jsonl") if "validation" in line]
+    assert set(evaluation) == {"step", "epoch", "time", "validation"}
+    events = lines_of(folder / "events.jsonl")
+    assert [event["kind"] for event in events] == sink.kinds[:-1]
+    assert events == sorted(events, key=lambda event: event["time"])
+    assert bool(list(folder.glob("tensorboard/events*"))) == tensorboard
+    assert lines_of(folder / "plan.jsonl")[0]["ranks"] == last["ranks"]
 
 
 class Counter:

@@ -68,6 +68,15 @@ DEFAULTS = {
     "--run-dir": "",
     "--export": "",
     "--log-interval": 2.0,
+    "--progress": "auto",
+    "--quiet": False,
+    "--timeline": False,
+    "--timeline-every": 0,
+    "--dashboard": -1,
+    "--profile": "",
+    "--tensorboard": False,
+    "--wandb": "",
+    "--mlflow": "",
     "--log-level": "info",
 }
 
@@ -111,6 +120,7 @@ def test_arguments_set_their_fields():
         (["--weight-decay", "-1"], r"--weight-decay: found -1.0"),
         (["--max-steps", "-1"], r"--max-steps: found -1"),
         (["--log-interval", "-1"], r"--log-interval: found -1"),
+        (["--dashboard", "65536"], r"--dashboard: found 65536, needed a port from 0 to 65535"),
         (["--allreduce", "ring"], r"--allreduce: invalid choice: 'ring'"),
         (["--clip-norm", "-1"], r"--clip-norm: found -1.0, needed a number from 0"),
         (["--optimizer", "adam"], r"--optimizer: invalid choice: 'adam'"),

@@ -5,11 +5,13 @@ import functools
 import re
 import runpy
 import shlex
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.cli import bench, doctor, env, flags, plan, run, supervise, train
+from kaitian_mpi.cli import bench, doctor, env, flags, plan, report, run, supervise, train
 from kaitian_mpi.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,7 @@ MESSAGES = {
 }
 PARSERS = {
     train.PROGRAM: flags.make_parser(train.PROGRAM),
+    report.PROGRAM: report.make_parser(),
     run.PROGRAM: run.make_parser(),
     bench.PROGRAM: bench.make_parser(),
     plan.PROGRAM: plan.make_parser(),
@@ -66,9 +69,8 @@ def commands(path):
     lines += [quoted for line in prose for quoted in re.findall(r"`([^`]+)`", line)]
     for line in lines:
         words = line.replace("$(which kaitian-train)", train.PROGRAM)
-        match = re.search(
-            r"(?:^|mpirun .*)\b(kaitian-(?:train|run|bench|plan|supervise|doctor|env)) \S", words
-        )
+        names = "|".join(name.removeprefix("kaitian-") for name in PARSERS)
+        match = re.search(rf"(?:^|mpirun .*)\b(kaitian-(?:{names})) \S", words)
         if match and "…" not in line and not line.startswith(("#", " ", "│")):
             yield words[match.start(1) if words.startswith("mpirun") else 0 :]
 
@@ -165,6 +167,21 @@ def test_documented_scripts_have_the_flags_shown(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_page_holds_an_unresolved_merge(path):
     assert not re.search(r"^(<<<<<<<|=======$|>>>>>>>)", path.read_text(), re.M)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_code_blocks_parse(path):
+    """Whether the commands of a shell have the flags shown is checked above."""
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.M | re.S):
+        match language:
+            case "python":
+                ast.parse(code)
+            case "toml":
+                tomllib.loads(code)
+            case "bash":
+                subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+            case _:
+                assert language == "diff", f"{path.name} has a block of {language}"
 
 
 @functools.cache

@@ -87,6 +87,48 @@ def test_the_step_clock(monkeypatch):
     clock.stop()
     assert clock.take() == (1, 3.5, 0.5)
     assert clock.take() == (0, 0.0, 0.0)
+    assert clock.take_phases() == (3.0, 0.0, 0.5)
+    assert clock.take_phases() == (0.0, 0.0, 0.0)
+
+
+def test_the_step_clock_tells_forward_from_backward(monkeypatch):
+    at = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: at)
+    clock = StepClock(CpuDevice())
+    for _ in range(2):
+        clock.start()
+        at += 1.0  # a forward, of which 0.25 s are waiting
+        began = clock.wait_begins()
+        at += 0.25
+        clock.wait_ends(began)
+        clock.backward_begins()
+        at += 2.0
+        clock.forward_begins()
+        at += 1.0
+        clock.backward_begins()
+        began = clock.wait_begins()
+        at += 0.5
+        clock.wait_ends(began)
+        at += 4.0
+        clock.bucket_ready()
+        at += 8.0
+        clock.gradients_summed()
+        at += 16.0
+        clock.stop()
+    assert clock.take() == (2, 2 * 24.0, 2 * 8.75)
+    assert clock.take_phases() == (2 * 2.0, 2 * 6.0, 2 * 16.0)
+
+
+def test_a_step_without_a_bucket_only_waits(monkeypatch):
+    times = iter([10.0, 11.0, 13.5, 14.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = StepClock(CpuDevice())
+    clock.start()
+    clock.backward_begins()
+    clock.gradients_summed()
+    clock.stop()
+    assert clock.take() == (1, 0.5, 3.5)
+    assert clock.take_phases() == (0.0, 0.0, 0.5)
 
 
 def test_progress_line():
@@ -119,6 +161,14 @@ def test_lines_of_repeated_steps_are_removed(tmp_path):
     assert (folder.path / "plan.jsonl").read_text() == kept
     folder.cut_after(-1)
     assert (folder.path / "plan.jsonl").read_text() == ""
+
+
+def test_events_are_history(tmp_path):
+    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=0)
+    for step in (0, 4, 8):
+        folder.append("events.jsonl", {"step": step})
+    folder.cut_after(4)
+    assert (folder.path / "events.jsonl").read_text().count("\n") == 3
 
 
 def test_an_unreadable_file_counts_as_empty(tmp_path):

@@ -398,7 +398,7 @@ def test_an_mpi_that_handles_device_memory_badly_does_not_get_it(
         original = device_aware.reduce_directly
 
         def reduce_directly(comm, tensor):
-            time.sleep(0.1)
+            time.sleep(0.4)
             original(comm, tensor)
 
         monkeypatch.setattr(device_aware, "reduce_directly", reduce_directly)

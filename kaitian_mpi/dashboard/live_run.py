@@ -1,0 +1,210 @@
+"""What the page shows: a run folder as it is now, read and drawn again only where it has changed.
+
+Reading and drawing are limited to a share of one core, however many browsers ask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.report.canvas import figures_of
+from kaitian_mpi.report.figures import FIGURES, FigureSpec
+from kaitian_mpi.report.run import Run
+from kaitian_mpi.report.run_files import read_run
+from kaitian_mpi.report.svg import to_svg
+
+_log = logging.getLogger(__name__)
+
+WIDE, NARROW = 7.0, 4.4
+"""The widths of figures in inches, of 96 pixels: beside one another, and on a phone."""
+_Files = list[tuple[str, int, int, int]]
+"""Of each file, its name, number, size and time of change in nanoseconds."""
+_MAX_SHARE = 0.2
+_MIN_INTERVAL_SEC = 1.0
+
+
+class Budget:
+    """Spreads work over time, so that it takes no more than a share of one core."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._free_at = 0.0
+
+    def is_free(self) -> bool:
+        """Return whether work may begin."""
+        return self._clock() >= self._free_at
+
+    def spend(self, cpu_sec: float) -> None:
+        """Put the next work off, because this many seconds of a core were used."""
+        now = self._clock()
+        self._free_at = max(self._free_at, now) + max(0.0, cpu_sec) / _MAX_SHARE
+
+    def rest(self) -> None:
+        """Put the next work off by the least time between two."""
+        self._free_at = max(self._free_at, self._clock() + _MIN_INTERVAL_SEC)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One state of the folder.
+
+    Attributes:
+        run: what was read; None if the folder could not be.
+        version: differs from that of every other state, also of another process.
+        fault: why the folder could not be read; empty if it was.
+        changed_at: when a file was last changed, in seconds since 1970.
+    """
+
+    run: Run | None = None
+    version: str = ""
+    fault: str = ""
+    changed_at: float = 0.0
+
+    @property
+    def minutes_old(self) -> int:
+        """Whole minutes since a file was last changed."""
+        return max(0, int(time.time() - self.changed_at) // 60) if self.changed_at else 0
+
+
+@dataclass
+class _Drawn:
+    """The figures of one state, as far as they were asked for."""
+
+    shown: Shown
+    figures: dict[tuple[str, float], bytes] = field(default_factory=dict)
+
+
+class LiveRun:
+    """A run folder that changes; all methods may be called from several threads.
+
+    Args:
+        folder: of the run.
+        specs: the figures.
+    """
+
+    def __init__(self, folder: Path, specs: Sequence[FigureSpec] = FIGURES) -> None:
+        self.folder = folder
+        self.specs = {spec.name: spec for spec in specs}
+        # A page may meet the process that took over from the one it came from.
+        self._name, self._numbers = secrets.token_hex(4) + "-", itertools.count(1)
+        self._lock = threading.Lock()
+        # One thread for all figures, as matplotlib keeps fonts by thread.
+        self._artist = ThreadPoolExecutor(1, "kaitian-figures", _load_matplotlib)
+        self._shown = Shown()
+        self._drawn = _Drawn(self._shown)
+        self._seen: _Files | str | None = None
+        self._reading, self._drawing = Budget(), Budget()
+
+    def now(self) -> tuple[Shown, str]:
+        """Return the folder's newest state, and the version of the state that figures show."""
+        with self._lock:
+            self._read_if_changed()
+            if self._drawn.shown is not self._shown and self._drawing.is_free():
+                self._drawn = _Drawn(self._shown)
+                self._drawing.rest()
+            return self._shown, self._drawn.shown.version
+
+    def figure(self, name: str, width: float = WIDE) -> bytes:
+        """Return a figure as an SVG document, which says so where there is nothing to show.
+
+        Args:
+            name: of the figure.
+            width: in inches.
+
+        Raises:
+            KeyError: there is no such figure.
+        """
+        spec = self.specs[name]
+        if not self._drawn.shown.version:
+            self.now()
+        with self._lock:
+            drawn = self._drawn
+        return self._artist.submit(self._draw_once, drawn, spec, width).result()
+
+    def _draw_once(self, drawn: _Drawn, spec: FigureSpec, width: float) -> bytes:
+        key = spec.name, width
+        if key not in drawn.figures:
+            began = time.thread_time()
+            drawn.figures[key] = _draw(spec, drawn.shown.run, width)
+            with self._lock:
+                self._drawing.spend(time.thread_time() - began)
+        return drawn.figures[key]
+
+    def _read_if_changed(self) -> None:
+        if not self._reading.is_free():
+            return
+        seen = _fingerprint(self.folder)
+        if seen == self._seen:
+            return
+        began = time.thread_time()
+        run, fault = self._shown.run, ""
+        try:
+            run = read_run(self.folder)
+        except (UserError, OSError) as error:
+            fault = str(error)
+        self._seen = seen
+        version = f"{self._name}{next(self._numbers)}"
+        self._shown = Shown(run, version, fault, _last_change(seen) or self._shown.changed_at)
+        self._reading.spend(time.thread_time() - began)
+        self._reading.rest()
+
+
+def _fingerprint(folder: Path) -> _Files | str:
+    """Return what differs if a file of the folder has changed."""
+    found: _Files = []
+    try:
+        for path in sorted((*folder.glob("*.json"), *folder.glob("*.jsonl"))):
+            status = path.stat()
+            found.append((path.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    except OSError as error:
+        return str(error)
+    return found
+
+
+def _load_matplotlib() -> None:
+    """Import what takes a second, so that it does not count as drawing."""
+    with suppress(ImportError):  # then each figure says so
+        from matplotlib import font_manager  # noqa: F401
+
+
+def _last_change(seen: _Files | str) -> float:
+    """Return when the newest file was changed; 0 if there is none."""
+    return 0.0 if isinstance(seen, str) else max((file[-1] / 1e9 for file in seen), default=0.0)
+
+
+def _draw(spec: FigureSpec, run: Run | None, width: float) -> bytes:
+    if run is None:
+        return _words(f"{spec.title}: nothing to show yet")
+    try:
+        with figures_of(width):
+            figure = spec.draw(run)
+        if figure is None:
+            return _words(f"{spec.title}: nothing to show yet")
+        for text in figure.texts:  # its title and notes
+            text.set_wrap(True)
+        return to_svg(figure, spec.alt(run), spec.name).encode(errors="replace")
+    except Exception as error:  # one figure that fails must not take the page with it
+        fault = f"{type(error).__name__}: {error}"
+        _log.warning("dashboard: figure %s could not be drawn: %s", spec.name, fault)
+        return _words(f"{spec.title}: could not be drawn ({type(error).__name__})")
+
+
+def _words(text: str) -> bytes:
+    """Return a picture with a line of text."""
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="80" viewBox="0 0 640 80" '
+        f'role="img" aria-label="{escape(text)}">'
+        '<text x="320" y="46" text-anchor="middle" font-family="sans-serif" font-size="18" '
+        f'fill="#595959">{escape(text)}</text></svg>'
+    ).encode()

@@ -1,0 +1,34 @@
+"""Whether the packages that sinks need are installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from kaitian_mpi.errors import UserError
+
+
+def check_package(flag: str, name: str, module: str = "") -> None:
+    """Check that a package is installed.
+
+    Args:
+        flag: that needs it.
+        name: of the package, and of the extra that installs it.
+        module: of it, to import already; it may take seconds. Empty for none.
+
+    Raises:
+        UserError: it is not, or cannot be imported.
+    """
+    advice = f"pip install 'kaitian-mpi[{name}]', or leave {flag} out"
+    if find_spec(name) is None:
+        raise UserError(f"{flag}: found no package {name}, needed it on every host; {advice}")
+    if not module:
+        return
+    try:
+        import_module(module)
+    except Exception as error:  # a broken installation raises anything
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{flag}: the package {name} cannot be imported: {type(error).__name__}: {reason}; "
+            f"{advice}"
+        ) from error

@@ -1,0 +1,99 @@
+"""What sinks are given: readings, evaluations, the user's own figures, and events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was measured since the last reading; per-rank lists are in the order of `ranks`."""
+
+    step: int
+    """The number of steps done."""
+    total_steps: int
+    epoch: int
+    """From 0."""
+    epochs: int
+    """How many there will be."""
+    epoch_fraction: float = 0.0
+    """How much of the epoch's samples is done, from 0 to 1."""
+    steps: int = 1
+    """The number of steps since the last reading, which the means are over."""
+    time: float
+    """In seconds since 1970."""
+    loss: float
+    """The mean over all samples since the last reading."""
+    learning_rate: float
+    samples_per_sec: float
+    step_time_sec: float
+    seconds_left: float
+    """The forecast for the rest of the run."""
+    ranks: Sequence[int]
+    """The world ranks that train."""
+    batch_sizes: Sequence[int]
+    """Samples per step of each rank."""
+    compute_time_sec: Sequence[float]
+    """Mean per step, as are all times by rank."""
+    wait_time_sec: Sequence[float]
+    data_time_sec: Sequence[float]
+    forward_time_sec: Sequence[float] | None = None
+    """Forward, backward and optimizer add up to the compute time; None: not measured."""
+    backward_time_sec: Sequence[float] | None = None
+    optimizer_time_sec: Sequence[float] | None = None
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """The figures that the script has given `Training.log` since the last reading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What an evaluation on the held-out samples has found."""
+
+    step: int
+    """The number of steps done."""
+    epoch: int
+    """The epoch that it follows, from 0."""
+    time: float
+    """In seconds since 1970."""
+    values: Mapping[str, float]
+    """The means by name, such as `loss` and `accuracy`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """The user's own figures after which no reading came any more."""
+
+    step: int
+    """The number of steps done."""
+    epoch: int
+    """From 0."""
+    time: float
+    """In seconds since 1970."""
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to the run: a plan, a loss, the end."""
+
+    step: int
+    """The number of steps done."""
+    time: float
+    """In seconds since 1970."""
+    kind: str
+    """One of `KINDS`."""
+    text: str
+    """A sentence for people."""
+    ranks: Sequence[int] = ()
+    """The world ranks that it concerns."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """A JSON object."""
+
+
+KINDS = (
+    *("start", "resume", "exclusion", "plan", "slow", "slow_end", "loss", "recovery"),
+    *("checkpoint", "bad_step", "divergence", "stop", "finish"),
+)
+"""The kinds of events."""

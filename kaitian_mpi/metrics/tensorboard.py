@@ -1,0 +1,82 @@
+"""A sink that writes TensorBoard's event files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kaitian_mpi.metrics.reading import Evaluated, Event, Logged, Reading
+from kaitian_mpi.metrics.scalars import of_evaluation, of_logged, of_reading
+from kaitian_mpi.metrics.sink import MetricsSink
+
+MODULE = "tensorboard.summary.writer.event_file_writer"
+FOLDER = "tensorboard"
+"""The folder in the run folder."""
+_BEGINS = ("start", "resume")
+_MAX_UNWRITTEN_SEC = 5
+
+
+class TensorBoardSink(MetricsSink):
+    """Writes scalars, and events as text.
+
+    Each job of a run, and each rank that takes over, appends a file to the folder. TensorBoard
+    itself drops what earlier files have of steps that are trained again.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        """Open a file.
+
+        Args:
+            run_folder: the run's folder.
+        """
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.plugins.text import metadata
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._tensors: Any = tensor_pb2
+        self._string_type: Any = types_pb2.DT_STRING
+        self._text_metadata: Any = metadata.create_summary_metadata("", "")
+        folder = str(run_folder / FOLDER)
+        self._writer = EventFileWriter(folder, flush_secs=_MAX_UNWRITTEN_SEC)
+
+    def read(self, reading: Reading) -> None:
+        """Write a reading's numbers."""
+        self._write(of_reading(reading), reading.step, reading.time)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Write an evaluation's numbers."""
+        self._write(of_evaluation(evaluated), evaluated.step, evaluated.time)
+
+    def logged(self, logged: Logged) -> None:
+        """Write the user's own figures."""
+        self._write(of_logged(logged), logged.step, logged.time)
+
+    def happened(self, event: Event) -> None:
+        """Write an event as text; where a job begins, have later steps of earlier jobs dropped."""
+        if event.kind in _BEGINS:
+            log = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(event.step + 1, event.time, session_log=log)
+        text = self._tensors.TensorProto(
+            dtype=self._string_type, string_val=[event.text.encode(errors="replace")]
+        )
+        value = self._summaries.Summary.Value(
+            tag=f"events/{event.kind}", tensor=text, metadata=self._text_metadata
+        )
+        self._add(event.step, event.time, summary=self._summaries.Summary(value=[value]))
+
+    def close(self, finished: bool) -> None:
+        """Bring everything to disk."""
+        self._writer.close()
+
+    def _write(self, values: Mapping[str, float], step: int, time: float) -> None:
+        scalars = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+        ]
+        self._add(step, time, summary=self._summaries.Summary(value=scalars))
+
+    def _add(self, step: int, time: float, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time, step=step, **content))

@@ -1,0 +1,1 @@
+"""What a terminal or a log file shows while a run trains."""

@@ -1,0 +1,25 @@
+"""Progress as plain lines, for log files and wherever no live view is wanted."""
+
+from __future__ import annotations
+
+from kaitian_mpi.metrics.reading import Reading
+from kaitian_mpi.metrics.sink import MetricsSink
+from kaitian_mpi.output.console import progress_line
+
+
+class PlainProgress(MetricsSink):
+    """Prints a line a reading."""
+
+    def read(self, reading: Reading) -> None:
+        """Print epoch, step, loss, samples per second, time left, and the user's own figures."""
+        line = progress_line(
+            epoch=reading.epoch + 1,
+            epochs=reading.epochs,
+            step=reading.step,
+            steps=reading.total_steps,
+            loss=reading.loss,
+            rate=reading.samples_per_sec,
+            left_sec=reading.seconds_left,
+        )
+        own = (f"{name} {value:.4g}" for name, value in reading.logged.items())
+        print(" | ".join([line, *own]), flush=True)

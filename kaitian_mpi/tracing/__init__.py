@@ -1,0 +1,1 @@
+"""Records what a rank does and when, for one timeline of all ranks."""

@@ -1,0 +1,87 @@
+"""Relates the clocks of ranks, by the round trips of a few messages (Cristian's algorithm)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_MAX_ALIGNMENTS = 1000
+_MIN_DRIFT_SEC = 5.0
+
+
+class RoundTrip(NamedTuple):
+    """A message to another rank and its answer, in seconds."""
+
+    sent: float
+    """When the message was sent, by this rank's clock."""
+    answered: float
+    """When it was answered, by the other rank's clock."""
+    received: float
+    """When the answer arrived, by this rank's clock."""
+
+
+class Offset(NamedTuple):
+    """What is to be added to this rank's clock, in seconds."""
+
+    seconds: float
+    error: float
+    """By how much it may be wrong: half the round trip, if one way took all of its time."""
+
+
+def estimate_offset(trips: Sequence[RoundTrip]) -> Offset:
+    """Return the offset to the other rank's clock, by the shortest round trip."""
+    best = min(trips, key=lambda trip: trip.received - trip.sent)
+    middle = (best.sent + best.received) / 2
+    return Offset(best.answered - middle, (best.received - best.sent) / 2)
+
+
+class AlignedClock:
+    """Translates times of this rank's clock into the run's time, in seconds since its start.
+
+    Between two alignments the offset is interpolated, for clocks drift apart by some microseconds a
+    second. Times before the first alignment have its offset, times after the last one the last.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._offsets: list[float] = []
+        self.error = 0.0
+        """By how much the last offset may be wrong, in seconds."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether there is an offset."""
+        return bool(self._times)
+
+    @property
+    def drift(self) -> float | None:
+        """By how many seconds a second the offset has changed between the last two alignments.
+
+        None if there was only one, or not enough time between them to tell drift from error.
+        """
+        if len(self._times) < 2 or self._times[-1] - self._times[-2] < _MIN_DRIFT_SEC:
+            return None
+        return self._slope(len(self._times) - 1)
+
+    def align(self, time: float, offset: Offset) -> None:
+        """Add the offset that holds at a time of this rank's clock, later than those before."""
+        # What lasts for long, such as an evaluation, begins several alignments before it is read.
+        del self._times[:-_MAX_ALIGNMENTS], self._offsets[:-_MAX_ALIGNMENTS]
+        self._times.append(time)
+        self._offsets.append(offset.seconds)
+        self.error = offset.error
+
+    def run_time(self, time: float) -> float:
+        """Return the run's time at a time of this rank's clock."""
+        assert self._times, "not aligned yet"
+        after = bisect_right(self._times, time)
+        if after in (0, len(self._times)):
+            return time + self._offsets[max(0, after - 1)]
+        elapsed = time - self._times[after - 1]
+        return time + self._offsets[after - 1] + self._slope(after) * elapsed
+
+    def _slope(self, after: int) -> float:
+        """Return the drift before an alignment."""
+        elapsed = self._times[after] - self._times[after - 1]
+        return (self._offsets[after] - self._offsets[after - 1]) / elapsed if elapsed else 0.0

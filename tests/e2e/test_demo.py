@@ -1,0 +1,57 @@
+"""`bin/demo`, with less to train."""
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+from jobs import PYTHON, finish, forked, start
+
+from kaitian_mpi.cli import report
+
+DEMO = str(Path(__file__).parents[2] / "bin/demo")
+SHORT = (
+    "--max-steps 3 --benchmark-seconds 0.5 --no-parity --val-split 0.05 --log-interval 0".split()
+)
+
+
+def demo(*arguments, cwd, mpirun):
+    """Run it; `mpirun` is the body of a function of bash that takes mpirun's place.
+
+    The page that it makes at the end costs seconds, and the report's own tests make some: here,
+    only its arguments are printed.
+    """
+    page = 'if [ "$1" = --text ]; then command kaitian-report "$@"; else printf "%q " "$@"; fi'
+    env = {"BASH_FUNC_mpirun%%": mpirun, "BASH_FUNC_kaitian-report%%": page}
+    functions = {name: f"() {{ {body}; }}" for name, body in env.items()}
+    return finish(start(DEMO, *arguments, cwd=cwd, env=functions), time.time())
+
+
+def test_arguments_are_passed_on(tmp_path):
+    done = demo("--precision", "bf16", "--run-dir=a b", cwd=tmp_path, mpirun='echo "$#: $*"')
+    assert done.code == 0, done.text
+    train = "-np 4 kaitian-train --model mobilenetv2 --global-batch-size 128"
+    assert f"11: {train} --precision bf16 --run-dir a b" in done.out
+    assert "kaitian-report" not in done.out  # as nothing was trained
+
+
+def test_mixed_compares_equal_with_adaptive_batches(tmp_path):
+    ranks = shlex.join(forked([PYTHON])[:-1])
+    done = demo(
+        *("--mixed", *SHORT, "--run-dir", tmp_path / "runs"),
+        cwd=tmp_path,
+        mpirun=f'command mpirun "$1" "$2" {ranks} "${{@:3}}"',
+    )
+    assert done.code == 0, done.text
+    for name, balance in (("equal", "off"), ("adaptive", "adaptive")):
+        folder = tmp_path / "runs" / name
+        assert json.loads((folder / "config.json").read_text())["balance"] == balance
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["finished"]
+        assert summary["emulated"]
+        assert summary["device_kinds"] == ["gpu", "mlu"]
+        assert f"{name}: finished, emulated devices" in done.out
+    assert " times the rate of equal (emulated devices)" in done.out
+    last = report.make_parser().parse_args(shlex.split(done.out.splitlines()[-1]))
+    assert last.run_dirs == [tmp_path / "runs" / name for name in ("equal", "adaptive")]
+    assert last.output == tmp_path / "runs/report.html"

@@ -1,0 +1,92 @@
+"""Clocks that differ between ranks, and collectives that are recorded by them."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from trace_rules import check_trace, collectives_of, largest_gap_us, read_trace
+
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.output.timeline_file import NAME
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.steps.clock_alignment import align_clocks
+from kaitian_mpi.steps.timeline import Timeline
+from kaitian_mpi.tracing.clock import AlignedClock, Offset
+from kaitian_mpi.tracing.recorder import Recorder, start_recording, stop_recording
+from kaitian_mpi.tracing.sampling import Sampling
+
+SECONDS_OFF = 1000.0  # by rank
+MAX_ERROR_US = 20_000  # round trips take long where other programs use the cores
+
+
+@pytest.fixture
+def wrong_clock(world):
+    """This rank's clock: minutes off, and a thousandth too fast or slow."""
+    began = time.monotonic()
+    speed = 1 + (world.rank - 1) * 1e-3
+
+    def now():
+        elapsed = time.monotonic() - began
+        return began + SECONDS_OFF * world.rank + speed * elapsed
+
+    return now
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [3, 2, 3, 1]])
+def test_clocks_agree_after_an_alignment_within_the_error_that_is_stated(world, wrong_clock, nodes):
+    clock = AlignedClock()
+    if world.rank == 0:
+        clock.align(wrong_clock(), Offset(50.0, 0.0))
+    align_clocks(world.comm, nodes, clock, wrong_clock)
+    # On one host all ranks have the same clock, which shows what the aligned ones should.
+    found = gather_values(
+        world.comm, [clock.run_time(wrong_clock()) - time.monotonic(), clock.error]
+    )
+    offsets, errors = zip(*found, strict=True)
+    assert errors[0] == 0
+    for offset, error in zip(offsets, errors, strict=True):
+        assert error < MAX_ERROR_US / 1e6
+        # The clocks are wrong by a thousandth, for up to a second since the alignment.
+        assert abs(offset - offsets[0]) < error + 1e-3
+
+
+@pytest.mark.ranks(3)
+def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock, tmp_path):
+    recorder = Recorder(Sampling(1), now=wrong_clock)
+    start_recording(recorder)
+    try:
+        folder = tmp_path if world.rank == 0 else None
+        timeline = Timeline(world, folder, step=0)
+        for step in (1, 2):
+            for _ in range(3):
+                sleeping_barrier(world.comm)
+                dist.all_reduce(torch.ones(1 << 16))
+                time.sleep(0.01)
+            dist.all_reduce(torch.ones(4), async_op=True).wait()
+            timeline.share(step)
+        timeline.finish(2)
+    finally:
+        stop_recording()
+    if world.rank == 0:
+        trace = json.loads((tmp_path / NAME).read_text())
+        assert trace == read_trace(tmp_path / NAME)
+        check_trace(trace)
+        collectives = collectives_of(trace)
+        assert len(collectives) == 8
+        numbers = [int(name.rpartition("#")[2]) for name in collectives]
+        assert numbers == list(range(numbers[0], numbers[0] + 8))
+        lines = [event for event in trace if event["name"] == "clocks aligned"]
+        assert {line["pid"] for line in lines} == set(range(world.size))
+        error_us = max(line["args"]["error_us"] for line in lines)
+        assert error_us < MAX_ERROR_US
+        for spans in collectives.values():
+            assert [span["args"]["rank"] for span in spans] == list(range(world.size))
+            assert {span["name"] for span in spans} == {"all_reduce"}
+            assert {span["args"]["bytes"] for span in spans} <= {4 << 16, 16}
+            assert len({span["args"]["bytes"] for span in spans}) == 1
+            # No rank ends it before another begins it.
+            assert largest_gap_us(spans) < 2 * error_us
+    sleeping_barrier(world.comm)

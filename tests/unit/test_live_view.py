@@ -1,0 +1,183 @@
+"""What the live view and the end of a run say."""
+
+import io
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from kaitian_mpi.metrics.reading import Evaluated, Event, Reading
+from kaitian_mpi.terminal.outcome import Outcome
+from kaitian_mpi.terminal.view import Place, ViewState, duration, render
+
+
+def reading(ranks=3, **others):
+    usual = {
+        "step": 12,
+        "total_steps": 40,
+        "epoch": 1,
+        "epochs": 4,
+        "epoch_fraction": 0.25,
+        "time": 1.5e9,
+        "loss": 1.23456,
+        "learning_rate": 0.1,
+        "samples_per_sec": 1234.56,
+        "step_time_sec": 0.1,
+        "seconds_left": 3725.0,
+        "ranks": list(range(ranks)),
+        "batch_sizes": [60 + rank for rank in range(ranks)],
+        "compute_time_sec": [0.09 - 0.001 * rank for rank in range(ranks)],
+        "wait_time_sec": [0.001 * rank for rank in range(ranks)],
+        "data_time_sec": [0.0] * ranks,
+    }
+    return Reading(**{**usual, **others})
+
+
+def event(kind, ranks=(), step=5, time=1.5e9, **details):
+    return Event(step=step, time=time, kind=kind, text=f"{kind}!", ranks=ranks, details=details)
+
+
+def state(read, **others):
+    places = {rank: Place(f"node-{rank % 2}", f"cuda:{rank}", "gpu") for rank in range(64)}
+    return ViewState("kaitian-train run", places, read, **others)
+
+
+def shown(view, width=100, height=21, **options):
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(render(view, width, height, **options))
+    return capture.get().splitlines()
+
+
+def test_view_has_bars_figures_and_a_row_for_each_rank():
+    found = shown(state(reading(), held_out={"loss": 1.5, "accuracy": 0.625}))
+    assert found[0].startswith("kaitian-train run ───")
+    assert found[1].startswith("epoch 2/4 ━━━")
+    assert found[1].endswith(" 25%    step 12/40")
+    assert found[2].startswith("run       ━━━")
+    assert found[2].endswith("30%  1:02:05 left")
+    assert found[1].count("━") / found[1].count("─") == pytest.approx(1 / 3, rel=0.1)
+    assert found[3].startswith(
+        "loss 1.2346 | 1,234.6 samples/s | held-out accuracy 0.6250 | held-out loss 1.5000"
+    )
+    assert found[4].split() == "rank host device kind batch compute ms wait ms busy".split()
+    assert found[6].split()[:8] == ["1", "node-1", "cuda:1", "gpu", "61", "89.0", "1.0", "89%"]
+    assert len(found) == 8
+
+
+def test_slow_and_lost_ranks_are_named_until_they_recover():
+    view = state(reading(ranks=2)).with_event(event("slow", [1], cause="compute"))
+    assert shown(view)[6].endswith("slow: compute")
+    assert "slow" not in shown(view.with_event(event("slow_end", [1])))[6]
+    lost = view.with_event(event("loss", [2]))
+    assert "lost rank 2" in shown(lost)[3]
+    assert "slow" not in shown(lost)[6]
+
+
+@pytest.mark.parametrize("width", [32, 40, 60, 80, 120])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_no_line_is_wider_than_the_terminal(width, unicode):
+    view = state(
+        reading(ranks=5, logged={"a figure of the script's own": 1.0}),
+        held_out={"accuracy": 0.5, "loss": 2.0},
+        slow={3: "communication"},
+        lost=[7, 8],
+    )
+    found = shown(view, width, unicode=unicode)
+    assert max(map(cell_len, found)) <= width
+    assert len(found) == 10
+    assert all(line.isascii() for line in found) or unicode
+    for row in found[5:]:
+        assert "%" in row  # the busy share is there in any width
+
+
+def test_of_too_many_ranks_the_slowest_are_shown():
+    view = state(reading(ranks=64, compute_time_sec=[0.01 + 0.001 * (r % 32) for r in range(64)]))
+    found = shown(view, 80, 12)
+    assert len(found) == 12
+    assert [int(row.split()[0]) for row in found[5:11]] == [29, 30, 31, 61, 62, 63]
+    assert found[11] == "… and 58 more, faster ones, busy 10% to 38%"
+
+
+def test_a_low_terminal_has_no_rows():
+    assert len(shown(state(reading()), 80, 4)) == 4
+
+
+def test_a_name_cannot_move_the_cursor():
+    found = shown(state(reading(logged={"a\x1b[2Jb\nc": 1.0})))
+    assert "a?[2Jb?c 1" in found[3]
+    assert "\x1b" not in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (11229, "3:07:09")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def outcome(*readings, events=(), folder="run", values=None):
+    sink = Outcome(folder, emulated=False)
+    sink.happened(event("start", step=0, time=100.0))
+    for each in readings:
+        sink.read(each)
+    sink.evaluated(Evaluated(step=40, epoch=3, time=0.0, values=values or {"accuracy": 0.75}))
+    for each in events:
+        sink.happened(each)
+    return sink.lines(
+        Event(step=40, time=165.0, kind="finish", text="finished after 4 epochs, 40 steps")
+    )
+
+
+def two_ranks(compute, wait, data=(0.0, 0.0), **others):
+    times = {"compute_time_sec": compute, "wait_time_sec": wait, "data_time_sec": data}
+    usual = {"batch_sizes": [60, 30], "samples_per_sec": 900.0, "steps": 10}
+    return reading(ranks=2, **{**usual, **times, **others})
+
+
+def test_outcome_says_what_was_reached():
+    first = outcome(reading())[0]
+    assert first == (
+        "finished after 4 epochs, 40 steps, in 1:05 | loss 1.2346 | held-out accuracy 0.7500"
+    )
+
+
+def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds():
+    # Rank 0 computes 750 samples/s and rank 1 500: 900 of 1250.
+    found = outcome(two_ranks([0.08, 0.06], [0.01, 0.03], [0.01, 0.01]))[1]
+    assert found == (
+        "devices: 72% of the sum of their speeds (900.0 of 1,250.0 samples/s); lost to "
+        "communication 10%, loading data 10%, other 8%"
+    )
+
+
+def test_a_rank_without_samples_has_no_speed():
+    found = outcome(two_ranks([0.09, 0.0], [0.01, 0.1], batch_sizes=[90, 0]))[1]
+    assert "90% of the sum of their speeds (900.0 of 1,000.0 samples/s)" in found
+
+
+def test_outcome_of_a_run_without_a_step():
+    assert outcome()[1] == "devices: nothing was measured, as no step was trained"
+
+
+@pytest.mark.parametrize(
+    ("compute", "wait", "data", "advice"),
+    [
+        ([0.05, 0.05], [0.05, 0.05], [0.0, 0.0], "--wire"),
+        ([0.05, 0.05], [0.0, 0.0], [0.05, 0.05], "--workers"),
+        ([0.09, 0.02], [0.0, 0.08], [0.0, 0.0], "kaitian-bench"),
+        ([0.05, 0.05], [0.0, 0.0], [0.0, 0.0], "between the steps"),
+        ([0.1, 0.1], [0.0, 0.0], [0.0, 0.0], "kaitian-report run shows the run"),
+    ],
+)
+def test_outcome_advises_on_what_costs_most(compute, wait, data, advice):
+    found = outcome(two_ranks(compute, wait, data))[2]
+    assert found.startswith("next: ")
+    assert advice in found.split(";")[0]
+
+
+def test_outcome_names_lost_and_slow_ranks_first():
+    slow = [event("slow", [1]), event("slow", [0]), event("slow_end", [0])]
+    found = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, event("loss", [3])])[2]
+    assert found == "next: loss!; slow!; kaitian-report run shows the run"
+    assert "--run-dir keeps" in outcome(two_ranks([0.1, 0.1], [0.0, 0.0]), folder="")[2]

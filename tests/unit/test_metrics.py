@@ -1,0 +1,232 @@
+"""What takes the metrics of a run."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from kaitian_mpi.config import TrainConfig, TrainingConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.metrics.background import MAX_WAITING, BackgroundSink
+from kaitian_mpi.metrics.packages import check_package
+from kaitian_mpi.metrics.reading import Evaluated, Event, Logged, Reading
+from kaitian_mpi.metrics.run_folder_sink import RunFolderSink
+from kaitian_mpi.metrics.scalars import of_reading
+from kaitian_mpi.metrics.sink import MetricsSink, Sinks
+from kaitian_mpi.output.run_folder import DiskFolder, NoFolder
+from kaitian_mpi.terminal.plain import PlainProgress
+from kaitian_mpi.training.sinks import check_own_sinks
+
+
+def reading(step=7, **others):
+    usual = {
+        "total_steps": 60,
+        "epoch": 1,
+        "epochs": 10,
+        "time": 1.5e9,
+        "loss": 1.23456,
+        "learning_rate": 0.1,
+        "samples_per_sec": 98.76,
+        "step_time_sec": 2.5,
+        "seconds_left": 125.4,
+        "ranks": [0, 2],
+        "batch_sizes": [3, 5],
+        "compute_time_sec": [1.0, 2.0],
+        "wait_time_sec": [1.5, 0.5],
+        "data_time_sec": [0.0, 0.0],
+        "forward_time_sec": [0.25, 0.5],
+        "backward_time_sec": [0.5, 1.0],
+        "optimizer_time_sec": [0.25, 0.5],
+    }
+    return Reading(step=step, **{**usual, **others})
+
+
+class Collecting(MetricsSink):
+    def __init__(self):
+        self.seen = []
+
+    def read(self, reading):
+        self.seen.append(reading)
+
+    def evaluated(self, evaluated):
+        self.seen.append(evaluated)
+
+    def logged(self, logged):
+        self.seen.append(logged)
+
+    def happened(self, event):
+        self.seen.append(event)
+
+    def close(self, finished):
+        self.seen.append(finished)
+
+
+class Failing(Collecting):
+    def read(self, reading):
+        super().read(reading)
+        raise OSError("no room")
+
+
+def test_a_sink_that_fails_is_not_used_any_more(caplog):
+    failing, good = Failing(), Collecting()
+    sinks = Sinks([failing, good])
+    sinks.read(reading(1))
+    sinks.read(reading(2))
+    sinks.close(True)
+    sinks.close(True)
+    assert [each.step for each in failing.seen] == [1]
+    assert [each.step for each in good.seen[:-1]] == [1, 2]
+    assert good.seen[-1] is True
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "Failing has failed and gets no metrics any more; training continues: OSError: no room"
+    )
+
+
+def test_an_event_without_a_sink_costs_nothing():
+    assert not Sinks()
+    Sinks().event("loss", 3, "rank 1 is lost", [1])
+
+
+def test_the_run_folder_has_everything_but_forecasts(tmp_path):
+    sinks = Sinks([RunFolderSink(DiskFolder(tmp_path))])
+    sinks.read(reading(forward_time_sec=None))
+    sinks.read(reading(8, logged={"perplexity": 2.0}))
+    sinks.evaluated(Evaluated(step=8, epoch=1, time=1.6e9, values={"accuracy": 0.5}))
+    sinks.logged(Logged(step=8, epoch=2, time=1.7e9, values={"mine": 1.0}))
+    sinks.event("loss", 8, "rank 1 is lost", [1], at=1.8e9, remaining=[0, 2])
+    read, with_own, evaluation, own = map(
+        json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert read["total_steps"] == 60
+    assert {"logged", "epochs", "seconds_left", "forward_time_sec"}.isdisjoint(read)
+    assert (read["ranks"], read["batch_sizes"], read["time"]) == ([0, 2], [3, 5], 1.5e9)
+    assert read["backward_time_sec"] == [0.5, 1.0]
+    assert with_own["logged"] == {"perplexity": 2.0}
+    assert evaluation == {"step": 8, "epoch": 1, "time": 1.6e9, "validation": {"accuracy": 0.5}}
+    assert own == {"step": 8, "epoch": 2, "time": 1.7e9, "logged": {"mine": 1.0}}
+    assert json.loads((tmp_path / "events.jsonl").read_text()) == {
+        "step": 8,
+        "time": 1.8e9,
+        "kind": "loss",
+        "text": "rank 1 is lost",
+        "ranks": [1],
+        "details": {"remaining": [0, 2]},
+    }
+
+
+def test_without_a_folder_only_progress_is_shown(capsys):
+    sinks = Sinks([RunFolderSink(NoFolder()), PlainProgress()])
+    sinks.read(reading(logged={"perplexity": 2.0}))
+    sinks.happened(Event(step=7, time=0.0, kind="finish", text="finished"))
+    assert capsys.readouterr().out == (
+        "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left | perplexity 2\n"
+    )
+
+
+def test_numbers_have_the_usual_names():
+    found = of_reading(reading(logged={"perplexity": 2.0}))
+    assert found["loss/train"] == 1.23456
+    assert found["throughput/samples_per_sec"] == 98.76
+    assert (found["batch_size/rank_0"], found["batch_size/rank_2"]) == (3, 5)
+    for phase in ("compute", "wait", "data", "forward", "backward", "optimizer"):
+        times = getattr(reading(), f"{phase}_time_sec")
+        assert [found[f"time/{phase}/rank_{rank}"] for rank in (0, 2)] == times
+    assert found["logged/perplexity"] == 2.0
+    assert "time/forward/rank_0" not in of_reading(reading(forward_time_sec=None))
+
+
+# A sink in a thread of its own
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_background_sink_gets_everything_in_order():
+    sink = Collecting()
+    background = BackgroundSink("it", lambda: sink)
+    for step in range(100):
+        background.read(reading(step))
+    background.evaluated("evaluated")
+    background.logged("logged")
+    background.happened("event")
+    background.close(True)
+    assert [each.step for each in sink.seen[:100]] == list(range(100))
+    assert sink.seen[100:] == ["evaluated", "logged", "event", True]
+
+
+def test_a_sink_that_blocks_holds_up_neither_the_training_nor_its_end(caplog):
+    began, release = threading.Event(), threading.Event()
+
+    class Blocking(Collecting):
+        def read(self, reading):
+            began.set()
+            release.wait(10)
+            super().read(reading)
+
+    sink = Blocking()
+    background = BackgroundSink("it", lambda: sink, finish_sec=0.05)
+    background.read(reading(0))
+    assert began.wait(10)
+    since = time.monotonic()
+    for step in range(1, MAX_WAITING + 11):
+        background.read(reading(step))
+    background.close(True)
+    assert time.monotonic() - since < 2
+    release.set()
+    wait_until(lambda: True in sink.seen)
+    # The oldest of those that waited are dropped.
+    assert [each.step for each in sink.seen[:-1]] == [0, *range(11, MAX_WAITING + 11)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "it is too slow: the oldest metrics that it has not taken are dropped",
+        "it has not taken the last metrics within 0 s; they may be missing there",
+    ]
+
+
+def test_a_background_sink_that_fails_is_not_used_any_more(caplog):
+    def fail():
+        raise RuntimeError("no network\nmore of it")
+
+    background = BackgroundSink("it", fail)
+    wait_until(lambda: caplog.records)
+    background.read(reading())
+    background.close(True)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "it has failed and gets no metrics any more; training continues: RuntimeError: no network"
+    )
+
+
+def test_a_missing_package_is_named_with_what_installs_it():
+    with pytest.raises(UserError, match=r"^--wandb: found no package no_such, .*\[no_such\]'"):
+        check_package("--wandb", "no_such")
+    with pytest.raises(UserError, match=r"--it: the package json cannot be imported: ModuleNotF"):
+        check_package("--it", "json", "json.no_such")
+    check_package("--it", "json", "json.decoder")
+
+
+@pytest.mark.parametrize("setting", [{"tensorboard": True}, {"wandb": "a"}, {"mlflow": "a"}])
+def test_what_continues_a_run_needs_its_folder(setting):
+    with pytest.raises(UserError, match="needs --run-dir"):
+        TrainingConfig(**setting)
+    TrainingConfig(**setting, run_dir="somewhere")
+    TrainConfig(**setting)  # makes a folder by itself
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b/c", "/b", "a/", "what?"])
+def test_a_project_that_cannot_be_is_rejected(name):
+    with pytest.raises(UserError, match="--wandb"):
+        TrainConfig(wandb=name)
+
+
+def test_only_sinks_are_taken_as_sinks():
+    check_own_sinks([Collecting(), MetricsSink()])
+    with pytest.raises(UserError, match=r"found the class Collecting, needed an object"):
+        check_own_sinks([Collecting])
+    with pytest.raises(UserError, match="found object, needed"):
+        check_own_sinks([object()])

@@ -1,0 +1,181 @@
+"""The sinks for other programs, read back by these programs' own libraries, without a network."""
+
+import json
+import shutil
+import struct
+import sys
+
+import pytest
+from test_metrics import reading
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.metrics.mlflow import MlflowSink
+from kaitian_mpi.metrics.reading import Evaluated, Event, Logged
+from kaitian_mpi.metrics.tensorboard import TensorBoardSink
+from kaitian_mpi.metrics.wandb import WandbSink, check_login
+from kaitian_mpi.output.run_folder import DiskFolder
+
+BLOCK, WHOLE, LAST = 32768, 1, 4  # of LevelDB's log format
+
+
+def event(kind, step, text="so it is"):
+    return Event(step=step, time=1.5e9, kind=kind, text=text)
+
+
+def train(sink, steps, epoch=0, losses=None):
+    """Give a sink some steps' readings, and what comes at the end of an epoch."""
+    for step in steps:
+        sink.read(reading(step, epoch=epoch, loss=(losses or {}).get(step, float(step))))
+    last = steps[-1]
+    sink.evaluated(Evaluated(step=last, epoch=epoch, time=1.5e9, values={"accuracy": last / 10}))
+    sink.logged(Logged(step=last, epoch=epoch, time=1.5e9, values={"of my own @5": 2.5}))
+
+
+def scalars_in(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()
+    by_tag = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    texts = {
+        tag: [each.tensor_proto.string_val[0].decode() for each in found.Tensors(tag)]
+        for tag in found.Tags()["tensors"]
+    }
+    return {tag: [(e.step, e.value) for e in each] for tag, each in by_tag.items()}, texts
+
+
+def test_tensorboard_shows_a_run_and_its_resumption_once(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.happened(event("start", 0))
+    train(sink, [1, 2, 3, 4])
+    sink.close(False)
+    again = TensorBoardSink(tmp_path)
+    again.happened(event("resume", 2, "resuming from step 2"))
+    train(again, [3, 4, 5], losses={3: 30.0})
+    again.happened(event("plan", 5, "step 5: new plan"))
+    again.close(True)
+    scalars, texts = scalars_in(tmp_path)
+    assert scalars["loss/train"] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 4.0), (5, 5.0)]
+    assert scalars["accuracy/validation"] == [(5, 0.5)]
+    assert scalars["time/forward/rank_2"] == [(step, 0.5) for step in range(1, 6)]
+    assert scalars["logged/of my own @5"] == [(5, 2.5)]
+    assert texts["events/plan"] == ["step 5: new plan"]
+    assert texts["events/resume"] == ["resuming from step 2"]
+
+
+def test_tensorboard_has_a_point_once_it_is_written(tmp_path):
+    """A job that is killed has its curves."""
+    sink = TensorBoardSink(tmp_path)
+    sink.read(reading(1))
+    sink._writer.flush()
+    assert scalars_in(tmp_path)[0]["learning_rate"] == [(1, pytest.approx(0.1))]
+    sink.close(False)
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.chdir(tmp_path)
+    return DiskFolder(tmp_path / "run")
+
+
+def records_in(path):
+    """Yield the records of a file of LevelDB's log format, which has a header of 7 bytes."""
+    content, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        left = BLOCK - at % BLOCK
+        if left < 7:  # no room for the head of a record
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (WHOLE, LAST):
+            yield parts
+            parts = b""
+
+
+def rows_in(path):
+    """Return the rows of a run that Weights & Biases keeps on disk."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for content in records_in(path):
+        record = wandb_internal_pb2.Record.FromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+def test_weights_and_biases_offline(offline):
+    hooks = sys.exit, sys.excepthook
+    check_login()  # needs no key
+    sink = WandbSink("us/project", {"lr": 0.1}, offline)
+    train(sink, [1, 2])
+    train(sink, [1, 2, 3])  # as after a loss
+    sink.happened(event("finish", 3))
+    sink.close(True)
+    assert (sys.exit, sys.excepthook) == hooks
+    (kept,) = (offline.path / "wandb").glob("offline-run-*/run-*.wandb")
+    rows = rows_in(kept)
+    assert [row["_step"] for row in rows] == [1, 2, 3]
+    assert [row["loss/train"] for row in rows] == [1.0, 2.0, 3.0]
+    assert rows[-1]["accuracy/validation"] == 0.3
+    known = offline.read("wandb.json")
+    assert known["project"] == "us/project"
+    assert kept.name == f"run-{known['id']}.wandb"
+
+    again = WandbSink("us/project", {"lr": 0.1}, offline)
+    again.close(False)
+    assert offline.read("wandb.json") == known  # the same run
+    other = WandbSink("another", {}, offline)
+    other.close(False)
+    assert offline.read("wandb.json")["id"] != known["id"]
+
+
+def test_weights_and_biases_asks_nobody_for_a_key(monkeypatch, tmp_path):
+    import wandb
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()  # it has read the environment
+    with pytest.raises(UserError, match=r"--wandb: found no API key.*WANDB_MODE=offline"):
+        check_login()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://here")
+    wandb.teardown()
+    (tmp_path / "netrc").write_text("machine here login user password 123\n")
+    check_login()
+    wandb.teardown()
+
+
+@pytest.fixture
+def tracking(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return DiskFolder(tmp_path / "run")
+
+
+def test_mlflow_in_files(tracking, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    sink = MlflowSink("mine", {"lr": 0.1, "long": "x" * 9999}, tracking)
+    train(sink, [1, 2])
+    sink.close(False)
+    again = MlflowSink("mine", {"lr": 0.2}, tracking)
+    train(again, [1, 2, 3])
+    again.close(True)
+    known = tracking.read("mlflow.json")
+    assert known["tracking_uri"] == (tmp_path / "mlruns").as_uri()
+    client = MlflowClient(known["tracking_uri"])
+    run = client.get_run(known["run_id"])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert run.data.params["lr"] == "0.1"
+    assert run.data.metrics["logged/of my own _5"] == 2.5
+    history = client.get_metric_history(known["run_id"], "loss/train")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+    shutil.rmtree(tmp_path / "mlruns" / run.info.experiment_id / run.info.run_id)  # it is gone
+    MlflowSink("mine", {}, tracking).close(True)
+    assert tracking.read("mlflow.json")["run_id"] != known["run_id"]

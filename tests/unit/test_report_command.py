@@ -1,0 +1,91 @@
+"""`kaitian-report`: its files and each of its errors."""
+
+import subprocess
+import sys
+
+import pytest
+from unit.report_runs import make_run
+
+from kaitian_mpi.cli import report
+from kaitian_mpi.report import page
+from kaitian_mpi.report.figures import FIGURES
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command with one figure; return its exit code, its output and its errors."""
+    for module in (page, report):
+        monkeypatch.setattr(module, "FIGURES", FIGURES[-1:])
+
+    def run_command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kaitian-report", *map(str, arguments)])
+        try:
+            report.main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+def test_a_page_is_written_into_the_run_folder(run, tmp_path):
+    folder = make_run(tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    assert run(folder) == (0, f"report in {folder}/report.html\n", "")
+    assert {path.name for path in folder.iterdir()} - before == {"report.html"}
+
+
+def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [make_run(tmp_path / "fast"), make_run(tmp_path / "slow")]
+    code, out, err = run(*folders, "--images", "images", "--format", "svg,png")
+    assert (code, out, err) == (0, "report in report.html, 6 images in images\n", "")
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<svg role") == 3
+    assert 'aria-label="Runs side by side. rate (samples/s): fast 640, slow 640;' in text
+    images = {path.name for path in (tmp_path / "images").iterdir()}
+    names = ("comparison", "run1-communication", "run2-communication")
+    assert images == {f"{name}.{kind}" for name in names for kind in ("svg", "png")}
+    assert not (folders[0] / "report.html").exists()
+
+
+def test_what_is_missing_is_said_and_the_report_is_written(run, tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "summary.json").write_text("{")
+    code, _, err = run(folder)
+    assert code == 0
+    assert err == f"{folder}: summary.json cannot be read: not valid JSON\n"
+    assert "summary.json cannot be read" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}"], "found no file of a run"),
+        (["{tmp}/none"], "found no such folder"),
+        (["{run}", "--format", "gif"], "--format: found 'gif', needed png, svg or png,svg"),
+        (["{run}", "-o", "{tmp}/none/x.html"], "/none is not a folder); name another"),
+        (["{run}", "-o", "{tmp}"], "it is a folder"),
+        (["{run}", "--images", "{run}/config.json"], "--images"),
+        ([], "RUN_DIR"),
+    ],
+)
+def test_a_mistake_is_one_line(run, tmp_path, arguments, message):
+    folder = make_run(tmp_path / "run")
+    code, out, err = run(*(a.format(tmp=tmp_path, run=folder) for a in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("kaitian-report: error: ")
+    assert message in err
+
+
+def test_without_matplotlib_one_line_names_the_extra(tmp_path):
+    code = "import sys; sys.modules['matplotlib'] = None; from kaitian_mpi.cli.report import main"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{code}; main()", str(make_run(tmp_path / "run"))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "kaitian-mpi[report]" in ended.stderr

@@ -1,0 +1,243 @@
+"""The figures of the report: what stands in them, and in the words beside them."""
+
+import html.parser
+import json
+import re
+
+import pytest
+from unit.report_runs import make_run, reading, write_json, write_lines
+
+from kaitian_mpi.report import page, palette
+from kaitian_mpi.report.bar_figures import (
+    describe_comparison,
+    draw_comparison,
+    draw_step_phases,
+    periods,
+)
+from kaitian_mpi.report.canvas import drawing, spread
+from kaitian_mpi.report.figures import FIGURES
+from kaitian_mpi.report.page import make_page
+from kaitian_mpi.report.rank_figures import batch_series, draw_batch_sizes, draw_utilization
+from kaitian_mpi.report.run_figures import event_rows
+from kaitian_mpi.report.run_files import read_run
+from kaitian_mpi.report.svg import to_svg
+from kaitian_mpi.report.topology_figure import columns
+
+SMALLEST = 9  # points
+UNITS = ("step", "(s)", "(ms)", "(%)", "%", "samples", "(mean per sample)", "rank")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return read_run(make_run(tmp_path_factory.mktemp("runs") / "run"))
+
+
+@pytest.fixture(scope="module")
+def figures(run):
+    return {spec.name: spec.draw(run) for spec in FIGURES}
+
+
+def texts_of(figure):
+    from matplotlib.text import Text
+
+    return [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+
+
+@pytest.mark.parametrize("spec", FIGURES, ids=lambda spec: spec.name)
+def test_a_figure_names_its_units_and_that_it_is_emulated(spec, figures):
+    figure = figures[spec.name]
+    assert "EMULATED" in figure.get_suptitle()
+    assert spec.title in figure.get_suptitle()
+    assert min(text.get_fontsize() for text in texts_of(figure)) >= SMALLEST
+    for axes in figure.axes:
+        if axes.axison:
+            below = axes.get_shared_x_axes().get_siblings(axes)
+            x_label = "".join(other.get_xlabel() for other in below)
+            assert any(unit in x_label for unit in UNITS), x_label
+            names_rows = [label.get_text() for label in axes.get_yticklabels()]
+            is_number = not any(re.search("[a-z]", name) for name in names_rows)
+            assert not is_number or any(unit in axes.get_ylabel() for unit in UNITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("topology", ["4 ranks on 2 hosts", "gpu: 2 ranks, led by rank 0", "striped"]),
+        ("rate", ["640 samples/s"]),
+        ("batch-sizes", ["rank 1 16", "planned again 2 times", "rank 0 30, rank 1 12, rank 2 22"]),
+        ("utilization", ["rank 0 80%", "rank 3 80%"]),
+        ("step-phases", ["100 ms per step", "wait 10 to 10 ms"]),
+        ("learning", ["from 1.333 to", "held-out results at step 200: loss 0.2, accuracy 0.8"]),
+        ("events", ["new plan 3", "rank 1 slow 1", "lost rank 1", "rank 3 (node-b, cpu, mlu)"]),
+        ("communication", ["flat 4.2 ms", "striped 2.5 ms", "striped is used"]),
+    ],
+)
+def test_the_text_for_a_figure_has_its_numbers(run, name, numbers):
+    (spec,) = (spec for spec in FIGURES if spec.name == name)
+    alt = spec.alt(run)
+    for number in numbers:
+        assert number in alt
+    assert "EMULATED" in alt
+
+
+def test_a_real_run_is_not_called_emulated(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "FIGURES", FIGURES[:1])
+    run = read_run(make_run(tmp_path / "run", emulated=False))
+    assert "EMULATED" not in FIGURES[0].alt(run)
+    assert "EMULATED" not in FIGURES[0].draw(run).get_suptitle()
+    assert "mulated" not in make_page([run]).partition("<main")[2]
+
+
+def test_each_new_plan_is_explained_in_the_figure(figures):
+    shown = " ".join(text.get_text() for text in texts_of(figures["batch-sizes"]))
+    assert "1: from step 60, rank 1 (node-a, cpu, gpu) takes 2.00x as long as planned" in shown
+    assert "2: from step 100, rank 3 (node-b, cpu, mlu) is lost" in shown
+    assert "rank 3 lost" in shown
+
+
+def test_batch_sizes_are_those_of_the_plans(run):
+    assert batch_series(run)[1] == [(0, 16), (60, 8), (100, 12), (200, 12)]
+    assert batch_series(run)[3][-1] == (100, 16)
+
+
+def test_a_step_adds_up_to_its_time(run):
+    for period in periods(run):
+        for means in period.phases.values():
+            assert sum(means.values()) == pytest.approx(period.step_sec)
+            assert means["other"] == pytest.approx(0.005)
+
+
+def test_what_happened_has_a_row_for_each_sort(run):
+    rows = {name: len(happenings) for name, happenings in event_rows(run).items()}
+    assert rows == {"new plan": 3, "rank 1 slow": 1, "lost rank": 1, "checkpoint": 1, "job": 2}
+
+
+def test_ranks_look_different_without_colors():
+    styles = {(s.line, s.marker) for s in map(palette.rank_style, range(28))}
+    assert len(styles) == 28
+
+
+def test_labels_do_not_overlap_and_keep_their_order():
+    places = spread([5.0, 5.0, 4.9, 0.1], 1.0, 0.0, 10.0)
+    order = sorted(range(4), key=lambda i: places[i])
+    assert order in ([3, 2, 0, 1], [3, 2, 1, 0])
+    gaps = [b - a for a, b in zip(sorted(places), sorted(places)[1:], strict=False)]
+    assert min(gaps) >= 1.0 - 1e-9
+
+
+def test_a_thousand_ranks_are_drawn_as_heat_maps(tmp_path):
+    folder = make_run(tmp_path / "run")
+    many = range(1000)
+    ranks = [{"world_rank": r, "host": f"host-{r // 8}", "kind": "cuda"} for r in many]
+    write_json(folder / "topology.json", {"ranks": ranks, "groups": []})
+    write_lines(folder / "metrics.jsonl", [reading(step, many) for step in (10, 20, 30)])
+    write_lines(folder / "plan.jsonl", [{"step": 0, "batch_sizes": [8] * 1000, "reason": "x"}])
+    run = read_run(folder)
+    (column,) = columns(run)
+    assert column.name == "host-0 and 124 alike"
+    with drawing():
+        for draw in (draw_utilization, draw_batch_sizes):
+            figure = draw(run)
+            assert len(figure.axes) == 2  # the second is the scale of the colors
+            assert figure.axes[0].images
+        (axes,) = draw_step_phases(run).axes[:1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cuda: mean of 1,000 ranks"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "topology.json", "plan.jsonl"])
+def test_a_folder_with_a_single_file_gives_a_page(tmp_path, name):
+    folder = make_run(tmp_path / "run")
+    for path in folder.iterdir():
+        if path.name != name:
+            path.unlink()
+    run = read_run(folder)
+    drawn = [spec.name for spec in FIGURES if spec.draw(run) is not None]
+    assert len(run.missing) >= 4
+    assert (
+        drawn
+        == {
+            "config.json": [],
+            "topology.json": ["topology"],
+            "plan.jsonl": ["topology", "batch-sizes", "events"],
+            "metrics.jsonl": ["topology", "rate", "utilization", "step-phases", "learning"],
+        }[name]
+    )
+
+
+def test_runs_are_compared(tmp_path, run):
+    other = read_run(make_run(tmp_path / "other", emulated=False))
+    text = describe_comparison([run, other])
+    assert "rate (samples/s): run 640, other 640" in text
+    assert "held-out accuracy (%): run 80, other 80" in text
+    assert text.endswith("Emulated: run.")
+    with drawing():
+        figure = draw_comparison([run, other])
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["run\n(emulated)", "other"]
+    assert "EMULATED" in figure.get_suptitle()
+
+
+class Page(html.parser.HTMLParser):
+    """Collects a page's tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "path", "use", "rect", "image", "br", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+
+EVIL = "<script>alert('$x_1$')</script>\"&\u202e\u0007日本"
+
+
+def test_the_page_is_self_contained_escaped_and_accessible(tmp_path):
+    folder = make_run(tmp_path / "run", host=EVIL)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [lines[0] | {"logged": {EVIL: 1.0}}, *lines[1:]])
+    events = [{"step": 1, "kind": EVIL, "text": EVIL, "ranks": [1]}]
+    write_lines(folder / "events.jsonl", events)
+    text = make_page([read_run(folder)])
+    parsed = Page(text)
+    assert parsed.open == []
+    names = [name for name, _ in parsed.tags]
+    assert not {"script", "link", "iframe", "object", "img"} & set(names)
+    assert "alert(" in text
+    for name, attributes in parsed.tags:
+        for key, value in attributes.items():
+            assert not key.startswith("on")
+            is_link = key in ("src", "href", "xlink:href")
+            assert not is_link or value.startswith(("#", "data:image/png;base64,")), (name, value)
+    assert "url(http" not in text
+    assert "\u202e" not in text
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    targets = [a["href"][1:] for name, a in parsed.tags if name == "a"]
+    assert set(targets) <= set(ids)
+    assert targets[0] == "content"
+    svgs = [attributes for name, attributes in parsed.tags if name == "svg"]
+    assert len(svgs) == names.count("figure") == names.count("figcaption") >= 7
+    assert all(svg["role"] == "img" and "EMULATED" in svg["aria-label"] for svg in svgs)
+    assert names.count("h1") == 1
+    assert names.count("details") == names.count("summary") == 2
+    assert ("html", {"lang": "en"}) in parsed.tags
+
+
+def test_the_ids_of_one_figure_differ_from_those_of_another(run, figures):
+    one, two = (to_svg(figures["communication"], "x", name) for name in ("a", "b"))
+    ids = [set(re.findall(r'id="([^"]*)"', svg)) for svg in (one, two)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for svg, known in zip((one, two), ids, strict=True):
+        assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg)) <= known

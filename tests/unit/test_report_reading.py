@@ -1,0 +1,157 @@
+"""The report reads a run's folder, however little of it can be read."""
+
+import json
+import math
+import os
+
+import pytest
+from unit.report_runs import START, event, make_run, reading, write_json, write_lines
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.report import run_files
+from kaitian_mpi.report.readings import max_readings
+from kaitian_mpi.report.run_files import read_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def test_a_whole_folder_is_read(folder):
+    run = read_run(folder)
+    assert run.missing == []
+    assert (run.state, run.emulated, run.name) == ("finished", True, "run")
+    assert [rank.kind for rank in run.ranks.values()] == ["gpu", "gpu", "mlu", "mlu"]
+    assert [plan.ranks for plan in run.plans] == [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2)]
+    assert run.intervals[-1].phases["forward"] == (0.03, 0.03, 0.03)
+    assert run.intervals[-1].at_sec == pytest.approx(20.0)
+    assert run.evaluations[-1].values == {"loss": pytest.approx(0.2), "accuracy": 0.8}
+    kinds = {h.kind: h for h in run.happenings}
+    assert kinds["slow"].until_step == 180
+    assert (kinds["loss"].ranks, kinds["loss"].until_step) == ((3,), 101)
+    assert "recovery" not in kinds
+    assert run.allreduce_sec == {"flat": 0.0042, "leader": 0.0031, "striped": 0.0025}
+
+
+def test_folders_of_earlier_versions_are_read(folder):
+    """Without times and ranks, time is added up from the steps and ranks are those not lost."""
+    new = ("time", "ranks", "batch_sizes", "forward_time_sec", "backward_time_sec")
+    (folder / "events.jsonl").unlink()
+    for name in ("metrics.jsonl", "plan.jsonl"):
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        kept = [line for line in lines if "validation" not in line]
+        drop = [key for key in new if name == "metrics.jsonl" or key != "batch_sizes"]
+        write_lines(folder / name, [{k: v for k, v in x.items() if k not in drop} for x in kept])
+    summary = json.loads((folder / "summary.json").read_text())
+    failures = [{"ranks": [{"rank": 3}], "step": 100, "seconds_to_recover": 0.21}]
+    slow = [{"rank": 1, "since_step": 50, "until_step": None, "text": "it computes 2x as long"}]
+    write_json(folder / "summary.json", summary | {"failures": failures, "slow_ranks": slow})
+    run = read_run(folder)
+    assert run.missing == ["events.jsonl is missing"]
+    assert not run.has_times
+    assert run.intervals[-1].at_sec == pytest.approx(20.0)
+    assert run.intervals[0].ranks == (0, 1, 2, 3)
+    assert run.intervals[-1].ranks == run.plans[-1].ranks == (0, 1, 2)
+    assert set(run.intervals[0].phases) == {"data", "compute", "wait"}
+    assert [h.kind for h in run.happenings] == ["slow", "loss"]
+    assert run.evaluations[-1].step == 200
+
+
+def test_a_rank_that_is_lost_is_slow_no_more(folder):
+    events = [event("slow", 20, "", [1]), event("slow", 30, "", [3]), event("slow", 40, "", [1])]
+    write_lines(folder / "events.jsonl", [*events, event("loss", 100, "", [3])])
+    slow = [h for h in read_run(folder).happenings if h.kind == "slow"]
+    assert [(h.ranks, h.step, h.until_step) for h in slow] == [
+        ((1,), 20, 40),
+        ((3,), 30, 100),
+        ((1,), 40, None),
+    ]
+
+
+def test_the_time_between_jobs_does_not_count(folder):
+    lines = [reading(step) for step in (5, 10)]
+    lines.append(reading(15, time=START + 100_003))
+    write_lines(folder / "metrics.jsonl", lines)
+    resume = {"kind": "resume", "step": 10, "time": START + 100_000, "text": "", "ranks": []}
+    write_lines(folder / "events.jsonl", [resume])
+    (folder / "plan.jsonl").unlink()
+    first, second, third = (i.at_sec for i in read_run(folder).intervals)
+    assert second - first == pytest.approx(0.5)
+    assert third - second == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "missing"),
+    [
+        ("metrics.jsonl", '{"step": 5, "loss": 2.0}\n{"step": 10, "lo', "1 of 2 lines"),
+        ("metrics.jsonl", '[]\n7\nnull\n"x"\n{"step": "a"}\n{"step": -1}\n', "6 of 6 lines"),
+        ("metrics.jsonl", "", "has no reading yet"),
+        ("metrics.jsonl", "\x00\xff" * 100, "1 of 1 lines"),
+        ("metrics.jsonl", "[" * 100_000, "1 of 1 lines"),
+        ("summary.json", "{", "summary.json cannot be read: not valid JSON"),
+        ("topology.json", "[]", "topology.json cannot be read: not a JSON object"),
+        ("plan.jsonl", '{"step": 0', "plan.jsonl: 1 of 1 lines"),
+    ],
+)
+def test_damage_is_named_and_the_rest_is_read(folder, name, content, missing):
+    (folder / name).write_text(content)
+    run = read_run(folder)
+    assert any(missing in reason for reason in run.missing), run.missing
+    assert run.emulated
+
+
+def test_values_of_a_wrong_type_are_left_out(folder):
+    content = {"step": 5, "loss": math.nan, "step_time_sec": "x", "samples_per_sec": math.inf}
+    content |= {"ranks": [0, 0, 1, 2], "compute_time_sec": [0.1, None, math.nan, True]}
+    content |= {"wait_time_sec": [1, 2], "logged": {"a": 1, "b": "x", "c": math.inf}, "epoch": 1e99}
+    write_lines(folder / "metrics.jsonl", [content, {"step": 10**400}, {"step": 7, "loss": 1}])
+    write_json(folder / "topology.json", {"ranks": [7, {"world_rank": -1}], "groups": {"a": 1}})
+    write_json(folder / "summary.json", {"finished": "yes", "ranks": {}, "failures": [1, {}]})
+    write_lines(folder / "events.jsonl", [{"kind": 1}, {"kind": "loss", "step": 1, "ranks": "x"}])
+    first, second = read_run(folder).intervals
+    assert first.loss is None
+    assert first.step_time_sec is None
+    assert first.logged == {"a": 1.0}
+    assert second.loss == 1.0
+
+
+def test_a_resumed_run_replaces_what_it_has_trained_again(folder):
+    write_lines(folder / "metrics.jsonl", [reading(s) for s in (5, 10, 15, 10, 20)])
+    assert [i.step for i in read_run(folder).intervals] == [5, 10, 20]
+
+
+def test_a_long_run_is_thinned_without_losing_its_means(folder):
+    count = 5_000
+    lines = [{"step": s, "loss": float(s), "step_time_sec": 0.1} for s in range(1, count + 1)]
+    lines[0] |= {"wait_time_sec": [0.3, None]}
+    lines[1] |= {"wait_time_sec": [None, 0.1]}
+    write_lines(folder / "metrics.jsonl", lines)
+    intervals = read_run(folder).intervals
+    assert intervals[0].phases["wait"] == (0.3, 0.1)
+    assert len(intervals) <= max_readings(0)
+    assert sum(i.steps for i in intervals) == count
+    assert sum(i.loss * i.steps for i in intervals) / count == pytest.approx((count + 1) / 2)
+
+
+def test_of_very_many_events_the_first_and_the_last_are_kept(folder, monkeypatch):
+    monkeypatch.setattr(run_files, "_MAX_EVENTS", 10)
+    lines = [event("checkpoint", step, "") for step in range(30)]
+    write_lines(folder / "events.jsonl", [event("start", 0, ""), *lines, event("finish", 99, "")])
+    run = read_run(folder)
+    assert (run.happenings[0].kind, run.happenings[-1].kind) == ("start", "finish")
+    assert run.missing == ["events.jsonl: 22 of 32 lines, in the middle, are left out"]
+
+
+def test_a_fifo_in_the_folder_does_not_block(folder):
+    (folder / "events.jsonl").unlink()
+    os.mkfifo(folder / "events.jsonl")
+    assert "events.jsonl cannot be read: not a regular file" in read_run(folder).missing
+
+
+def test_what_is_not_a_run_is_a_user_error(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, found in (("file", "found a file"), ("empty", "no file of a run"), ("no", "no such")):
+        with pytest.raises(UserError, match=found):
+            read_run(tmp_path / name)

@@ -1,0 +1,94 @@
+"""What a terminal shows of runs."""
+
+import json
+import sys
+
+import pytest
+from report_runs import make_run, reading, write_json, write_lines
+
+from kaitian_mpi.cli import report
+from kaitian_mpi.report.run_files import read_run
+from kaitian_mpi.report.text import MAX_ROWS, side_by_side
+
+
+def show(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["kaitian-report", "--text", *map(str, arguments)])
+    report.main()
+    return capsys.readouterr().out
+
+
+def change(folder, name, **values):
+    content = json.loads((folder / name).read_text()) | values
+    write_json(folder / name, content)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Write a run with equal batches, and one that is 1.5 times as fast."""
+    folders = make_run(tmp_path / "equal"), make_run(tmp_path / "adaptive")
+    change(folders[0], "config.json", balance="off")
+    change(folders[1], "summary.json", samples_per_sec=960.0)
+    return folders
+
+
+def test_two_runs_are_compared(two, capsys, monkeypatch):
+    head, equal, adaptive, verdict, *_ = show(capsys, monkeypatch, *two).splitlines()
+    assert head.split() == ["balance", "samples/s", "held-out", "accuracy"]
+    assert equal.split() == ["equal", "off", "640", "█████████████▍", "0.8"]
+    assert adaptive.split() == ["adaptive", "adaptive", "960", "█" * 20, "0.8"]
+    assert verdict == "adaptive: 1.50 times the rate of equal (emulated devices)"
+
+
+def test_each_rank_has_its_batch_size_and_how_busy_it_was(two, capsys, monkeypatch):
+    text = show(capsys, monkeypatch, two[0])
+    assert text.splitlines()[:2] == [
+        "equal: finished, emulated devices",
+        "  640 samples/s, 200 steps in 20.0 s, held-out loss 0.2, held-out accuracy 0.8",
+    ]
+    rows = [line.split() for line in text.splitlines()[3:]]
+    # Rank 3 was lost, so it has no batch any more.
+    assert [row[:3] for row in rows] == [["0", "gpu", "30"], ["1", "gpu", "12"], ["2", "mlu", "22"]]
+    assert {tuple(row[4:]) for row in rows} == {("80", "█" * 16)}
+
+
+def test_a_busy_share_is_a_mean_over_time(tmp_path):
+    folder = make_run(tmp_path / "run")
+    slow = reading(20, step_time_sec=0.3, forward_time_sec=[0.01] * 4)
+    lines = [reading(10), slow | {"backward_time_sec": [0.02] * 4, "optimizer_time_sec": [0.0] * 4}]
+    write_lines(folder / "metrics.jsonl", lines)
+    # 80% of 10 steps of 100 ms, then 10% of 10 steps of 300 ms.
+    (row,) = [line for line in side_by_side([read_run(folder)]).splitlines() if " 0  gpu" in line]
+    assert row.split()[4] == f"{(80 * 1 + 10 * 3) / 4:.0f}"
+
+
+def test_lines_fit_a_terminal(two, tmp_path):
+    names = [two[0].rename(tmp_path / ("x" * 60)), two[1].rename(tmp_path / ("y" * 60))]
+    text = side_by_side([read_run(name) for name in names])
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_terminal_without_block_characters_gets_others(two, capsys, monkeypatch):
+    text = side_by_side([read_run(folder) for folder in two], unicode=False)
+    assert text.isascii()
+    assert "#" * 20 in text
+
+
+def test_an_unfinished_run_shows_what_is_known(two):
+    for name in ("summary.json", "events.jsonl", "plan.jsonl"):
+        (two[1] / name).unlink()
+    text = side_by_side([read_run(folder) for folder in two])
+    assert "adaptive: unfinished, emulated devices" in text
+    assert "adaptive: 1.00 times the rate of equal" in text  # from the readings
+    (two[1] / "metrics.jsonl").unlink()
+    text = side_by_side([read_run(folder) for folder in two])
+    assert "times the rate" not in text
+    assert text.endswith("adaptive: unfinished, emulated devices")
+
+
+def test_only_some_of_many_ranks_are_shown(tmp_path):
+    folder = make_run(tmp_path / "run")
+    plan = {"step": 0, "time": 1.0, "batch_sizes": [1] * 100, "reason": "the benchmark"}
+    write_lines(folder / "plan.jsonl", [plan | {"ranks": list(range(100))}])
+    lines = side_by_side([read_run(folder)]).splitlines()
+    assert lines[-1] == f"  and {100 - MAX_ROWS} more ranks"
+    assert len(lines) == 3 + MAX_ROWS + 1

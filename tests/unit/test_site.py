@@ -1,0 +1,80 @@
+"""The documentation as a site: complete, without broken links, and without a network."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import browse
+
+import kaitian_mpi
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "docs/site/mkdocs.yml"
+# What a browser loads by itself; links that a reader may follow are others.
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|audio|video)\b[^>]*?\ssrc=["']?([^"'\s>]+)"""
+    r"""|<link\b(?![^>]*rel=["']?canonical)[^>]*?\shref=["']?([^"'\s>]+)"""
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site as bin/docs does; any warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(
+        [*command, "--config-file", CONFIG, "--site-dir", folder],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def pages(site):
+    return [page for page in site.rglob("*.html") if page.name != "404.html"]
+
+
+def test_every_page_of_the_documentation_is_in_the_site(site):
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (site / page.name).with_suffix(".html").exists()
+    assert "Quick start" in (site / "index.html").read_text()
+    assert "CosineAnnealingLR" in (site / "source/examples/gpt.py.html").read_text()
+    assert "slots" in (site / "source/hostfiles.html").read_text()
+
+
+def test_the_site_loads_nothing_from_a_network(site):
+    for page in pages(site):
+        loaded = [script or link for script, link in LOADED.findall(page.read_text())]
+        assert len(loaded) > 3, page
+        for target in loaded:
+            if target.startswith("data:"):
+                continue
+            assert "//" not in target, f"{page.name} loads {target}"
+            assert (page.parent / target.partition("#")[0].partition("?")[0]).exists(), target
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"@import|url\(['\"]?(https?:)?//", sheet.read_text()), sheet
+
+
+def test_pictures_have_alternative_text(site):
+    for page in pages(site):
+        for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
+            assert re.search(r'\salt="[^"]{20,}"', picture), picture
+
+
+def test_the_api_reference_has_every_public_name(site):
+    text = (site / "api.html").read_text()
+    for name in kaitian_mpi.__all__:
+        assert f'id="kaitian_mpi.{name}"' in text or name == "__version__", name
+
+
+def test_the_search_works_in_pages_opened_from_a_disk(site, tmp_path):
+    url = f"file://{site}/index.html?q=LoadAdaptiveSampler"
+    found = browse(url, tmp_path, "--dump-dom")
+    assert re.search(r"[1-9]\d* matching documents?", found)
+    assert "api.html?h=" in found

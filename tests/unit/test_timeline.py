@@ -1,0 +1,450 @@
+"""Timelines: what is recorded, when clocks are aligned, and the file."""
+
+import itertools
+import json
+import logging
+import math
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from trace_rules import check_trace, read_trace, spans_of
+
+from kaitian_mpi.config import TrainConfig, TrainingConfig
+from kaitian_mpi.config.profile import parse_profile
+from kaitian_mpi.engine.clock import StepClock
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.metrics.reading import Event, Reading
+from kaitian_mpi.metrics.timeline import TimelineSink
+from kaitian_mpi.output.timeline_file import NAME, TimelineFile, complete_length
+from kaitian_mpi.relay.copies import BlockingCopies
+from kaitian_mpi.relay.pipeline import exchange_in_chunks
+from kaitian_mpi.relay.recording import RecordedCopies, recorded_exchange
+from kaitian_mpi.relay.slots import Slots
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.tracing import recorder
+from kaitian_mpi.tracing.chrome import END, ChromeLanes, process_lines, run_lines, status_lines
+from kaitian_mpi.tracing.clock import AlignedClock, Offset, RoundTrip, estimate_offset
+from kaitian_mpi.tracing.collectives import GroupLabel, part, recorded
+from kaitian_mpi.tracing.recorder import (
+    COLLECTIVES,
+    EXCHANGE,
+    MAIN,
+    Recorder,
+    start_recording,
+    stop_recording,
+)
+from kaitian_mpi.tracing.sampling import Sampling
+
+GROUP = GroupLabel("0", "a1b2")
+
+# The clocks
+
+
+def test_offset_is_that_of_the_shortest_round_trip_and_at_most_half_of_it_wrong():
+    late = RoundTrip(sent=1.0, answered=101.9, received=2.0)
+    quick = RoundTrip(sent=3.0, answered=103.0015, received=3.002)
+    offset = estimate_offset([late, quick, late])
+    assert offset.seconds == pytest.approx(100.0005)
+    assert offset.error == pytest.approx(0.001)
+    assert abs(offset.seconds - 100) <= offset.error
+
+
+def test_offsets_are_interpolated_between_alignments_and_constant_outside():
+    clock = AlignedClock()
+    clock.align(10.0, Offset(5.0, 0.1))
+    assert clock.run_time(0.0) == 5.0
+    assert clock.run_time(12.0) == 17.0
+    assert clock.drift is None
+    clock.align(20.0, Offset(6.0, 0.2))
+    assert clock.drift == pytest.approx(0.1)
+    clock.align(40.0, Offset(6.0, 0.0))
+    assert [clock.run_time(time) for time in (0.0, 10.0, 15.0, 20.0, 30.0, 50.0)] == (
+        [5.0, 15.0, 20.5, 26.0, 36.0, 56.0]
+    )
+
+
+def test_a_later_alignment_moves_no_time_before_the_one_before_it():
+    clock = AlignedClock()
+    clock.align(10.0, Offset(5.0, 0.0))
+    clock.align(20.0, Offset(5.5, 0.0))
+    before = [clock.run_time(time) for time in (9.0, 13.0, 20.0)]
+    clock.align(30.0, Offset(4.0, 0.0))
+    assert [clock.run_time(time) for time in (9.0, 13.0, 20.0)] == before
+
+
+# Which steps
+
+
+def test_the_first_steps_and_each_tenth_are_recorded_and_fewer_in_long_runs():
+    sampling = Sampling()
+    chosen = [step for step in range(1, 10_001) if sampling.includes(step)]
+    assert chosen[:13] == [*range(1, 11), 20, 30, 40]
+    assert {b - a for a, b in itertools.pairwise(chosen) if 3000 < a < 5900} == {20}
+    assert {b - a for a, b in itertools.pairwise(chosen) if a > 6100} == {40}
+    assert sum(sampling.includes(step) for step in range(0, 10_000_000, 10)) < 3000
+
+
+def test_every_nth_step_is_recorded_if_that_is_asked_for():
+    assert [step for step in range(1, 13) if Sampling(4).includes(step)] == [4, 8, 12]
+    assert all(Sampling(1).includes(step) for step in range(1, 100))
+
+
+# The recorder
+
+
+@pytest.fixture
+def recording():
+    """A recorder of steps 1 and 3, whose clock is set by the test."""
+    clock = [0.0]
+    made = Recorder(Sampling(1), now=lambda: clock[0])
+    made._sampling.includes = lambda step: step in (1, 3)
+    start_recording(made)
+    yield made, clock
+    stop_recording()
+
+
+def seen(made):
+    return [(event.lane, event.name, event.start, event.end) for event in made.take()]
+
+
+def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded(recording):
+    made, clock = recording
+    for now, phase, step in (
+        (1, "loading the dataset", None),
+        (2, "forward", 1),
+        (4, "forward", 2),
+        (7, "forward", 3),
+        (8, "evaluation", None),
+        (9, "forward", 4),
+    ):
+        clock[0] = now
+        enter_phase(phase, step=step)
+    made.end_phase()
+    assert seen(made) == [
+        (MAIN, "loading the dataset", 1, 2),
+        (MAIN, "forward", 2, 4),
+        (MAIN, "forward", 7, 8),
+        (MAIN, "evaluation", 8, 9),
+    ]
+    assert made.take() == []
+
+
+def test_a_collective_is_recorded_where_it_is_carried_out_with_its_parts(recording):
+    made, clock = recording
+    enter_phase("backward", step=1)
+
+    def call():
+        clock[0] = 2
+        made.annotate(algorithm="leader")
+        with part("wait"):
+            clock[0] = 3
+        with part("exchange", EXCHANGE, bytes=8):
+            clock[0] = 5
+        return "done"
+
+    started = recorded(call, "all_reduce", GROUP, 7, rank=1, ranks=4, bytes=8)
+    enter_phase("forward", step=2)  # not recorded; the collective is of step 1
+    results = []
+    worker = threading.Thread(target=lambda: results.append(started()))
+    worker.start()
+    worker.join()
+    assert results == ["done"]
+    events = [event for event in made.take() if event.lane != MAIN]
+    assert [(event.lane, event.name) for event in events] == (
+        [(COLLECTIVES, "wait"), (EXCHANGE, "exchange"), (COLLECTIVES, "all_reduce")]
+    )
+    assert events[-1].args == {
+        **{"number": 7, "group": "0", "collective": "a1b2#7", "rank": 1, "ranks": 4, "bytes": 8},
+        "algorithm": "leader",
+    }
+    assert recorded(call, "all_reduce", GROUP, 8) is call
+    with part("wait"):
+        pass
+    assert made.take() == []
+
+
+def test_a_failed_collective_is_recorded_and_its_error_raised(recording):
+    made, _ = recording
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        recorded(fail, "barrier", GROUP, 1)()
+    assert [event.name for event in made.take()] == ["barrier"]
+    assert not made.is_in_collective
+
+
+def test_memory_is_bounded_and_what_is_missing_is_counted():
+    made = Recorder(Sampling(1), capacity=3)
+    for _ in range(5):
+        made.add(MAIN, "forward", 0.0, 1.0)
+    assert len(made.take()) == 3
+    assert made.dropped == 2
+    for _ in range(2000):  # the batches of a long evaluation
+        made.enter_phase("evaluation", None)
+        made.take()
+    assert made.dropped == 2 + 1500
+    made.enter_phase("forward", 1)
+    made.end_phase()
+    assert [event.name for event in made.take()] == ["forward"]
+
+
+def test_nothing_is_recorded_where_no_timeline_is_wanted():
+    assert recorder.current is None
+    with part("wait"):
+        assert recorded(len, "all_reduce", GROUP, 1) is len
+    enter_phase("forward", step=1)
+
+
+class DeviceMark:
+    """A mark of a device with a clock of its own."""
+
+    def __init__(self, time):
+        self.time = time
+
+    def is_reached(self):
+        return self.time is not None
+
+    def seconds_since(self, earlier):
+        return self.time - earlier.time
+
+
+def test_the_devices_times_are_found_by_a_mark_whose_time_is_known():
+    made = Recorder(Sampling(1))
+    unfinished = DeviceMark(None)
+    made.add_device_span("device", "forward", DeviceMark(100.0), DeviceMark(100.5), {"step": 1})
+    made.add_device_span("device", "backward", DeviceMark(100.5), unfinished)
+    (event,) = made.take_device_spans(DeviceMark(102.0), 12.0)
+    assert (event.name, event.start, event.end) == ("forward", 10.0, 10.5)
+    unfinished.time = 101.0
+    (event,) = made.take_device_spans(DeviceMark(102.0), 12.0)
+    assert (event.name, event.start, event.end) == ("backward", 10.5, 11.0)
+
+
+class Accelerator:
+    """A device with a clock of its own, which goes on by a second at each mark."""
+
+    is_host = False
+
+    def __init__(self):
+        self._time = 0.0
+
+    def mark(self):
+        self._time += 1
+        return DeviceMark(self._time)
+
+
+def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
+    made = Recorder(Sampling(2))
+    start_recording(made)
+    try:
+        for step in (1, 2):
+            enter_phase("forward", step=step)
+            clock = StepClock(Accelerator())
+            clock.start()
+            clock.backward_begins()
+            clock.forward_begins()
+            clock.backward_begins()
+            clock.bucket_ready()
+            clock.bucket_ready()
+            clock.gradients_summed()
+            clock.stop()
+    finally:
+        stop_recording()
+    events = made.take_device_spans(DeviceMark(8.0), 108.0)
+    assert [(event.name, event.start, event.end) for event in events] == [
+        ("forward", 101, 102),
+        ("backward", 102, 103),
+        ("forward", 103, 104),
+        ("backward", 104, 106),
+        ("the sum of gradients", 106, 107),
+        ("the optimizer", 107, 108),
+    ]
+
+
+def test_the_relay_records_the_stages_of_each_chunk():
+    made = Recorder(Sampling(1))
+    start_recording(made)
+    tensor = torch.ones(32)
+
+    def call():
+        copies, double = RecordedCopies(BlockingCopies()), recorded_exchange(lambda t: t.mul_(2))
+        exchange_in_chunks(tensor.split(8), double, copies, Slots(pins=False))
+
+    try:
+        recorded(call, "all_reduce", GROUP, 1)()
+    finally:
+        stop_recording()
+    assert tensor.tolist() == [2.0] * 32
+    lanes = [(event.lane, event.args.get("bytes")) for event in made.take()]
+    stages = ("relay: copy out", "relay: MPI", "relay: copy back")
+    assert {lane: lanes.count((lane, 32)) for lane in stages} == dict.fromkeys(stages, 4)
+
+
+# The file
+
+
+def some_lines(rank=0, start=1.0):
+    clock = AlignedClock()
+    clock.align(0.0, Offset(0.0, 2e-6))
+    made = Recorder(Sampling(1))
+    args = {"collective": "0#1", "rank": rank, "bytes": 4, "loss": math.nan}
+    made.add(MAIN, "forward", start, start + 1, {"step": 1})
+    made.add(COLLECTIVES, "all_reduce", start, start + 0.5, args)
+    lines = process_lines(rank, f"rank {rank}", rank) + status_lines(rank, start, clock, 3)
+    return lines + ChromeLanes(rank).lines(made.take(), clock)
+
+
+def test_the_file_is_a_valid_trace_with_and_without_its_end(tmp_path):
+    file = TimelineFile(tmp_path, origin=1000.0)
+    file.append(some_lines(0))
+    file.append(some_lines(1))
+    trace = read_trace(tmp_path / NAME)
+    check_trace(trace)
+    file.finish()
+    assert json.loads((tmp_path / NAME).read_text()) == trace
+    assert {span["pid"] for span in spans_of(trace)} == {0, 1}
+    assert [event["ph"] for event in trace if event.get("cat") == "collective"] == ["s", "f"]
+    assert any("3 events are missing" in event["name"] for event in trace)
+
+
+@pytest.mark.parametrize("ending", ["finished", "cut", "killed"])
+def test_a_later_job_continues_the_file(tmp_path, ending):
+    file = TimelineFile(tmp_path, origin=1000.0)
+    file.append(some_lines(0))
+    whole = read_trace(tmp_path / NAME)
+    path = tmp_path / NAME
+    if ending == "finished":
+        file.finish()
+    elif ending == "cut":
+        with path.open("ab") as half:
+            half.write(b',\n{"name":"forward","ph":"X","ts":12')
+    else:
+        with path.open("ab") as half:
+            half.write(b",\n")
+    later = TimelineFile(tmp_path, origin=5000.0)
+    assert later.origin == 1000.0
+    assert read_trace(path) == whole
+    later.append(some_lines(1))
+    check_trace(read_trace(path))
+
+
+def test_anything_else_of_that_name_is_put_aside(tmp_path):
+    (tmp_path / NAME).write_text("not a timeline\n")
+    file = TimelineFile(tmp_path, origin=1000.0)
+    assert file.origin == 1000.0
+    check_trace(read_trace(tmp_path / NAME))
+    assert (tmp_path / f"{NAME}.old").read_text() == "not a timeline\n"
+
+
+def test_a_file_that_is_removed_meanwhile_begins_again(tmp_path):
+    file = TimelineFile(tmp_path, origin=1000.0)
+    (tmp_path / NAME).unlink()
+    file.append(some_lines(0))
+    check_trace(read_trace(tmp_path / NAME))
+    assert TimelineFile(tmp_path, origin=2000.0).origin == 1000.0
+
+
+def test_what_is_incomplete_is_found_in_any_place():
+    lines = b'[\n{"a":1},\n{"b":2}'
+    for cut in range(len(lines) + 1):
+        kept = complete_length(lines[:cut])
+        assert kept <= cut
+    assert complete_length(lines + END) == complete_length(lines) == len(lines)
+    assert complete_length(lines[:-1]) == len(b'[\n{"a":1}')
+
+
+def test_a_full_disk_is_reported_once_and_leaves_a_valid_file(tmp_path, monkeypatch, caplog):
+    file = TimelineFile(tmp_path, origin=1000.0)
+    file.append(some_lines(0))
+    before = read_trace(tmp_path / NAME)
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(file, "_path", full)
+        file.append(some_lines(1))
+        file.append(some_lines(1))
+    assert len(caplog.records) == 1
+    assert "No space left" in caplog.text
+    assert "training continues" in caplog.text
+    monkeypatch.undo()
+    assert read_trace(tmp_path / NAME) == before
+
+
+def test_readings_and_events_become_counters_and_lines():
+    made = Recorder(Sampling(1))
+    made.clock.align(made.now(), Offset(-made.now(), 0.0))
+    sink = TimelineSink(made)
+    now = time.time() + 5
+    per_rank = {
+        "compute_time_sec": [0.1] * 2,
+        "wait_time_sec": [0.0] * 2,
+        "data_time_sec": [0.0] * 2,
+    }
+    reading = Reading(
+        **{"step": 3, "total_steps": 9, "epoch": 0, "epochs": 1, "time": now},
+        **{"loss": math.inf, "learning_rate": 0.1, "samples_per_sec": 100.0},
+        **{"step_time_sec": 0.1, "seconds_left": 1.0, "ranks": [0, 2], "batch_sizes": [3, 5]},
+        **per_rank,
+    )
+    sink.read(reading)
+    sink.read(replace(reading, loss=2.0))
+    sink.happened(Event(step=3, time=now, kind="slow_end", text="rank 2 recovered", ranks=[2]))
+    lines = [json.loads(line) for line in run_lines(made.take_run_events(), made.clock)]
+    assert [(line["ph"], line["pid"], line["args"]) for line in lines[:3]] == [
+        ("C", 1_000_000, {"samples/s": 100.0}),
+        ("C", 0, {"batch size": 3}),
+        ("C", 2, {"batch size": 5}),
+    ]
+    # A batch size that has not changed is not repeated.
+    assert [line["args"] for line in lines[3:5]] == [{"samples/s": 100.0}, {"loss": 2.0}]
+    assert (lines[5]["ph"], lines[5]["s"], lines[5]["name"]) == ("i", "g", "slow end (step 3)")
+    assert lines[5]["args"]["text"] == "rank 2 recovered"
+    assert len(lines) == 6
+    assert all(abs(line["ts"] - 5e6) < 1e5 for line in lines)
+
+
+# The settings
+
+
+def test_a_timeline_needs_a_run_folder_and_its_sampling_a_timeline():
+    assert TrainConfig(timeline=True).timeline
+    with pytest.raises(UserError, match="--timeline needs --run-dir"):
+        TrainingConfig(timeline=True)
+    with pytest.raises(UserError, match="--timeline-every needs --timeline"):
+        TrainConfig(timeline_every=5)
+    with pytest.raises(UserError, match="--timeline-every: found -1"):
+        TrainConfig(timeline=True, timeline_every=-1)
+
+
+def test_a_profile_names_ranks_and_steps():
+    window = parse_profile("0,3-5@50-60")
+    assert [rank for rank in range(9) if window.includes_rank(rank)] == [0, 3, 4, 5]
+    assert [step for step in range(99) if window.includes_step(step)] == list(range(50, 61))
+    assert parse_profile("all@7").includes_rank(10_000)
+    assert [step for step in range(99) if parse_profile("all@7").includes_step(step)] == [7]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("0", "@5", "0@", "0@0", "0@9-5", "3-1@5", "-1@5", "0,@5", "0@1-1001", "x@5", "0@5,7"),
+        *("0@5@6", "0-9999999@5", "0@99999999999"),
+    ],
+)
+def test_what_is_no_profile_is_an_error_of_one_line(text):
+    with pytest.raises(UserError, match="--profile: found ") as caught:
+        TrainConfig(profile=text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_needs_a_run_folder_and_ranks_of_the_job():
+    with pytest.raises(UserError, match="--profile needs --run-dir"):
+        TrainingConfig(profile="0@5")
+    parse_profile("all@5").check_ranks(1)
+    with pytest.raises(UserError, match="found rank 3, but the job has only ranks 0 to 1"):
+        parse_profile("0,3@5").check_ranks(2)
