@@ -34,7 +34,10 @@ def main(folder: str, number: str, rank: str) -> None:
     token = _read_line(0)
     threading.Thread(target=_end_with, args=(int(rank),), daemon=True).start()
     # Imported late: a job that ends at once does not wait for it.
+    from kaitian_mpi.dashboard.budget import use_cores_of_launcher
     from kaitian_mpi.dashboard.server import serve_run
+
+    use_cores_of_launcher(int(rank))
 
     serve_run(Path(folder), socket.socket(fileno=int(number)), token)
 

@@ -10,13 +10,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from kaitian_mpi.dashboard.budget import Budget, SpareCores
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.report.canvas import figures_of
 from kaitian_mpi.report.figures import FIGURES, FigureSpec
@@ -30,29 +31,7 @@ WIDE, NARROW = 7.0, 4.4
 """The widths of figures in inches, of 96 pixels: beside one another, and on a phone."""
 _Files = list[tuple[str, int, int, int]]
 """Of each file, its name, number, size and time of change in nanoseconds."""
-_MAX_SHARE = 0.2
 _MIN_INTERVAL_SEC = 1.0
-
-
-class Budget:
-    """Spreads work over time, so that it takes no more than a share of one core."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._free_at = 0.0
-
-    def is_free(self) -> bool:
-        """Return whether work may begin."""
-        return self._clock() >= self._free_at
-
-    def spend(self, cpu_sec: float) -> None:
-        """Put the next work off, because this many seconds of a core were used."""
-        now = self._clock()
-        self._free_at = max(self._free_at, now) + max(0.0, cpu_sec) / _MAX_SHARE
-
-    def rest(self) -> None:
-        """Put the next work off by the least time between two."""
-        self._free_at = max(self._free_at, self._clock() + _MIN_INTERVAL_SEC)
 
 
 @dataclass(frozen=True)
@@ -104,7 +83,8 @@ class LiveRun:
         self._shown = Shown()
         self._drawn = _Drawn(self._shown)
         self._seen: _Files | str | None = None
-        self._reading, self._drawing = Budget(), Budget()
+        spare = SpareCores()
+        self._reading, self._drawing = Budget(spare.share), Budget(spare.share)
 
     def now(self) -> tuple[Shown, str]:
         """Return the folder's newest state, and the version of the state that figures show."""
@@ -112,7 +92,7 @@ class LiveRun:
             self._read_if_changed()
             if self._drawn.shown is not self._shown and self._drawing.is_free():
                 self._drawn = _Drawn(self._shown)
-                self._drawing.rest()
+                self._drawing.rest(_MIN_INTERVAL_SEC)
             return self._shown, self._drawn.shown.version
 
     def figure(self, name: str, width: float = WIDE) -> bytes:
@@ -157,7 +137,7 @@ class LiveRun:
         version = f"{self._name}{next(self._numbers)}"
         self._shown = Shown(run, version, fault, _last_change(seen) or self._shown.changed_at)
         self._reading.spend(time.thread_time() - began)
-        self._reading.rest()
+        self._reading.rest(_MIN_INTERVAL_SEC)
 
 
 def _fingerprint(folder: Path) -> _Files | str:

@@ -15,14 +15,16 @@ from contextlib import suppress
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from report_runs import make_run
 
 from kaitian_mpi.cli import report
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.dashboard import live_run
-from kaitian_mpi.dashboard.live_run import NARROW, Budget, LiveRun
+from kaitian_mpi.dashboard import budget, live_run
+from kaitian_mpi.dashboard.budget import Budget, SpareCores
+from kaitian_mpi.dashboard.live_run import NARROW, LiveRun
 from kaitian_mpi.dashboard.look import COLOURS, STYLE, TEXTS
 from kaitian_mpi.dashboard.page import render_page
 from kaitian_mpi.dashboard.server import DashboardServer
@@ -285,7 +287,8 @@ def test_every_color_of_text_is_checked():
 @pytest.fixture
 def unhurried(monkeypatch):
     monkeypatch.setattr(live_run, "_MIN_INTERVAL_SEC", 0.0)
-    monkeypatch.setattr(live_run, "_MAX_SHARE", 1e9)
+    monkeypatch.setattr(budget, "MIN_SHARE", 1e9)
+    monkeypatch.setattr(budget, "MAX_SHARE", 1e9)
 
 
 def test_a_folder_is_read_and_drawn_only_where_it_has_changed(folder, unhurried):
@@ -311,9 +314,9 @@ def test_a_folder_is_read_and_drawn_only_where_it_has_changed(folder, unhurried)
 
 def test_figures_wait_where_they_would_take_too_much_of_a_core(folder, monkeypatch):
     monkeypatch.setattr(live_run, "_MIN_INTERVAL_SEC", 0.0)
-    monkeypatch.setattr(live_run, "_MAX_SHARE", 1e-9)
+    monkeypatch.setattr(budget, "MAX_SHARE", 1e-9)
     live = LiveRun(folder, [spec()])
-    live._reading = Budget(lambda: float("inf"))  # reading is free
+    live._reading = Budget(lambda: 1.0, lambda: float("inf"))  # reading is free
     first, _ = live.now()
     live.figure("loss")
     os.utime(folder / "metrics.jsonl", (1, 1))
@@ -322,14 +325,43 @@ def test_figures_wait_where_they_would_take_too_much_of_a_core(folder, monkeypat
 
 
 def test_budget_spreads_work_over_time():
+    now, share = 100.0, 0.25
+    spread = Budget(lambda: share, lambda: now)
+    assert spread.is_free()
+    spread.spend(1.0)
+    now += 3.99
+    assert not spread.is_free()
+    now += 0.02
+    assert spread.is_free()
+    share = 0.5
+    spread.spend(1.0)
+    now += 2.01
+    assert spread.is_free()
+
+
+@pytest.mark.parametrize(("idle", "share"), [(0.0, 0.01), (0.1, 0.01), (1.0, 0.1), (60.0, 0.2)])
+def test_the_share_of_a_core_grows_with_the_idle_cores(monkeypatch, idle, share):
     now = 100.0
-    budget = Budget(lambda: now)
-    assert budget.is_free()
-    budget.spend(1.0)
-    now += 0.99 / live_run._MAX_SHARE
-    assert not budget.is_free()
-    now += 0.02 / live_run._MAX_SHARE
-    assert budget.is_free()
+    monkeypatch.setattr(budget.time, "monotonic", lambda: now)
+    spare = SpareCores(lambda: 7.0 + idle * (now - 100.0))
+    assert spare.share() == budget.MIN_SHARE
+    now += 0.5
+    assert spare.share() == budget.MIN_SHARE, "too early to tell"
+    now += 1.5
+    assert spare.share() == pytest.approx(share)
+
+
+def test_idle_cores_are_those_that_the_process_may_use(monkeypatch):
+    own = os.sched_getaffinity(0)
+    times = [SimpleNamespace(idle=10.0**core) for core in range(max(own) + 1)]
+    monkeypatch.setattr(budget.psutil, "cpu_times", lambda percpu: times)
+    os.sched_setaffinity(0, {min(own)})
+    try:
+        assert budget._idle_sec() == 10.0 ** min(own)
+        budget.use_cores_of_launcher(os.getpid())
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid())
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def test_a_figure_that_fails_and_a_lost_folder_leave_the_page(folder, unhurried):

@@ -1,0 +1,87 @@
+"""How much of the host's cores the page may use: little where the ranks want them all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+MIN_SHARE, MAX_SHARE = 0.01, 0.2
+_SHARE_OF_IDLE = 0.1
+
+
+class SpareCores:
+    """Watches how many of the cores that this process may use are idle."""
+
+    def __init__(self, read: Callable[[], float] | None = None) -> None:
+        """Begin.
+
+        Args:
+            read: returns the seconds that these cores have been idle, all added up; by default as
+                the kernel counts them.
+        """
+        self._read = read or _idle_sec
+        self._clock = time.monotonic
+        self._since, self._idle_sec = self._clock(), self._read()
+        self._idle = 0.0
+
+    def share(self) -> float:
+        """Return the share of one core that work may take, from `MIN_SHARE` to `MAX_SHARE`."""
+        now, idle_sec = self._clock(), self._read()
+        if now - self._since >= 1.0:  # the kernel counts in hundredths of a second
+            self._idle = (idle_sec - self._idle_sec) / (now - self._since)
+            self._since, self._idle_sec = now, idle_sec
+        return min(MAX_SHARE, max(MIN_SHARE, self._idle * _SHARE_OF_IDLE))
+
+
+class Budget:
+    """Spreads work over time, so that it takes no more than a share of one core."""
+
+    def __init__(
+        self, share: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin with work that is free.
+
+        Args:
+            share: returns the share.
+            clock: returns seconds.
+        """
+        self._share, self._clock = share, clock
+        self._free_at = 0.0
+
+    def is_free(self) -> bool:
+        """Return whether work may begin."""
+        return self._clock() >= self._free_at
+
+    def spend(self, cpu_sec: float) -> None:
+        """Put the next work off, because this many seconds of a core were used."""
+        now = self._clock()
+        self._free_at = max(self._free_at, now) + max(0.0, cpu_sec) / self._share()
+
+    def rest(self, seconds: float) -> None:
+        """Put the next work off by at least so long."""
+        self._free_at = max(self._free_at, self._clock() + seconds)
+
+
+def use_cores_of_launcher(rank: int) -> None:
+    """Let this process run on every core that the rank's launcher may use.
+
+    mpirun binds a rank to some cores, and what the rank starts inherits them: the page would take
+    its rank's core though others are idle.
+
+    Args:
+        rank: the process number of the rank, the launcher's child.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(psutil.Error, OSError):  # the rank has just ended
+            os.sched_setaffinity(0, os.sched_getaffinity(psutil.Process(rank).ppid()))
+
+
+def _idle_sec() -> float:
+    """Return the seconds that the cores this process may use have been idle since the start."""
+    times = psutil.cpu_times(percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
+    return sum(times[core].idle for core in usable if core < len(times))
