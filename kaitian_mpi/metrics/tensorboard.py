@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,12 @@ from kaitian_mpi.metrics.reading import Evaluated, Event, Logged, Reading
 from kaitian_mpi.metrics.scalars import of_evaluation, of_logged, of_reading
 from kaitian_mpi.metrics.sink import MetricsSink
 
-MODULE = "tensorboard.summary.writer.event_file_writer"
+MODULE = "tensorboard.summary.writer.record_writer"
 FOLDER = "tensorboard"
 """The folder in the run folder."""
 _BEGINS = ("start", "resume")
-_MAX_UNWRITTEN_SEC = 5
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+_FORMAT = "brain.Event:2"
 
 
 class TensorBoardSink(MetricsSink):
@@ -32,15 +37,17 @@ class TensorBoardSink(MetricsSink):
         """
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.plugins.text import metadata
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._tensors: Any = tensor_pb2
         self._string_type: Any = types_pb2.DT_STRING
         self._text_metadata: Any = metadata.create_summary_metadata("", "")
-        folder = str(run_folder / FOLDER)
-        self._writer = EventFileWriter(folder, flush_secs=_MAX_UNWRITTEN_SEC)
+        folder = run_folder / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = RecordWriter((folder / _next_name(folder)).open("xb"))
+        self._add(0, time.time(), file_version=_FORMAT)
 
     def read(self, reading: Reading) -> None:
         """Write a reading's numbers."""
@@ -71,12 +78,26 @@ class TensorBoardSink(MetricsSink):
         """Bring everything to disk."""
         self._writer.close()
 
-    def _write(self, values: Mapping[str, float], step: int, time: float) -> None:
+    def _write(self, values: Mapping[str, float], step: int, at: float) -> None:
         scalars = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
         ]
-        self._add(step, time, summary=self._summaries.Summary(value=scalars))
+        self._add(step, at, summary=self._summaries.Summary(value=scalars))
 
-    def _add(self, step: int, time: float, **content: Any) -> None:
-        self._writer.add_event(self._events.Event(wall_time=time, step=step, **content))
+    def _add(self, step: int, at: float, **content: Any) -> None:
+        event = self._events.Event(wall_time=at, step=step, **content)
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()  # a rank that is killed then leaves all it had
+
+
+def _next_name(folder: Path) -> str:
+    """Return the name of a new file, which TensorBoard reads after those that are there.
+
+    It reads files in the order of their names, which begin with a time: that of a rank that takes
+    over may be the same second, or an earlier one by the clock of another host.
+    """
+    earlier = (_NAME.match(path.name) for path in folder.iterdir())
+    newest = max((int(found[1]) for found in earlier if found), default=0)
+    began = max(int(time.time()), newest + 1)
+    return f"events.out.tfevents.{began:010d}.{socket.gethostname()}.{os.getpid()}.0"

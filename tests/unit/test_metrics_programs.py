@@ -4,11 +4,13 @@ import json
 import shutil
 import struct
 import sys
+import time
 
 import pytest
 from test_metrics import reading
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.metrics import tensorboard
 from kaitian_mpi.metrics.mlflow import MlflowSink
 from kaitian_mpi.metrics.reading import Evaluated, Event, Logged
 from kaitian_mpi.metrics.tensorboard import TensorBoardSink
@@ -66,9 +68,27 @@ def test_tensorboard_has_a_point_once_it_is_written(tmp_path):
     """A job that is killed has its curves."""
     sink = TensorBoardSink(tmp_path)
     sink.read(reading(1))
-    sink._writer.flush()
     assert scalars_in(tmp_path)[0]["learning_rate"] == [(1, pytest.approx(0.1))]
     sink.close(False)
+
+
+@pytest.mark.parametrize("behind_sec", [0, 100])
+def test_tensorboard_keeps_what_follows_when_another_rank_takes_over(
+    tmp_path, monkeypatch, behind_sec
+):
+    """Its host's clock may be behind, and its process number is the lower one."""
+    now = time.time()
+    monkeypatch.setattr(tensorboard.time, "time", lambda: now)
+    monkeypatch.setattr(tensorboard.os, "getpid", lambda: 2000)
+    sink = TensorBoardSink(tmp_path)
+    sink.happened(event("start", 0))
+    train(sink, [1, 2, 3])
+    now -= behind_sec
+    monkeypatch.setattr(tensorboard.os, "getpid", lambda: 1000)
+    other = TensorBoardSink(tmp_path)
+    train(other, [4, 5])
+    other.close(True)
+    assert [step for step, _ in scalars_in(tmp_path)[0]["loss/train"]] == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture
