@@ -17,6 +17,7 @@ import kaitian_mpi
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.loopback import listen_on_loopback, make_token, show_address
 from kaitian_mpi.runtime.launcher import SUPERVISED
@@ -39,12 +40,14 @@ class LivePage(Protocol):
         """Serve a run folder from this rank. Not collective; never raises."""
         ...
 
-    def take_over(self, folder: Path, world: World, lost: Collection[int]) -> None:
-        """Serve from the first of these ranks if the rank that served is lost. Not collective.
+    def follow(self, folder: Path, writer: RankInfo, lost: Collection[int]) -> None:
+        """Serve from the rank that writes the files, if the one that served cannot go on.
+
+        That is where it is lost, or on another host, which need not see the files. Not collective.
 
         Args:
             folder: of the run.
-            world: the ranks that train, of which the first writes the files.
+            writer: the rank that writes the files now.
             lost: all world ranks that are lost.
         """
         ...
@@ -63,7 +66,7 @@ class NoPage:
     def serve(self, folder: Path) -> None:
         """Do nothing."""
 
-    def take_over(self, folder: Path, world: World, lost: Collection[int]) -> None:
+    def follow(self, folder: Path, writer: RankInfo, lost: Collection[int]) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -84,8 +87,9 @@ class ServedPage:
         """
         self._port = port
         self._token = ""
-        self._server = 0
-        """The world rank that serves."""
+        self._own: RankInfo | None = None
+        self._server: RankInfo | None = None
+        """The rank that serves."""
         self._listener: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -95,7 +99,7 @@ class ServedPage:
         Raises:
             AgreedError: the port cannot be had, or nothing here can draw figures.
         """
-        self._server = world.infos[0].world_rank
+        self._own, self._server = world.info, world.infos[0]
         with agree_on_errors(world.comm):
             if world.rank == 0 and self._listener is None:
                 self._listener = self._listen()
@@ -127,12 +131,16 @@ class ServedPage:
             listener.close()
         show_address(port, self._token)
 
-    def take_over(self, folder: Path, world: World, lost: Collection[int]) -> None:
-        """Serve from the first of these ranks if the rank that served is lost. Not collective."""
-        if self._server in lost:
-            self._server = world.infos[0].world_rank
-            if world.rank == 0:
-                self.serve(folder)
+    def follow(self, folder: Path, writer: RankInfo, lost: Collection[int]) -> None:
+        """Serve from the rank that writes the files, if the one that served cannot go on."""
+        assert self._server is not None
+        assert self._own is not None
+        if self._server.world_rank not in lost and self._server.node == writer.node:
+            return
+        self._server = writer
+        self.close()
+        if self._own.world_rank == writer.world_rank:
+            self.serve(folder)
 
     def close(self) -> None:
         """End the process, waiting for it for at most half a second."""

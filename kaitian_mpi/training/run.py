@@ -110,7 +110,7 @@ class Run:
 
         if self.setup.path is not None:
             lost = [info.world_rank for loss in self.membership.losses for info in loss.lost]
-            self.page.take_over(self.setup.path, world, lost)
+            self.page.follow(self.setup.path, world.infos[0], lost)
 
     def choose_allreduce_again(self, world: World) -> None:
         """Set the allreduce algorithm for these ranks, if possible the one chosen before."""

@@ -116,6 +116,8 @@ def open_run(
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection))
     membership.put_on_standby(config.spares, selection.excluded_ranks)
+    if setup.path is not None:
+        page.follow(setup.path, membership.writer, lost=())
     run = Run(
         config=config,
         membership=membership,

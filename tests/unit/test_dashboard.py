@@ -29,6 +29,7 @@ from kaitian_mpi.dashboard.look import COLOURS, STYLE, TEXTS
 from kaitian_mpi.dashboard.page import render_page
 from kaitian_mpi.dashboard.server import DashboardServer
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.output import loopback
 from kaitian_mpi.report.figures import FIGURES, FigureSpec
 from kaitian_mpi.training import live_page
@@ -447,6 +448,35 @@ def test_page_closes_even_a_stopped_process(folder, capsys):
     page.close()
     assert not Path(f"/proc/{pid}").exists()
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("writer", "lost", "serving"),
+    [
+        pytest.param(1, [], 0, id="rank 0 stands by on the host where the files are written"),
+        pytest.param(1, [0], 1, id="rank 0 is lost"),
+        pytest.param(2, [], 2, id="rank 0 stands by on a host that need not see the files"),
+    ],
+)
+def test_the_page_is_served_where_the_files_are_written(
+    monkeypatch, tmp_path, writer, lost, serving
+):
+    infos = [RankInfo(n, n, "a", "cpu", "cpu", "", 0, "2.13", node=n // 2) for n in range(3)]
+    serve = {}
+    monkeypatch.setattr(live_page.ServedPage, "serve", lambda page, _: serve.update({page: True}))
+    monkeypatch.setattr(live_page.ServedPage, "close", lambda page: serve.pop(page, None))
+    pages = []
+    for info in infos:
+        page = live_page.ServedPage(0)
+        page._own, page._server = info, infos[0]
+        pages.append(page)
+    pages[0].serve(tmp_path)
+    for _ in range(2):
+        for rank, page in enumerate(pages):
+            if rank not in lost:
+                page.follow(tmp_path, infos[writer], lost)
+    alive = [page for page in serve if pages.index(page) not in lost]
+    assert [pages.index(page) for page in alive] == [serving]
 
 
 def test_without_matplotlib_and_without_a_folder(monkeypatch):
