@@ -108,7 +108,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(3)
 def test_backward_raises_if_a_rank_does_not_arrive(world):
     """It neither ends the job nor crashes in DDP's reducer."""
     last = world.size - 1

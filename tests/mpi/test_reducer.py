@@ -550,7 +550,7 @@ def accumulated(model, value):
     return model
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.sizes(3)
 def test_a_rank_that_does_not_come_is_an_error(world, one_second_group, reducer_of):
     model = network()
     reducer = reducer_of(model, group=one_second_group)

@@ -37,7 +37,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_timeout_names_the_missing_rank(world, last, one_second_group, call):
     call(one_second_group, world.size)
@@ -54,7 +54,7 @@ def test_a_timeout_names_the_missing_rank(world, last, one_second_group, call):
     dist.barrier()  # another group stays usable
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(3)
 def test_a_rank_that_arrives_within_the_timeout_is_waited_for(world, last, one_second_group):
     if world.rank == last:
         time.sleep(0.7)

@@ -16,7 +16,7 @@ SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=60)
 SOON_SEC = 20  # if the timeout is LONG
 
-pytestmark = pytest.mark.sizes(2, 3)
+pytestmark = pytest.mark.sizes(3)
 
 
 def add(group=None):
