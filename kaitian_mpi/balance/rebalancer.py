@@ -69,7 +69,6 @@ class Rebalancer:
             max_growth: how much larger than any batch before a rank's next one may be, 1 or more:
                 one that is computed at once may not fit the memory.
         """
-        self.batch_sizes = list(batch_sizes)
         self._planned = np.array(batch_sizes)
         self._global_batch_size = sum(batch_sizes)
         self._min_batch = min_batch
@@ -81,6 +80,12 @@ class Rebalancer:
         self._waits: deque[float] = deque(maxlen=_WAIT_WINDOW)
         self._steps = 0
         self._refined = False
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The current plan."""
+        batch_sizes: list[int] = self._planned.tolist()
+        return batch_sizes
 
     @property
     def factors(self) -> list[float]:
@@ -121,8 +126,9 @@ class Rebalancer:
         batch_sizes = plan_fastest_within(
             costs.costs(), self._global_batch_size, self._growth_limits(), self._min_batch
         )
-        gain = self._gain(batch_sizes, costs)
-        if min(gain, self._gain(batch_sizes, cautious)) < self._min_gain():
+        planned = np.array(batch_sizes)
+        gain = self._gain(planned, costs)
+        if min(gain, self._gain(planned, cautious)) < self._min_gain():
             return None
         return NewPlan(batch_sizes, gain, self.factors, *self._reason(logs, gain))
 
@@ -153,7 +159,6 @@ class Rebalancer:
 
     def _adopt(self, plan: NewPlan) -> None:
         self._refined = plan.gain < _MIN_GAIN
-        self.batch_sizes = plan.batch_sizes
         self._planned = np.array(plan.batch_sizes)
         self._largest = list(map(max, self._largest, plan.batch_sizes))
         self._planned_logs = self._monitors.log_factors
@@ -169,9 +174,8 @@ class Rebalancer:
     def _scaled(self, logs: np.ndarray) -> CostTable:
         return self._costs.times(np.array(_exponentials(logs)))
 
-    def _gain(self, batch_sizes: Sequence[int], costs: CostTable) -> float:
-        new = self._step_sec(costs, np.array(batch_sizes))
-        return self._step_sec(costs, self._planned) / new - 1
+    def _gain(self, batch_sizes: np.ndarray, costs: CostTable) -> float:
+        return self._step_sec(costs, self._planned) / self._step_sec(costs, batch_sizes) - 1
 
     def _step_sec(self, costs: CostTable, batch_sizes: np.ndarray) -> float:
         """Return the slowest rank's seconds plus communication: the shortest wait of any rank."""
