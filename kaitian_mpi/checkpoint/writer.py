@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.engine.state_transfer import side_by_side
 
 _log = logging.getLogger(__name__)
 
@@ -159,15 +160,12 @@ def copy_to_host(state: dict[str, Any], into: dict[str, Any] | None = None) -> d
 def _copy(value: Any, into: Any, share: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach() if share and _is_whole(value) else _copy_tensor(value, into)
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    items = [_copy(item, old, share) for item, old in side_by_side(value, into)]
     if isinstance(value, dict):
-        old = into if isinstance(into, dict) else {}
-        return {key: _copy(item, old.get(key), share) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        olds = list(into) if isinstance(into, (list, tuple)) else []
-        olds += [None] * (len(value) - len(olds))
-        items = [_copy(item, old, share) for item, old in zip(value, olds, strict=False)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+        return dict(zip(value, items, strict=True))
+    return items if isinstance(value, list) else tuple(items)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

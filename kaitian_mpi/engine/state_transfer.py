@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,20 @@ def broadcast_state(
     return _fill(skeleton, tensors) if receives else None
 
 
+def side_by_side(state: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """Return the items of a dict, list or tuple, each with what stands in its place in another.
+
+    That is None where nothing does. What is no dict, list or tuple has no items.
+    """
+    if isinstance(state, dict):
+        present = other if isinstance(other, dict) else {}
+        return zip(state.values(), map(present.get, state), strict=True)
+    if isinstance(state, (list, tuple)):
+        others = other if isinstance(other, (list, tuple)) else ()
+        return zip(state, chain(others, repeat(None)), strict=False)
+    return iter(())
+
+
 class _Tensors:
     """The large tensors of a state, each once."""
 
@@ -133,17 +148,11 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _places(skeleton: Any, into: Any) -> Iterator[tuple[dict[str, Any], Any]]:
     """Return the places of tensors in order, and what stands at each in another state, if any."""
-    if isinstance(skeleton, dict):
-        if _PLACE in skeleton:
-            yield skeleton, into
-            return
-        others = into if isinstance(into, dict) else {}
-        for key, item in skeleton.items():
-            yield from _places(item, others.get(key))
-    elif type(skeleton) in (list, tuple):
-        others = dict(enumerate(into)) if type(into) in (list, tuple) else {}
-        for index, item in enumerate(skeleton):
-            yield from _places(item, others.get(index))
+    if isinstance(skeleton, dict) and _PLACE in skeleton:
+        yield skeleton, into
+        return
+    for item, other in side_by_side(skeleton, into):
+        yield from _places(item, other)
 
 
 def _target(place: dict[str, Any], present: Any) -> torch.Tensor:
