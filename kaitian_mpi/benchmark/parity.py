@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.benchmark.parity_reference import Reference, make_reference
+from kaitian_mpi.benchmark.parity_report import KindReport, conclude
 from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.placing import map_tensors
@@ -22,49 +22,15 @@ from kaitian_mpi.engine.gradient_probe import Gradients, compute_gradients, roun
 from kaitian_mpi.engine.parity import Difference, Tolerance, differences
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.task import Task
-from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 
-FILE = "parity.json"
 _SAMPLES = 4
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class KindReport:
-    """What was found on the rank that stands for a kind of device; an entry of parity.json."""
-
-    rank: int
-    """The world rank."""
-    kind: str
-    place: str
-    """The rank with its host and device."""
-    torch_version: str
-    precision: str
-    memory_format: str
-    loss: float
-    worst: list[dict[str, Any]]
-    """The fields of a `Difference`: of the loss and the gradients, what differs most beside the
-    allowed difference."""
-
-    @property
-    def differences(self) -> list[Difference]:
-        """The worst of them."""
-        return [Difference(**each) for each in self.worst]
-
-    @property
-    def agrees(self) -> bool:
-        """Whether rounding explains all of them."""
-        return all(each.excess <= 1 for each in self.differences)
-
-    def __str__(self) -> str:
-        """Return the kind, and how it differs."""
-        found = ", ".join(map(str, self.differences))
-        return f"{self.kind} ({self.place}, torch {self.torch_version}, {self.precision}): {found}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +81,24 @@ def check_parity(
     Raises:
         AgreedError: a kind differs by more than rounding explains.
     """
+    task = _task_to_compare(config, setup, excluded, world)
+    if task is None:
+        return None
+    began = perf_counter()
+    part = _make_part(config, task, profiles, excluded, world)
+    enter_phase("the parity check")
+    batch = _same_batch(setup, profiles, world, part.source)
+    own, reference = _compute_all(part, batch)
+    shared = _share(world, part.source, reference)
+    worst = _compare(part, shared, own)
+    reports = _gather_reports(part, own, worst)
+    return conclude(setup, world, reports, shared, perf_counter() - began)
+
+
+def _task_to_compare(
+    config: TrainingConfig, setup: Setup, excluded: Collection[int], world: World
+) -> Task | None:
+    """Return the task with the loss that is compared; None where nothing is."""
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
     if not config.parity or len(kinds) < 2:
         return None
@@ -126,37 +110,27 @@ def check_parity(
             "Task(parity_loss=...), or leave it out with Training(parity=False)",
         )
         return None
-    began = perf_counter()
+    return replace(setup.task, loss=compared, parity_loss=None)
+
+
+def _make_part(
+    config: TrainingConfig,
+    task: Task,
+    profiles: Profiles,
+    excluded: Collection[int],
+    world: World,
+) -> _Part:
+    """Choose the ranks that compute, and return this rank's part. Collective."""
     profile = profiles.by_place[world.info.place]
     chosen = _representatives(world, profiles, excluded)
-    part = _Part(
+    return _Part(
         world=world,
-        task=replace(setup.task, loss=compared, parity_loss=None),
+        task=task,
         computation=Computation(world.device, profile.precision, profile.memory_format),
         seed=config.seed,
         is_chosen=world.rank in chosen,
         source=_reference_rank(world, chosen),
     )
-    enter_phase("the parity check")
-    batch = _same_batch(setup, profiles, world, part.source)
-    own, reference = _compute_all(part, batch)
-    shared = _share(world, part.source, reference)
-    worst = _compare(part, shared, own)
-    report = None
-    if own is not None:
-        report = KindReport(
-            rank=world.info.world_rank,
-            kind=world.info.kind,
-            place=str(world.info),
-            torch_version=world.info.torch_version,
-            precision=profile.precision,
-            memory_format=profile.memory_format,
-            loss=own.loss,
-            worst=[asdict(each) for each in worst],
-        )
-    gathered = gather_values(world.comm, None if report is None else asdict(report))
-    found = [KindReport(**each) for each in gathered if each is not None]
-    return _conclude(setup, world, found, shared, perf_counter() - began)
 
 
 def _compute_all(part: _Part, batch: Any) -> tuple[Gradients | None, Reference | None]:
@@ -296,42 +270,27 @@ def _compare(part: _Part, shared: dict[str, Any], own: Gradients | None) -> list
     return differences(own, received, shared["loss"], tolerance)[:_SHOWN]
 
 
-def _conclude(
-    setup: Setup,
-    world: World,
-    reports: Sequence[KindReport],
-    shared: dict[str, Any],
-    seconds: float,
-) -> bool | None:
-    """Write and log the result; the same on every rank.
+def _gather_reports(
+    part: _Part, own: Gradients | None, worst: Sequence[Difference]
+) -> list[KindReport]:
+    """Return what was found on each of the chosen ranks. Collective.
 
-    Raises:
-        AgreedError: a kind does not agree.
+    Args:
+        part: this rank's.
+        own: this rank's result; None if it stands for no kind.
+        worst: by what that differs most from the reference.
     """
-    wrong = [report for report in reports if not report.agrees]
-    is_number = math.isfinite(shared["loss"])
-    content = {
-        "agrees": not wrong if is_number else None,
-        "reference": shared["text"],
-        "reference_loss": shared["loss"],
-        "seconds": round(seconds, 3),
-        "kinds": [asdict(report) for report in reports],
-    }
-    setup.folder.write(FILE, content)
-    if not is_number:
-        print_rank_0(
-            world,
-            f"parity: not compared, because the loss of the first samples is {shared['loss']}",
+    info, report = part.world.info, None
+    if own is not None:
+        report = KindReport(
+            rank=info.world_rank,
+            kind=info.kind,
+            place=str(info),
+            torch_version=info.torch_version,
+            precision=part.computation.precision,
+            memory_format=part.computation.memory_format,
+            loss=own.loss,
+            worst=[asdict(each) for each in worst],
         )
-        return None
-    if wrong:
-        raise AgreedError(
-            f"parity: forward and backward differ from those of {shared['text']} by more than "
-            f"rounding on {'; '.join(map(str, wrong))}; update that device's driver or torch "
-            "plug-in, start without it, or go on with --no-parity"
-        )
-    kinds = ", ".join(dict.fromkeys(report.kind for report in reports))
-    nearest = max(reports, key=lambda report: report.differences[0].excess)
-    print_rank_0(world, f"parity: {kinds} compute like {shared['text']} ({seconds:.1f} s)")
-    print_rank_0(world, f"parity: nearest to its limit is {nearest.kind}: {nearest.differences[0]}")
-    return True
+    gathered = gather_values(part.world.comm, None if report is None else asdict(report))
+    return [KindReport(**each) for each in gathered if each is not None]

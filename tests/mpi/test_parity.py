@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kaitian_mpi.benchmark.parity import FILE, check_parity
+from kaitian_mpi.benchmark.parity import check_parity
+from kaitian_mpi.benchmark.parity_report import FILE
 from kaitian_mpi.benchmark.plan import profile_unmeasured
 from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.config import TrainConfig
