@@ -76,6 +76,21 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="backends to replace by kaitian where the script names them, such as nccl,gloo",
     )
+    _add_devices(parser)
+    _add_emulation(parser)
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="lowest level of kaitian_mpi's own log messages",
+    )
+    parser.add_argument("script", help="the Python file to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _add_devices(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for what each rank computes on and communicates by."""
     parser.add_argument(
         "--devices",
         default="auto",
@@ -102,6 +117,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="use only these network interfaces between hosts, such as eth0 or eth0,eth1; needed "
         "on every host (default: all that MPI finds)",
     )
+
+
+def _add_emulation(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that emulate a mixed job."""
     parser.add_argument(
         "--emulate-kinds",
         default="",
@@ -116,15 +135,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="slow ranks down by sleeping between collectives, such as 2:3.0,3:1.5; for a Training "
         f"also rank:factor@step (default ${SLOWDOWN_VARIABLE})",
     )
-    parser.add_argument(
-        "--log-level",
-        choices=LOG_LEVELS,
-        default="info",
-        help="lowest level of kaitian_mpi's own log messages",
-    )
-    parser.add_argument("script", help="the Python file to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
 
 
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:
