@@ -76,6 +76,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--model mobilenetv2",
         allow_abbrev=False,
     )
+    _add_hosts(parser)
+    _add_limits(parser)
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help=f"mpirun with its options, then {TRAIN} with its flags",
+    )
+    return parser
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the hosts that the job is started on."""
     parser.add_argument(
         "--hosts-file",
         default="",
@@ -98,6 +110,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the interpreters of hosts, as for kaitian-env; by default all start the same path",
     )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that limit restarts and waits."""
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -121,12 +137,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="seconds that mpirun may keep running after its ranks on this machine have ended, as "
         "it does when the link to a host is down; 0: no limit (default 5)",
     )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        help=f"mpirun with its options, then {TRAIN} with its flags",
-    )
-    return parser
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
