@@ -89,12 +89,7 @@ def open_run(
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
-    membership.attempt(partial(check_run_folder, config))
-    membership.attempt(partial(check_initial_file, config))
-    membership.attempt(partial(check_export, config))
-    membership.attempt(page.reserve)
-    membership.attempt(partial(check_profile, config.profile))
-    membership.attempt(partial(check_sinks, config))
+    _check_request(config, membership, page)
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
     setup: Setup = on_all(partial(prepare, make_task, config))
@@ -106,6 +101,48 @@ def open_run(
         page.serve(setup.folder.path)
     if config.resume and earlier.found.metadata is None:
         membership.attempt(partial(start_from_file, config, setup.task.model))
+    run = _make_run(config, world, membership, setup, earlier, page, own_sinks)
+    return setup.task, run, run.summary
+
+
+def _check_request(config: TrainingConfig, membership: Membership, page: LivePage) -> None:
+    """Check what needs neither device, data nor model. Collective.
+
+    Raises:
+        AgreedError: a rank cannot do what is asked for.
+    """
+    membership.attempt(partial(check_run_folder, config))
+    membership.attempt(partial(check_initial_file, config))
+    membership.attempt(partial(check_export, config))
+    membership.attempt(page.reserve)
+    membership.attempt(partial(check_profile, config.profile))
+    membership.attempt(partial(check_sinks, config))
+
+
+def _make_run(
+    config: TrainingConfig,
+    started_with: World,
+    membership: Membership,
+    setup: Setup,
+    earlier: EarlierJob,
+    page: LivePage,
+    own_sinks: Sequence[MetricsSink],
+) -> Run:
+    """Find out what each rank can do, and choose those that train. Collective.
+
+    Args:
+        config: the settings.
+        started_with: the ranks that the job has started with; some may be lost.
+        membership: of all ranks; some may be on standby afterwards.
+        setup: the task and its folder.
+        earlier: what there is of an earlier job.
+        page: of the run.
+        own_sinks: the script's own sinks of metrics.
+
+    Raises:
+        AgreedError: a rank cannot train the task, or the kinds of devices differ.
+    """
+    on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("benchmark")
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
@@ -118,7 +155,7 @@ def open_run(
     membership.put_on_standby(config.spares, selection.excluded_ranks)
     if setup.path is not None:
         page.follow(setup.path, membership.writer, lost=())
-    run = Run(
+    return Run(
         config=config,
         membership=membership,
         setup=setup,
@@ -130,9 +167,8 @@ def open_run(
         state=state,
         checkpoints=Checkpointing(config, setup.path),
         own_sinks=own_sinks,
-        summary=replace(summary_of(world, setup, earlier, selection), parity=agrees),
+        summary=replace(summary_of(started_with, setup, earlier, selection), parity=agrees),
     )
-    return setup.task, run, run.summary
 
 
 def _on_all_ranks(membership: Membership, stage: Callable[[World], Result]) -> Result:
