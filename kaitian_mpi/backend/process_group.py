@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    Work,
-)
+from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.backend import BACKEND, device_types
+from kaitian_mpi.backend.collective_calls import CollectiveCalls
 from kaitian_mpi.backend.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.backend.point_to_point import ENDED, Mailbox
 from kaitian_mpi.collectives.arrivals import ArrivalTracker
@@ -31,25 +20,9 @@ from kaitian_mpi.collectives.detail_check import agreement_check
 from kaitian_mpi.collectives.host import HostOperations
 from kaitian_mpi.collectives.hybrid import ALGORITHMS, HybridOperations
 from kaitian_mpi.collectives.observation import profile_record
-from kaitian_mpi.collectives.operations import (
-    AllGather,
-    AllGatherSingle,
-    AllReduce,
-    AllToAll,
-    AllToAllSingle,
-    Barrier,
-    Broadcast,
-    Gather,
-    Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
-    SparseSum,
-)
 from kaitian_mpi.collectives.router import Router
 from kaitian_mpi.collectives.staging import SideStreams
-from kaitian_mpi.collectives.torch_releases import BackendQueries, with_names_before_2_13
-from kaitian_mpi.collectives.validation import check_whole
+from kaitian_mpi.collectives.torch_releases import BackendQueries
 from kaitian_mpi.collectives.vendor import OwnDevice, VendorLibrary
 from kaitian_mpi.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError
@@ -67,8 +40,7 @@ _UNIQUE_LENGTH = 8  # in timelines
 
 
 @not_compiled
-@with_names_before_2_13
-class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
+class KaitianProcessGroup(BackendQueries, CollectiveCalls):
     """Collectives over the ranks of `comms.world`.
 
     Every operation except `send` and `recv` is collective and runs after those called before it;
@@ -130,7 +102,7 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )
         # Where no slowdown is emulated, these are the methods themselves.
-        self._run: Callable[[Collective], Work] = slowdown.around(router.run)
+        self._run = slowdown.around(router.run)
         self._send = slowdown.around(self._mailbox.send)
         self._receive = slowdown.around(self._mailbox.receive)
         self._monitored_barrier = slowdown.around(MonitoredBarrier(comms.world).run)
@@ -190,127 +162,6 @@ class KaitianProcessGroup(BackendQueries, dist.ProcessGroup):
             return False
         link.choose()
         return True
-
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        """Reduce each tensor over all ranks, in place."""
-        opts = opts or AllreduceOptions()
-        op = opts.reduceOp
-        if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
-            return self._run(SparseSum(tensors, [], opts))
-        return self._run(AllReduce(tensors, [], opts, op))
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce several tensors over all ranks, in place."""
-        options = AllreduceOptions()
-        if opts is not None:
-            options.reduceOp, options.asyncOp = opts.reduceOp, opts.asyncOp
-        return self.allreduce(tensors, options)
-
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        """Reduce each tensor to rank `opts.rootRank`."""
-        opts = opts or ReduceOptions()
-        return self._run(Reduce(tensors, [], opts, opts.reduceOp, opts.rootRank))
-
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        """Copy each tensor from rank `opts.rootRank` to every rank."""
-        opts = opts or BroadcastOptions()
-        return self._run(Broadcast(tensors, [], opts, None, opts.rootRank))
-
-    def allgather(  # type: ignore[override]
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work:
-        """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
-        return self._run(AllGather(outputs, inputs, opts or AllgatherOptions()))
-
-    def allgather_coalesced(
-        self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work:
-        """Gather several tensors: `output_lists[r][i]` is rank r's `inputs[i]`."""
-        by_tensor = [list(pieces) for pieces in zip(*output_lists, strict=True)]
-        return self.allgather(by_tensor, inputs, opts)
-
-    def all_gather_single(  # type: ignore[override]
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> Work:
-        """Gather each rank's tensor into one, along the first dimension."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
-
-    def all_gather_single_coalesced(  # type: ignore[override]
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Work:
-        """Gather several tensors, each into one along its first dimension."""
-        return self._run(AllGatherSingle(outputs, inputs, opts or AllgatherOptions()))
-
-    def gather(  # type: ignore[override]
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work:
-        """Gather each rank's tensor into a list on rank `opts.rootRank`."""
-        opts = opts or GatherOptions()
-        pieces = outputs[0] if self.rank() == opts.rootRank else []
-        return self._run(Gather(pieces, inputs, opts, root=opts.rootRank))
-
-    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Gather each rank's tensor into one, along the first dimension, on rank `opts.rootRank`.
-
-        Called by torch from 2.14 on.
-        """
-        opts = opts or GatherOptions()
-        if self.rank() != opts.rootRank:
-            return self.gather([], [tensor], opts)
-        check_whole(output, tensor, self.size(), "gather_single")
-        pieces = output.view(self.size(), *tensor.shape)
-        return self.gather([list(pieces)], [tensor], opts)
-
-    def scatter(  # type: ignore[override]
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
-    ) -> Work:
-        """Give each rank its piece of the list on rank `opts.rootRank`."""
-        opts = opts or ScatterOptions()
-        pieces = inputs[0] if self.rank() == opts.rootRank else []
-        return self._run(Scatter(outputs, pieces, opts, root=opts.rootRank))
-
-    def reduce_scatter(  # type: ignore[override]
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
-    ) -> Work:
-        """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
-        opts = opts or ReduceScatterOptions()
-        return self._run(ReduceScatter(outputs, inputs, opts, opts.reduceOp))
-
-    def reduce_scatter_single(  # type: ignore[override]
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> Work:
-        """Reduce a tensor over all ranks; each gets its part of the first dimension."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(  # type: ignore[override]
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Work:
-        """Reduce several tensors over all ranks; each gets its parts of the first dimension."""
-        opts = opts or ReduceScatterOptions()
-        return self._run(ReduceScatterSingle(outputs, inputs, opts, opts.reduceOp))
-
-    def alltoall(  # type: ignore[override]
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Work:
-        """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
-        return self._run(AllToAll(outputs, inputs, opts or AllToAllOptions()))
-
-    def all_to_all_single(  # type: ignore[override]
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> Work:
-        """Send a part of the first dimension to each rank; no splits mean equal parts."""
-        opts = opts or AllToAllOptions()
-        splits = output_splits, input_splits
-        return self._run(AllToAllSingle([output], [tensor], opts, splits=splits))
-
-    def barrier(self, opts: Any = None) -> Work:
-        """Wait for every rank."""
-        return self._run(Barrier([], [], opts or BarrierOptions()))
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
