@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from kaitian_mpi.backend.reducer import GradientReducer
 from kaitian_mpi.backend.sync_batch_norm import local_statistics, participate
@@ -27,6 +26,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.steps.step import Step, StepInProgress
 from kaitian_mpi.steps.sync_bn import StepParticipation
+from kaitian_mpi.steps.update import apply_step, set_learning_rates
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 _SAMPLES_OF_STATISTICS = 256
@@ -160,7 +160,7 @@ class Trainer:
         step = self._step
         step.begin(self._task, parts, samples)
         self._sync_bn.begin_step(self.progress.step + 1)
-        self._schedule(samples)
+        set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
             self.state.begin_unit()
         step_in_epoch = self.progress.step_in_epoch
@@ -224,7 +224,8 @@ class Trainer:
         self.clock.gradients_summed()
         self._slowdown.start()
         epoch = self.progress.epoch
-        self._apply(is_finite, step.samples)
+        enter_phase("the optimizer", step=self.progress.step + 1)
+        apply_step(self._task, self.state, is_finite, step.samples)
         self._slowdown.catch_up()
         self.clock.stop()
         times = self.clock.take()
@@ -310,30 +311,6 @@ class Trainer:
             self._commit(not self._group.is_broken)
         self.state.end_unit()
 
-    def _apply(self, is_finite: bool, samples: int) -> None:
-        """Apply a step to the state; every rank does so with the same gradient."""
-        enter_phase("the optimizer", step=self.progress.step + 1)
-        scaler, state = self._computation.scaler, self.state
-        with state.lock:
-            optimizers = state.optimizers
-            if scaler.is_enabled():  # it accepts none without a gradient
-                optimizers = [each for each in optimizers if _has_gradient(each)]
-                for optimizer in optimizers:
-                    scaler.unscale_(optimizer)
-            if is_finite:
-                if self._task.clip_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._task.clip_norm)
-                for optimizer in optimizers:
-                    scaler.step(optimizer)
-                state.residuals.keep()
-                for scheduler in state.schedulers:
-                    if hasattr(scheduler, "step"):
-                        scheduler.step()
-            if optimizers:
-                scaler.update()
-            state.zero_gradients()
-            self.progress.step_done(samples)
-
     def _watch(self, times: StepTimes, data_sec: float) -> None:
         """Update the watchdog's time limit; a phase of waiting for other ranks starts."""
         self._steps_seen += 1
@@ -349,17 +326,3 @@ class Trainer:
         self.clock.bucket_ready()
         if is_last:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
-
-    def _schedule(self, samples: int) -> None:
-        """Let the schedulers set the learning rates of the next step."""
-        state = self.state
-        for scheduler in state.schedulers:
-            if hasattr(scheduler, "before_step"):
-                of_epoch = len(self._setup.train)
-                scheduler.before_step(self.progress.fraction_done(self._config, samples, of_epoch))
-        self.progress.learning_rate = state.optimizers[0].param_groups[0]["lr"]
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    return any(parameter.grad is not None for group in groups for parameter in group["params"])
