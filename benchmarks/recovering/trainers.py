@@ -13,8 +13,9 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.datasets.sources import load_data
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import TrainingState, count_steps
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

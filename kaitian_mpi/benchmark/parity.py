@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from kaitian_mpi.benchmark.parity_reference import Reference, make_reference
 from kaitian_mpi.benchmark.parity_report import KindReport, conclude
+from kaitian_mpi.benchmark.parity_tolerance import Difference, Tolerance, differences
 from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.placing import map_tensors
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.gradient_probe import Gradients, compute_gradients, rounding_unit
-from kaitian_mpi.engine.parity import Difference, Tolerance, differences
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError

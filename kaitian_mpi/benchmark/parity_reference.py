@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from kaitian_mpi.benchmark.parity_tolerance import Tolerance, tolerance_of
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.gradient_probe import Gradients, Noise, compute_gradients
-from kaitian_mpi.engine.parity import Tolerance, tolerance_of
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.mpi.world import World
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kaitian_mpi.engine.parity import Difference
+from kaitian_mpi.benchmark.parity_tolerance import Difference
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.engine.state import Progress
+from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.world import World

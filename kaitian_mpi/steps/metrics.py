@@ -10,7 +10,7 @@ import torch
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.clock import StepClock, StepTimes
-from kaitian_mpi.engine.state import Progress
+from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.metrics.reading import Logged, Reading
 from kaitian_mpi.metrics.sink import Sinks
 from kaitian_mpi.mpi.exchange import gather_values

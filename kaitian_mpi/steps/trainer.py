@@ -20,8 +20,9 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.clock import StepClock, StepTimes
 from kaitian_mpi.engine.evaluation import Evaluation, evaluate
+from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import Progress, TrainingState
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.steps.step import Step, StepInProgress

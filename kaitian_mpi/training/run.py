@@ -16,8 +16,9 @@ from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
+from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import TrainingState, count_steps
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.metrics.sink import MetricsSink, Sinks
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

@@ -26,8 +26,9 @@ from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.export import check_export, export_weights
 from kaitian_mpi.engine.initial_weights import check_initial_file
+from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.engine.setup import MakeTask, Setup, prepare, start_from_file
-from kaitian_mpi.engine.state import TrainingState, count_steps
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.metrics.sink import MetricsSink

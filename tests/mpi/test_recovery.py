@@ -24,7 +24,7 @@ from torch import nn
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.state import count_steps
+from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.steps.trainer import Trainer
 

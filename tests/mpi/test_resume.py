@@ -25,8 +25,8 @@ from kaitian_mpi.checkpoint.resume import find_checkpoint, hand_over, restore
 from kaitian_mpi.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.engine.setup import prepare_without_folder
-from kaitian_mpi.engine.state import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.folders import snapshot_folder

@@ -15,8 +15,9 @@ from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import TrainingState, count_steps
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.recipes.image_classification import classify

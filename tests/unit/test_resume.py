@@ -9,7 +9,7 @@ from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.resume import FoundCheckpoint, check_resumable, is_over
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.state import Progress
+from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.training.resumption import results_until
 from kaitian_mpi.training.summary import Summary

@@ -14,7 +14,7 @@ import torch
 
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.state import Progress
+from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.output import folders, run_folder
 from kaitian_mpi.output.folders import make_new_folder

@@ -9,7 +9,8 @@ from torch import nn
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.state import Progress, TrainingState, count_steps
+from kaitian_mpi.engine.progress import Progress, count_steps
+from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.state_transfer import from_bytes, to_bytes
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
