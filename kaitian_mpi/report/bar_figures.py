@@ -244,14 +244,7 @@ def draw_comparison(runs: Sequence[Run]) -> Figure | None:
             fill = palette.rank_style(place)
             if value is not None:
                 axes.barh(row, value, height=0.6, color=fill.color, alpha=0.75)
-            text = (
-                "not known"
-                if value is None
-                else f"{value:,.4g}"
-                if value < 1e4
-                else f"{value:,.0f}"
-            )
-            axes.text(value or 0, row, f" {text}", va="center", fontsize=SMALL)
+            axes.text(value or 0, row, f" {_format(value)}", va="center", fontsize=SMALL)
         axes.set_xlim(0, 1.45 * max(known, default=1) or 1)
         axes.set_xlabel(label)
         axes.tick_params(left=False)
