@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -228,6 +228,14 @@ class Job:
                 pytest.fail(f"ended without {pattern!r}\n{self.text}")
             if match := re.search(pattern, line):
                 return match
+
+    def wait_until(self, is_true: Callable[[], bool], problem: str) -> None:
+        """Wait for something that the job prints no line about."""
+        deadline = time.monotonic() + LONGEST_SEC
+        while not is_true():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{problem} within {LONGEST_SEC} s\n{self.text}")
+            time.sleep(0.05)
 
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of the ranks that live, by world rank."""

@@ -277,8 +277,10 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
         job.wait_for("fault tolerance: off")
         job.wait_for("found no checkpoint in run: starting from scratch")
         job.wait_for(r"step 18/")
-        while newest_checkpoint(cut).stem < "step-00000016":
-            time.sleep(0.05)  # on a slow disk: the one before it would be that of an epoch's end
+        # On a slow disk, the one before it would be that of an epoch's end.
+        job.wait_until(
+            lambda: newest_checkpoint(cut).stem >= "step-00000016", "no checkpoint of step 16"
+        )
         killed_at = time.time()
         job.kill(1)
         ended = job.finish()
