@@ -25,10 +25,16 @@ TRAIN += EVEN
 
 
 @pytest.fixture
-def hosts(tmp_path):
+def slots():
+    """How many ranks each host gets."""
+    return [2, 1, 1]
+
+
+@pytest.fixture
+def hosts(tmp_path, slots):
     settings = tmp_path / "hosts"
     settings.mkdir()
-    with EmulatedHosts(settings, [2, 1, 1]) as hosts:
+    with EmulatedHosts(settings, slots) as hosts:
         yield hosts
 
 
@@ -82,6 +88,7 @@ def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
     assert summary["ranks"] == [0, 1]
 
 
+@pytest.mark.parametrize("slots", [[1, 1, 1]], ids=[""])  # few, as each start of a rank takes long
 def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
     lines = hosts.hostfile.read_text().splitlines(keepends=True)
     file = tmp_path / "hosts.txt"
@@ -120,7 +127,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
     assert max(changes.values()) < RESTART_LIMIT_SEC, ended.text
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
-    assert summary["ranks"] == [0, 1, 2, 3]
+    assert summary["ranks"] == [0, 1, 2]
     starts = [line for line in ended.text.splitlines() if "kaitian-supervise: start" in line]
-    sizes = ["3 ranks", "4 ranks", "3 ranks", "4 ranks"]
+    sizes = ["2 ranks", "3 ranks", "2 ranks", "3 ranks"]
     assert [size in line for size, line in zip(sizes, starts, strict=True)] == [True] * 4
