@@ -11,7 +11,8 @@ from kaitian_mpi.cli import report
 
 DEMO = str(Path(__file__).parents[2] / "bin/demo")
 SHORT = (
-    "--max-steps 3 --benchmark-seconds 0.5 --no-parity --val-split 0.05 --log-interval 0".split()
+    "--max-steps 3 --benchmark-seconds 0.5 --keep-all --no-parity --val-split 0.05 "
+    "--log-interval 0".split()
 )
 
 
