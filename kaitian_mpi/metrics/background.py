@@ -19,9 +19,10 @@ _FAILED_SEC = 3.0  # other ranks wait for this one to end
 
 
 class BackgroundSink(MetricsSink):
-    """Passes everything on to another sink, which a thread makes and calls, in order.
+    """Passes everything on to another sink, which a thread creates and calls, in order.
 
-    While that one is busy, the newest `MAX_WAITING` calls wait. The thread ends with the process.
+    While that sink is busy, up to `MAX_WAITING` calls wait; beyond that, the oldest are dropped.
+    The thread is a daemon: it ends with the process.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class BackgroundSink(MetricsSink):
 
         Args:
             name: for warnings.
-            make: makes the other sink; may be slow.
-            finish_sec: how long `close` waits after a finished run, for what is left to do.
+            make: creates the other sink, in the thread; may be slow.
+            finish_sec: how long `close` waits for the remaining calls if the run finished.
             failed_sec: how long it waits otherwise.
         """
         self._name, self._make = name, make
@@ -59,7 +60,7 @@ class BackgroundSink(MetricsSink):
         self._put(lambda sink: sink.evaluated(evaluated))
 
     def logged(self, logged: Logged) -> None:
-        """Pass on figures of the script's own."""
+        """Pass on the script's own figures."""
         self._put(lambda sink: sink.logged(logged))
 
     def happened(self, event: Event) -> None:
@@ -67,7 +68,7 @@ class BackgroundSink(MetricsSink):
         self._put(lambda sink: sink.happened(event))
 
     def close(self, finished: bool) -> None:
-        """Wait for what is left to do, but not for long."""
+        """Wait for the remaining calls, for a limited time."""
         deadline = time.monotonic() + self._patience_sec[finished]
         with self._changed:
             self._finished = finished
@@ -75,7 +76,7 @@ class BackgroundSink(MetricsSink):
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             _log.warning(
-                "%s has not taken the last metrics within %.0f s; they may be missing there",
+                "%s did not accept the last metrics within %.0f s; they may be missing there",
                 *(self._name, self._patience_sec[finished]),
             )
 
@@ -88,14 +89,14 @@ class BackgroundSink(MetricsSink):
                 self._lost += 1
                 if self._lost == 1:
                     _log.warning(
-                        "%s is too slow: the oldest metrics that it has not taken are dropped",
+                        "%s cannot keep up: the oldest metrics that wait for it are dropped",
                         self._name,
                     )
             self._waiting.append(call)
             self._changed.notify()
 
     def _next(self) -> Callable[[MetricsSink], None] | None:
-        """Return the next call, once there is one; None where the sink is to be closed."""
+        """Return the next call, once there is one; None when the sink should be closed."""
         with self._changed:
             while not self._waiting and self._finished is None:
                 self._changed.wait()
@@ -110,7 +111,7 @@ class BackgroundSink(MetricsSink):
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             _log.warning(
-                "%s has failed and gets no metrics any more; training continues: %s: %s",
+                "%s failed and receives no more metrics; training continues: %s: %s",
                 *(self._name, type(error).__name__, lines[0]),
             )
             _log.debug("its traceback:", exc_info=True)

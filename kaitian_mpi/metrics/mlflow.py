@@ -20,7 +20,7 @@ _MAX_PARAM = 500  # characters
 
 
 def prepare_environment() -> None:
-    """Have MLflow, before it is imported, write files if it is to, and report its use to nobody."""
+    """Allow MLflow's file store and turn its telemetry off; called before it is imported."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 
@@ -29,14 +29,14 @@ class MlflowSink(MetricsSink):
     """Logs to one run of an experiment; a resumed run is continued there.
 
     The server is that of MLFLOW_TRACKING_URI, or else files in the working directory. Steps that
-    are trained again keep the values that they have, as MLflow would show both.
+    are trained again keep their first values: MLflow would show both.
     """
 
     def __init__(self, experiment: str, config: Mapping[str, Any], folder: KeepsJson) -> None:
-        """Begin or continue the run.
+        """Start or continue the run.
 
         Args:
-            experiment: its name; it is made if there is none.
+            experiment: its name; it is created if there is none.
             config: the settings.
             folder: the run folder, where the run's id is kept.
         """
@@ -87,7 +87,7 @@ class MlflowSink(MetricsSink):
         try:
             self._client.update_run(run_id, status="RUNNING")
             history = self._client.get_metric_history(run_id, _LOSS)
-        except Exception:  # it depends on the kind of store which
+        except Exception:  # which one depends on the kind of store
             return None
         return max((metric.step for metric in history), default=-1)
 
@@ -105,12 +105,12 @@ def _tracking_uri() -> str:
     """Return where MLflow keeps runs: as it is configured, or else files, never a network."""
     import mlflow
 
-    is_whole = all(find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
-    if os.environ.get("MLFLOW_TRACKING_URI") or is_whole:  # mlflow-skinny has no database
+    has_database = all(find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
+    if os.environ.get("MLFLOW_TRACKING_URI") or has_database:  # mlflow-skinny has none
         return str(mlflow.get_tracking_uri())
     return (Path.cwd() / "mlruns").as_uri()
 
 
 def _key(name: str) -> str:
-    """Return a name with only such characters as MLflow accepts."""
+    """Return a name with the characters that MLflow does not accept replaced."""
     return re.sub(r"[^\w\-. /]", "_", name)

@@ -12,16 +12,18 @@ def check_package(flag: str, name: str, module: str = "") -> None:
     """Check that a package is installed.
 
     Args:
-        flag: that needs it.
-        name: of the package, and of the extra that installs it.
-        module: of it, to import already; it may take seconds. Empty for none.
+        flag: the flag that needs it.
+        name: the name of the package, and of the extra that installs it.
+        module: a module of the package to import now, which may take seconds; empty for none.
 
     Raises:
-        UserError: it is not, or cannot be imported.
+        UserError: it is not installed, or cannot be imported.
     """
-    advice = f"pip install 'kaitian-mpi[{name}]', or leave {flag} out"
+    advice = f"pip install 'kaitian-mpi[{name}]', or leave out {flag}"
     if find_spec(name) is None:
-        raise UserError(f"{flag}: found no package {name}, needed it on every host; {advice}")
+        raise UserError(
+            f"{flag}: the package {name} is not installed, and is needed on every host; {advice}"
+        )
     if not module:
         return
     try:

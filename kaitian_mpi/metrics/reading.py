@@ -1,4 +1,4 @@
-"""What sinks are given: readings, evaluations, the user's own figures, and events."""
+"""What sinks receive: readings, evaluations, the script's own figures, and events."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Reading:
     epoch: int
     """From 0."""
     epochs: int
-    """How many there will be."""
+    """How many the run will have."""
     epoch_fraction: float = 0.0
-    """How much of the epoch's samples is done, from 0 to 1."""
+    """The fraction of the epoch's samples that is done, from 0 to 1."""
     steps: int = 1
-    """The number of steps since the last reading, which the means are over."""
+    """The number of steps since the last reading, over which the means are taken."""
     time: float
     """In seconds since 1970."""
     loss: float
@@ -40,7 +40,7 @@ class Reading:
     wait_time_sec: Sequence[float]
     data_time_sec: Sequence[float]
     forward_time_sec: Sequence[float] | None = None
-    """Forward, backward and optimizer add up to the compute time; None: not measured."""
+    """Forward, backward and optimizer add up to the compute time. None if not measured."""
     backward_time_sec: Sequence[float] | None = None
     optimizer_time_sec: Sequence[float] | None = None
     logged: Mapping[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What an evaluation on the held-out samples has found."""
+    """The results of an evaluation on the held-out samples."""
 
     step: int
     """The number of steps done."""
@@ -63,7 +63,7 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """The user's own figures after which no reading came any more."""
+    """What the script gave `Training.log` after the last reading, sent when the run ends."""
 
     step: int
     """The number of steps done."""
@@ -76,7 +76,7 @@ class Logged:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to the run: a plan, a loss, the end."""
+    """Something that happened to the run: a new plan, lost ranks, the end."""
 
     step: int
     """The number of steps done."""

@@ -14,14 +14,14 @@ _NOT_KEPT = ("epochs", "epoch_fraction", "steps", "seconds_left")  # shown while
 
 
 class LinesFolder(Protocol):
-    """What the sink needs of a run folder."""
+    """What the sink needs from a run folder."""
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Append a line to a JSON lines file."""
 
 
 class RunFolderSink(MetricsSink):
-    """Appends a line to a file for each thing it is given; a full disk costs lines only."""
+    """Appends a line to a file for everything it receives; a full disk only loses lines."""
 
     def __init__(self, folder: LinesFolder) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Readings and evaluations as numbers by name, for programs that plot such."""
+"""Readings and evaluations as numbers by name, for programs that plot them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_evaluation(evaluated: Evaluated) -> dict[str, float]:
 
 
 def of_logged(logged: Logged) -> dict[str, float]:
-    """Return the user's own figures."""
+    """Return the script's own figures."""
     return _own(logged.values)
 
 

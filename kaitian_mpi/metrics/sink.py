@@ -1,4 +1,4 @@
-"""What takes the metrics of a run: a sink, and several in a row that never fail."""
+"""What receives the metrics of a run: a sink, and several of them that never fail."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsSink:
-    """Takes what is measured while a run trains, on the rank that writes the files.
+    """Receives what is measured while a run trains, on the rank that writes the files.
 
-    The methods do nothing here, so that a sink defines those that it needs.
+    The methods do nothing here: a sink overrides those that it needs.
     """
 
     def read(self, reading: Reading) -> None:
-        """Take a reading; one comes every `--log-interval` seconds."""
+        """Receive a reading; one comes every `--log-interval` seconds."""
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """Take the results of an evaluation."""
+        """Receive the results of an evaluation."""
 
     def logged(self, logged: Logged) -> None:
-        """Take figures of the script's own after which no reading came any more."""
+        """Receive what the script logged after the last reading; earlier ones hold their own."""
 
     def happened(self, event: Event) -> None:
-        """Take an event."""
+        """Receive an event."""
 
     def close(self, finished: bool) -> None:
-        """Let go of everything; called once, also where the run fails.
+        """Release all resources; called once, also if the run fails.
 
         Args:
-            finished: whether the run is finished.
+            finished: whether the run finished.
         """
 
 
 class KeepsJson(Protocol):
-    """What a sink that continues a run needs of a run folder."""
+    """What a sink that continues a run needs from a run folder."""
 
     path: Path
 
@@ -52,7 +52,7 @@ class KeepsJson(Protocol):
 
 
 class Sinks:
-    """Sinks in a row; one that raises is not used any more, and never ends the training.
+    """Several sinks; one that raises is no longer used, and never ends the training.
 
     Empty on a rank that does not write the files. No method is collective.
     """
@@ -72,7 +72,7 @@ class Sinks:
         self._each(lambda sink: sink.evaluated(evaluated))
 
     def logged(self, logged: Logged) -> None:
-        """Give figures of the script's own to all sinks."""
+        """Give the script's own figures to all sinks."""
         self._each(lambda sink: sink.logged(logged))
 
     def happened(self, event: Event) -> None:
@@ -118,7 +118,7 @@ class Sinks:
             except Exception as error:
                 self._sinks.remove(sink)
                 _log.warning(
-                    "%s has failed and gets no metrics any more; training continues: %s: %s",
+                    "%s failed and receives no more metrics; training continues: %s: %s",
                     *(type(sink).__name__, type(error).__name__, error),
                 )
                 _log.debug("its traceback:", exc_info=True)

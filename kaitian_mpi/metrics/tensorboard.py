@@ -25,8 +25,8 @@ _FORMAT = "brain.Event:2"
 class TensorBoardSink(MetricsSink):
     """Writes scalars, and events as text.
 
-    Each job of a run, and each rank that takes over, appends a file to the folder. TensorBoard
-    itself drops what earlier files have of steps that are trained again.
+    Each job of a run, and each rank that takes over, adds a file to the folder. Where steps are
+    trained again, TensorBoard itself drops what earlier files have of them.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -75,7 +75,7 @@ class TensorBoardSink(MetricsSink):
         self._add(event.step, event.time, summary=self._summaries.Summary(value=[value]))
 
     def close(self, finished: bool) -> None:
-        """Bring everything to disk."""
+        """Close the file."""
         self._writer.close()
 
     def _write(self, values: Mapping[str, float], step: int, at: float) -> None:
@@ -92,7 +92,7 @@ class TensorBoardSink(MetricsSink):
 
 
 def _next_name(folder: Path) -> str:
-    """Return the name of a new file, which TensorBoard reads after those that are there.
+    """Return the name of a new file, which TensorBoard reads after the existing ones.
 
     It reads files in the order of their names, which begin with a time: that of a rank that takes
     over may be the same second, or an earlier one by the clock of another host.

@@ -33,10 +33,10 @@ _SETTINGS: dict[str, Any] = {
 
 
 def check_login() -> None:
-    """Check that Weights & Biases would know the user, so that it does not ask while training.
+    """Check that the user is logged in to Weights & Biases, which would ask while training.
 
     Raises:
-        UserError: it would not.
+        UserError: no API key is configured.
     """
     import wandb
 
@@ -47,14 +47,14 @@ def check_login() -> None:
         return
     if not _is_in_netrc(urlparse(settings.base_url).hostname or "", _FORMER_HOST):
         raise UserError(
-            "--wandb: found no API key, needed one to log to Weights & Biases; run 'wandb login', "
-            "set WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on disk"
+            "--wandb: no API key found, which Weights & Biases needs; run 'wandb login', set "
+            "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on disk"
         )
 
 
 @contextmanager
 def _own_hooks() -> Iterator[None]:
-    """Undo what the block does to errors that end the process: a user's mistake is one line."""
+    """Restore the exit and exception hooks, which wandb replaces: our errors stay one line."""
     hooks = sys.exit, sys.excepthook
     try:
         yield
@@ -80,15 +80,15 @@ def _is_in_netrc(*hosts: str) -> bool:
 class WandbSink(MetricsSink):
     """Logs to one run of a project; a resumed run is continued there.
 
-    Steps that are trained again keep the values that they have: Weights & Biases takes no earlier
-    step than the last.
+    Steps that are trained again keep their first values: Weights & Biases accepts no step before
+    the last one.
     """
 
     def __init__(self, project: str, config: Mapping[str, Any], folder: KeepsJson) -> None:
-        """Begin or continue the run.
+        """Start or continue the run.
 
         Args:
-            project: its name, with the entity before a slash if it is not the user's own.
+            project: its name, as `ENTITY/PROJECT` if the entity is not the user's default.
             config: the settings.
             folder: the run folder, where the run's id is kept.
         """
@@ -125,11 +125,11 @@ class WandbSink(MetricsSink):
         self._run.summary[f"event/{event.kind}"] = event.text
 
     def close(self, finished: bool) -> None:
-        """End the run, and wait until it is sent or saved."""
+        """End the run, and wait until it is uploaded or saved."""
         self._run.finish(exit_code=0 if finished else 1)
 
     def _begin(self, folder: Path, **what: Any) -> None:
-        """Begin the run; on disk alone, if Weights & Biases cannot be reached."""
+        """Start the run; on disk only, if Weights & Biases cannot be reached."""
         import wandb
 
         what["dir"] = str(folder)

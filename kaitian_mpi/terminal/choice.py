@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str) -> MetricsSink:
-    """Return what shows the progress, on the rank that writes the files.
+    """Return the sink that shows the progress, on the rank that writes the files.
 
     Args:
-        config: says how.
+        config: its `progress` and `quiet` say how.
         infos: all ranks.
-        title: of the live view.
+        title: the title of the live view.
     """
     if config.quiet or config.progress == "none":
         return MetricsSink()
@@ -41,7 +41,7 @@ def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str)
         return _open_live(infos, title, forced)
     except NoTerminalError as error:
         level = logging.WARNING if forced else logging.DEBUG
-        _log.log(level, "no live view, but plain lines: %s", error)
+        _log.log(level, "no live view, printing plain lines instead: %s", error)
         return PlainProgress()
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     try:
         poll.register(os.pidfd_open(int(sys.argv[2])), select.POLLIN)
         poll.poll()
-    except ProcessLookupError:  # it is dead already
+    except ProcessLookupError:  # it has ended already
         pass
     os.write(1, RELEASE)
 

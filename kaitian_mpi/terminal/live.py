@@ -27,12 +27,12 @@ _ENDS = ("finish", "stop")
 class LiveView(MetricsSink):
     """Draws each reading and event; where the terminal cannot be drawn on, prints plain lines.
 
-    Draws in the training thread and asks for no thread of its own: between readings, nothing that
-    is shown changes.
+    It draws in the training thread and needs no thread of its own: between readings, nothing on
+    it changes.
 
     Args:
-        screen: what is drawn on.
-        owner: the process whose terminal it is.
+        screen: where to draw.
+        owner: the pid of the process whose terminal it is.
         state: what is known before the first reading.
         unicode: whether the terminal has more characters than ASCII.
     """
@@ -55,7 +55,7 @@ class LiveView(MetricsSink):
         self._draw()
 
     def happened(self, event: Event) -> None:
-        """Draw what it says about the ranks; the last one ends the view."""
+        """Draw what it says about ranks; the run's last event ends the view."""
         self._state = self._state.with_event(event)
         if event.kind in _ENDS:
             self._end(waits=event.kind == "finish")
@@ -67,7 +67,7 @@ class LiveView(MetricsSink):
         self._end(waits=finished)
 
     def _draw(self) -> bool:
-        """Draw, unless it was drawn a moment ago; return whether the view is there."""
+        """Draw, unless it was drawn a moment ago; return whether the view is on the screen."""
         screen = self._screen
         if screen is None or self._state.reading is None:
             return False
@@ -95,7 +95,7 @@ class LiveView(MetricsSink):
         """Give the terminal back, and leave the last view there.
 
         Args:
-            waits: whether the launcher gets the time to print first what was printed before.
+            waits: whether to give the launcher time to forward what was printed before.
         """
         screen, self._screen = self._screen, None
         if screen is None:

@@ -25,21 +25,25 @@ _ADVICE = {
     SLOWER_RANKS: "the ranks wait for slower ones: see kaitian-bench for what each costs",
     COMMUNICATION: "communication takes most of the rest: a larger --global-batch-size needs less "
     "of it, and --wire sends fewer bits between hosts",
-    DATA: "loading the data takes most of the rest: --workers loads it in processes beside",
-    OTHER: "the time between the steps takes most of the rest: the script's own code, or checks",
+    DATA: "loading the data takes most of the rest: --workers N loads it in background processes",
+    OTHER: "the time between steps takes most of the rest: the script's own code, or checks",
 }
 
 
 @dataclass
 class DeviceUse:
-    """What the ranks' time went to, weighted by their speeds; see the module."""
+    """What the ranks' time went to, weighted by their speeds; see the module's docstring."""
 
     capacity: float = 0.0
-    """Samples that the ranks could have computed."""
+    """Samples that the ranks could have computed in all their time."""
     computing: float = 0.0
+    """Samples' worth of the time in which they computed."""
     spent: dict[str, float] = field(default_factory=dict)
+    """Samples' worth of the other time, by what it went to."""
     samples: float = 0.0
+    """Samples that were trained."""
     seconds: float = 0.0
+    """Duration of the steps."""
 
     def add(self, reading: Reading) -> None:
         """Add what was measured since the last reading."""
@@ -72,17 +76,17 @@ class DeviceUse:
 
     @property
     def share(self) -> float:
-        """Of the sum of the ranks' speeds; 0 if unknown."""
+        """The share of the sum of the ranks' speeds that was reached; 0 if unknown."""
         return self.computing / self.capacity if self.capacity else 0.0
 
     def losses(self) -> dict[str, float]:
-        """Return the other shares, which make up 1 with it, the largest first."""
+        """Return the lost shares by cause, largest first; with `share` they add up to 1."""
         shares = {name: seconds / self.capacity for name, seconds in self.spent.items()}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 class Outcome(MetricsSink):
-    """Prints the three lines when the run is finished.
+    """Prints three lines when the run finishes.
 
     Args:
         folder: the run folder; empty if nothing is written.
@@ -108,7 +112,7 @@ class Outcome(MetricsSink):
         self._held_out = evaluated.values
 
     def happened(self, event: Event) -> None:
-        """Keep what is to be said at the end; print it then."""
+        """Keep what the last lines need; print them when the run finishes."""
         if event.kind in ("start", "resume"):
             self._first = self._first or event
         elif event.kind == "loss":
@@ -167,7 +171,7 @@ class Outcome(MetricsSink):
 
 
 def resume_line(step: int, total_steps: int, folder: str) -> str:
-    """Return how to go on with a run that is saved, but not finished.
+    """Return how to continue a run that is saved, but not finished.
 
     Args:
         step: the number of steps done.

@@ -1,4 +1,4 @@
-"""Progress as plain lines, for log files and wherever no live view is wanted."""
+"""Progress as plain lines, for log files and wherever there is no live view."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kaitian_mpi.output.console import progress_line
 
 
 class PlainProgress(MetricsSink):
-    """Prints a line a reading."""
+    """Prints a line for each reading."""
 
     def read(self, reading: Reading) -> None:
-        """Print epoch, step, loss, samples per second, time left, and the user's own figures."""
+        """Print epoch, step, loss, samples per second, time left, and the script's own figures."""
         line = progress_line(
             epoch=reading.epoch + 1,
             epochs=reading.epochs,

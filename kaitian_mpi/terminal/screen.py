@@ -1,11 +1,11 @@
-"""The last rows of the user's terminal, which are drawn on while all other output scrolls above.
+"""Draws on the last rows of the user's terminal while all other output scrolls above them.
 
 The other ranks print whenever they like, through mpirun, and so does the user's code. Moving the
-cursor up over what was drawn before, as progress bars do, would erase their lines and leave parts
-of its own. So the rows of the view are taken out of what scrolls (DECSTBM), each frame is drawn at
-absolute positions, and the cursor is put back where it was (DECSC, DECRC): whatever others print,
-they print above. A frame is one write, straight to the terminal, and the kernel never mixes it with
-others'. Nothing is read from the terminal, and the cursor is not hidden.
+cursor up over the last frame, as progress bars do, would erase their lines and leave pieces of the
+frame behind. So the view's rows are excluded from the scrolling region (DECSTBM), each frame is
+drawn at absolute positions, and the cursor is put back where it was (DECSC, DECRC): whatever others
+print appears above. A frame is one write, straight to the terminal, which the kernel never mixes
+with others. Nothing is read from the terminal, and the cursor is not hidden.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Screen:
     """Draws on the last rows of a terminal.
 
     Args:
-        owner: the process whose stdout is the terminal.
+        owner: the pid of the process whose stdout is the terminal.
 
     Raises:
-        NoTerminalError: it cannot be drawn on, or not be given back if this process is killed.
+        NoTerminalError: it cannot be opened, or could not be reset if this process is killed.
     """
 
     def __init__(self, owner: int) -> None:
@@ -47,7 +47,9 @@ class Screen:
             self._guard = _start_guard(owner)
         except (OSError, NoTerminalError) as error:
             os.close(self._descriptor)
-            raise NoTerminalError(f"no process can watch over the terminal: {error}") from error
+            raise NoTerminalError(
+                f"the process that would reset the terminal cannot be started: {error}"
+            ) from error
 
     def size(self) -> tuple[int, int]:
         """Return the columns and rows now; 0, 0 if unknown."""
@@ -61,7 +63,7 @@ class Screen:
         """Draw on as many of the last rows as there are lines; a slow terminal skips frames.
 
         Args:
-            lines: with escape sequences for colours, and no wider than the terminal.
+            lines: may have escape sequences for colors; no wider than the terminal.
 
         Raises:
             OSError: the terminal is gone.
@@ -80,7 +82,7 @@ class Screen:
             self._write(frame + _RESTORE)
 
     def hide(self) -> None:
-        """Give the rows back, without what was drawn on them.
+        """Erase the view and let its rows scroll again.
 
         Raises:
             OSError: the terminal is gone.
@@ -90,7 +92,7 @@ class Screen:
             self._drawn = None
 
     def close(self, lines: Sequence[str] = ()) -> None:
-        """Give the rows back, and leave these lines as text. Never raises."""
+        """Let all rows scroll again, and leave these lines as text. Never raises."""
         with suppress(OSError):
             self._wait_until_ready()
             if self._drawn is not None:
@@ -104,20 +106,20 @@ class Screen:
             os.close(self._descriptor)
 
     def _make_room(self, wanted: int) -> str:
-        """Return what takes the view's rows out of what scrolls, with all text above them."""
+        """Return the sequence that moves all text above the view's rows."""
         return f"{self._erase()}{_LINE_DOWN * wanted}\x1b[{wanted}A"
 
     def _erase(self) -> str:
-        """Return what lets all rows scroll again, without the view.
+        """Return the sequence that erases the view and lets all rows scroll again.
 
-        Below the cursor, where the others print, there is only the view: wherever a terminal whose
-        size has changed has moved both.
+        Everything below the cursor is the view, even after the terminal's size has changed: the
+        cursor stays where the others print, above it.
         """
         below = "" if self._drawn is None else "\x1b[J"
         return f"{_SAVE}{_ALL_SCROLL}{_RESTORE}{below}"
 
     def _is_ready(self) -> bool:
-        """Return whether the last frame is written, once as much as possible of it is."""
+        """Write more of the last frame if any is left; return whether all of it is written."""
         if self._unwritten:
             unwritten, self._unwritten = self._unwritten, b""
             self._write_bytes(unwritten)
@@ -153,7 +155,7 @@ def _no_stop() -> Iterator[None]:
 
 def _start_guard(owner: int) -> subprocess.Popen[bytes]:
     """Start the process that resets the terminal when this one dies."""
-    os.close(os.pidfd_open(os.getpid()))  # an old kernel, or a sandbox, has none
+    os.close(os.pidfd_open(os.getpid()))  # raises on an old kernel or in a sandbox
     terminal = open_terminal(owner)
     try:
         os.set_blocking(terminal, True)

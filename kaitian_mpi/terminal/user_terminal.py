@@ -1,8 +1,8 @@
-"""Finds the terminal at which the user sits, which is the launcher's and not the rank's own.
+"""Finds the user's terminal, which is the launcher's and not the rank's own.
 
-A rank's stdout says nothing about it: Open MPI gives every rank a pseudo terminal, even where its
-own output goes to a file, and MPICH gives it a pipe, even where the user sits at a terminal. So
-rank 0 asks the kernel where the launcher's stdout goes, if the launcher is on its host.
+A rank's stdout says nothing about it: Open MPI gives every rank a pseudo terminal, even if mpirun's
+output goes to a file, and MPICH gives it a pipe, even if the user is at a terminal. So rank 0 asks
+the kernel where the launcher's stdout goes, if the launcher is on its host.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kaitian_mpi.runtime.mpi_libraries import launched_by
 
 MIN_COLUMNS, MIN_ROWS = 32, 10
 _NOT_A_USER = {
-    "JPY_PARENT_PID": "a notebook",  # it gives a command a pseudo terminal that it cannot draw
+    "JPY_PARENT_PID": "a notebook",  # its pseudo terminal cannot move the cursor
     "CI": "a CI job",
 }
 
 
 class NoTerminalError(Exception):
-    """There is no terminal to draw on; says why."""
+    """There is no terminal to draw on; the message says why."""
 
 
 def find_terminal(environ: Mapping[str, str], *, forced: bool = False) -> int:
@@ -32,16 +32,16 @@ def find_terminal(environ: Mapping[str, str], *, forced: bool = False) -> int:
 
     Args:
         environ: the environment of this rank.
-        forced: whether the user asks for a live view; then a notebook or a CI job has one, too.
+        forced: whether the user asked for a live view; then a notebook or a CI job gets one, too.
 
     Raises:
-        NoTerminalError: there is none, or it cannot be drawn on.
+        NoTerminalError: there is no terminal, or it cannot be drawn on.
     """
     if environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        raise NoTerminalError("TERM names no terminal that can move its cursor")
+        raise NoTerminalError("TERM is unset or names a terminal that cannot move its cursor")
     for name, what in _NOT_A_USER.items():
         if environ.get(name) and not forced:
-            raise NoTerminalError(f"{name} says that this is {what}")
+            raise NoTerminalError(f"{name} is set: this is {what}")
     owner = _owner_of_terminal(environ)
     if not forced and not is_in_foreground(owner):
         raise NoTerminalError("the job is in the background")
@@ -49,10 +49,13 @@ def find_terminal(environ: Mapping[str, str], *, forced: bool = False) -> int:
 
 
 def open_terminal(owner: int) -> int:
-    """Return a new descriptor for the terminal that is the stdout of this process.
+    """Return a new file descriptor for the terminal that is a process's stdout.
+
+    Args:
+        owner: the pid of the process.
 
     Raises:
-        NoTerminalError: it is no terminal, or another user's.
+        NoTerminalError: its stdout is not a terminal, or cannot be opened.
     """
     flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -66,9 +69,9 @@ def open_terminal(owner: int) -> int:
 
 
 def is_in_foreground(owner: int) -> bool:
-    """Return whether a process is of its terminal's foreground job.
+    """Return whether a process belongs to its terminal's foreground job.
 
-    kaitian-supervise gives mpirun a process group of its own; so then its own counts.
+    kaitian-supervise starts mpirun in a process group of its own; then the supervisor's counts.
     """
     parent, group, foreground = _stat(owner)
     if group != foreground and SUPERVISED in os.environ:
@@ -83,7 +86,7 @@ def can_draw_unicode(environ: Mapping[str, str]) -> bool:
 
 
 def _owner_of_terminal(environ: Mapping[str, str]) -> int:
-    """Return the launcher, or this process itself if there is none.
+    """Return the launcher's pid, or this process's own if there is none.
 
     Raises:
         NoTerminalError: the launcher is on another host, or the output is redirected.
@@ -96,7 +99,7 @@ def _owner_of_terminal(environ: Mapping[str, str]) -> int:
         raise NoTerminalError("the output of rank 0 goes to a file")
     pid = os.getppid()
     while library is not None and _name(parent := _stat(pid)[0]) in library.processes:
-        pid = parent  # this one started ranks, too: it was a daemon's
+        pid = parent  # pid was a daemon of the library; its parent may be mpirun
     if launcher_command(pid) is None:
         raise NoTerminalError("mpirun is not on this host")
     return pid

@@ -12,9 +12,9 @@ from rich.text import Text
 from kaitian_mpi.metrics.reading import Evaluated, Event, Reading
 
 MIN_HEIGHT = 4  # the title, two bars, and the figures
-_BUSY = 0.9  # a rank below is worth a look
+_BUSY = 0.9  # ranks below this share are drawn in yellow
 _BAR_WIDTH = 12
-_MAX_REMARK = 21  # of the known causes
+_MAX_REMARK = 21  # the width of the longest known cause
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class RankRow:
     busy: float
     """The share of the step in which it computes, from 0 to 1."""
     remark: str = ""
-    """Such as the cause for which it is slow."""
+    """For example, why it is slow."""
 
 
 @dataclass(frozen=True)
 class ViewState:
-    """All that the view shows."""
+    """Everything that the view shows."""
 
     title: str
     places: Mapping[int, Place]
-    """Of every rank by its world rank."""
+    """Where each rank is, by world rank."""
     reading: Reading | None = None
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The results of the last evaluation, by name."""
     slow: Mapping[int, str] = field(default_factory=dict)
-    """The cause for which a rank is slow, by its world rank."""
+    """Why a rank is slow, by world rank."""
     lost: Sequence[int] = ()
     """The world ranks that were lost."""
 
@@ -90,13 +90,13 @@ class ViewState:
 
 
 def render(state: ViewState, width: int, height: int, unicode: bool = True) -> Group:
-    """Return the view, of lines that are no longer than the width.
+    """Return the view, with no line longer than the width.
 
     Args:
         state: what it shows.
         width: in columns, at least 32.
-        height: the most lines, at least `MIN_HEIGHT`; of ranks that do not fit, the slowest are
-            shown.
+        height: the maximum number of lines, at least `MIN_HEIGHT`; if not all ranks fit, the
+            slowest are shown.
         unicode: whether the terminal has more characters than ASCII.
     """
     if state.reading is None:
@@ -154,18 +154,18 @@ def _bars(reading: Reading, width: int, unicode: bool) -> list[Text]:
 
 
 def _bar(fraction: float, width: int, style: str, unicode: bool) -> Text:
-    """Return a bar that is as long for any fraction; what is left of it is not only a colour."""
+    """Return a bar of fixed width; its two parts differ in more than color."""
     full, rest = "━─" if unicode else "#-"
     filled = round(min(1.0, max(0.0, fraction)) * width)
     return Text.assemble((full * filled, style), (rest * (width - filled), "dim"))
 
 
 def _figures(state: ViewState, width: int) -> Text:
-    """Return the line of figures, without those for which it has no room."""
+    """Return the line of figures, leaving out those that do not fit."""
     reading = state.reading
     assert reading is not None
     figures = [f"loss {reading.loss:.4f}", f"{reading.samples_per_sec:,.1f} samples/s"]
-    # The accuracy first: of all results, it is what people look for.
+    # Accuracy first: it is what people look for.
     names = sorted(state.held_out, key=lambda name: name != "accuracy")
     lost = f"lost rank{'s' * (len(state.lost) > 1)} {', '.join(map(str, state.lost))}"
     figures += [lost] if state.lost else []
@@ -185,15 +185,15 @@ def _figures(state: ViewState, width: int) -> Text:
 class _Column:
     name: str
     cells: Sequence[str]
-    rank: int
-    """Columns with a higher one are left out first."""
+    drop_order: int
+    """If not all columns fit, those with the highest are left out first; 0 is always shown."""
     is_number: bool = False
 
     @property
     def width(self) -> int:
         return max(map(cell_len, (self.name, *self.cells)))
 
-    def line_up(self, text: str) -> str:
+    def align(self, text: str) -> str:
         if self.is_number:
             return text.rjust(self.width)
         return set_cell_size(text, self.width)
@@ -208,11 +208,11 @@ def _ranks(state: ViewState, width: int, room: int, unicode: bool) -> list[Text]
     remarks = [f"  slow: {printable(row.remark)}" if row.remark else "" for row in shown]
     room_for_remarks = min(_MAX_REMARK, max(map(cell_len, remarks)))
     columns = _fitting(_columns(state, shown), width - room_for_remarks)
-    names = "  ".join(column.line_up(column.name) for column in columns)
+    names = "  ".join(column.align(column.name) for column in columns)
     has_bar = cell_len(names) + 2 + _BAR_WIDTH + room_for_remarks <= width
     lines = [Text(names, "dim")]
     for index, row in enumerate(shown):
-        texts = "  ".join(column.line_up(column.cells[index]) for column in columns)
+        texts = "  ".join(column.align(column.cells[index]) for column in columns)
         line = Text(texts, "yellow" if row.remark else "")
         if has_bar:
             style = "green" if row.busy >= _BUSY else "yellow"
@@ -223,7 +223,7 @@ def _ranks(state: ViewState, width: int, room: int, unicode: bool) -> list[Text]
     if rest:
         least, most = min(row.busy for row in rest), max(row.busy for row in rest)
         dots = "…" if unicode else "..."
-        text = f"{dots} and {len(rest)} more, faster ones, busy {least:.0%} to {most:.0%}"
+        text = f"{dots} and {len(rest)} faster ranks, busy {least:.0%} to {most:.0%}"
         lines.append(Text(text, "dim"))
     return lines
 
@@ -246,10 +246,10 @@ def _columns(state: ViewState, rows: Sequence[RankRow]) -> list[_Column]:
 
 
 def _fitting(columns: list[_Column], width: int) -> list[_Column]:
-    """Return the columns without those for which there is no room."""
+    """Return the columns that fit."""
     while sum(column.width + 2 for column in columns) - 2 > width:
-        worst = max(column.rank for column in columns)
-        if worst == 0:
+        dropped = max(column.drop_order for column in columns)
+        if dropped == 0:
             break
-        columns = [column for column in columns if column.rank != worst]
+        columns = [column for column in columns if column.drop_order != dropped]
     return columns

@@ -96,7 +96,7 @@ def test_of_too_many_ranks_the_slowest_are_shown():
     found = shown(view, 80, 12)
     assert len(found) == 12
     assert [int(row.split()[0]) for row in found[5:11]] == [29, 30, 31, 61, 62, 63]
-    assert found[11] == "… and 58 more, faster ones, busy 10% to 38%"
+    assert found[11] == "… and 58 faster ranks, busy 10% to 38%"
 
 
 def test_a_low_terminal_has_no_rows():
@@ -166,7 +166,7 @@ def test_outcome_of_a_run_without_a_step():
         ([0.05, 0.05], [0.05, 0.05], [0.0, 0.0], "--wire"),
         ([0.05, 0.05], [0.0, 0.0], [0.05, 0.05], "--workers"),
         ([0.09, 0.02], [0.0, 0.08], [0.0, 0.0], "kaitian-bench"),
-        ([0.05, 0.05], [0.0, 0.0], [0.0, 0.0], "between the steps"),
+        ([0.05, 0.05], [0.0, 0.0], [0.0, 0.0], "between steps"),
         ([0.1, 0.1], [0.0, 0.0], [0.0, 0.0], "kaitian-report run shows the run"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_sink_that_fails_is_not_used_any_more(caplog):
     assert good.seen[-1] is True
     (record,) = caplog.records
     assert record.getMessage() == (
-        "Failing has failed and gets no metrics any more; training continues: OSError: no room"
+        "Failing failed and receives no more metrics; training continues: OSError: no room"
     )
 
 
@@ -183,8 +183,8 @@ def test_a_sink_that_blocks_holds_up_neither_the_training_nor_its_end(caplog):
     # The oldest of those that waited are dropped.
     assert [each.step for each in sink.seen[:-1]] == [0, *range(11, MAX_WAITING + 11)]
     assert [record.getMessage() for record in caplog.records] == [
-        "it is too slow: the oldest metrics that it has not taken are dropped",
-        "it has not taken the last metrics within 0 s; they may be missing there",
+        "it cannot keep up: the oldest metrics that wait for it are dropped",
+        "it did not accept the last metrics within 0 s; they may be missing there",
     ]
 
 
@@ -198,12 +198,12 @@ def test_a_background_sink_that_fails_is_not_used_any_more(caplog):
     background.close(True)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "it has failed and gets no metrics any more; training continues: RuntimeError: no network"
+        "it failed and receives no more metrics; training continues: RuntimeError: no network"
     )
 
 
 def test_a_missing_package_is_named_with_what_installs_it():
-    with pytest.raises(UserError, match=r"^--wandb: found no package no_such, .*\[no_such\]'"):
+    with pytest.raises(UserError, match=r"^--wandb: the package no_such is not .*\[no_such\]'"):
         check_package("--wandb", "no_such")
     with pytest.raises(UserError, match=r"--it: the package json cannot be imported: ModuleNotF"):
         check_package("--it", "json", "json.no_such")

@@ -161,7 +161,7 @@ def test_weights_and_biases_asks_nobody_for_a_key(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     wandb.teardown()  # it has read the environment
-    with pytest.raises(UserError, match=r"--wandb: found no API key.*WANDB_MODE=offline"):
+    with pytest.raises(UserError, match=r"--wandb: no API key found.*WANDB_MODE=offline"):
         check_login()
     monkeypatch.setenv("WANDB_BASE_URL", "https://here")
     wandb.teardown()
