@@ -33,13 +33,13 @@ class CostTable:
         )
 
     def times(self, factors: np.ndarray) -> CostTable:
-        """Return the costs of ranks that take `factors` times as long."""
+        """Return the costs of ranks that take `factors` times as long, a factor per rank."""
         return CostTable(
             self.alpha_sec * factors, self.beta_sec * factors, self.largest_micro_batch
         )
 
     def seconds(self, samples: np.ndarray) -> np.ndarray:
-        """Return each rank's seconds of a step with its share; 0 without samples."""
+        """Return the seconds that each rank's step takes with its samples; 0 without samples."""
         micro_batches = np.ceil(samples / self.largest_micro_batch)
         return self.alpha_sec * micro_batches + self.beta_sec * samples
 

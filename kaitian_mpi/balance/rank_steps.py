@@ -25,8 +25,8 @@ class RankStep:
 class RankSteps:
     """All ranks' times of a step, as arrays with one entry per rank.
 
-    They are looked at after every step. In a job of thousands of ranks, an object for each would
-    take longer than many a step.
+    They are examined after every step. In a job of thousands of ranks, handling an object for each
+    rank would take longer than a short step.
     """
 
     steps: np.ndarray

@@ -1,12 +1,12 @@
-"""The process that serves a run's page, started by the rank that writes the run's files.
+"""The process that serves a run's live page, started by the rank that writes the run's files.
 
-It reads the run folder and nothing else of the job, at the lowest priority, and ends with the rank
-that has started it::
+It reads nothing of the job but the run folder, at the lowest priority, and ends with the rank that
+started it::
 
     python -P -m kaitian_mpi.dashboard RUN_DIR SOCKET RANK_PID < pipe
 
-SOCKET is the number of an inherited socket that listens. The pipe's first line is the token; it is
-closed when the rank ends.
+SOCKET is the number of an inherited listening socket. The pipe's first line is the token; the pipe
+is closed when the rank ends.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-_MAX_NAP_SEC = 0.5
+_POLL_SEC = 0.5
 _LOWEST = 19
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(folder: str, number: str, rank: str) -> None:
     """Serve until the rank ends."""
-    # A rank that gets one of these may still write its last results; the page ends with it.
+    # A rank that gets one of these signals may still write its last results: the page stays.
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     _lower_priority()
     token = _read_line(0)
     threading.Thread(target=_end_with, args=(int(rank),), daemon=True).start()
-    # Imported late: a job that ends at once does not wait for it.
+    # Imported late, so that a job that ends at once need not wait for this.
     from kaitian_mpi.dashboard.budget import use_cores_of_launcher
     from kaitian_mpi.dashboard.server import serve_run
 
@@ -74,7 +74,7 @@ def _end_with(rank: int) -> None:
         closed = select.poll()
         closed.register(0, 0)
         # A forked worker of the rank may hold the pipe's other end open.
-        while os.getppid() == rank and not closed.poll(_MAX_NAP_SEC * 1000):
+        while os.getppid() == rank and not closed.poll(_POLL_SEC * 1000):
             pass
     finally:
         os._exit(0)

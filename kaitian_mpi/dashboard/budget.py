@@ -1,4 +1,4 @@
-"""How much of the host's cores the page may use: little where the ranks want them all."""
+"""How much of the host's cores the page may use: little if the ranks keep all of them busy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SpareCores:
     """Watches how many of the cores that this process may use are idle."""
 
     def __init__(self, read: Callable[[], float] | None = None) -> None:
-        """Begin.
+        """Start measuring.
 
         Args:
-            read: returns the seconds that these cores have been idle, all added up; by default as
-                the kernel counts them.
+            read: returns the seconds that these cores have been idle, summed over the cores; by
+                default from the kernel's counters.
         """
         self._read = read or _idle_sec
         self._clock = time.monotonic
@@ -29,7 +29,7 @@ class SpareCores:
         self._idle = 0.0
 
     def share(self) -> float:
-        """Return the share of one core that work may take, from `MIN_SHARE` to `MAX_SHARE`."""
+        """Return the share of one core to use, from `MIN_SHARE` to `MAX_SHARE`."""
         now, idle_sec = self._clock(), self._read()
         if now - self._since >= 1.0:  # the kernel counts in hundredths of a second
             self._idle = (idle_sec - self._idle_sec) / (now - self._since)
@@ -38,15 +38,15 @@ class SpareCores:
 
 
 class Budget:
-    """Spreads work over time, so that it takes no more than a share of one core."""
+    """Spreads work over time so that it takes no more than a share of one core."""
 
     def __init__(
         self, share: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin with work that is free.
+        """Allow the first work at once.
 
         Args:
-            share: returns the share.
+            share: returns the share of one core, as a fraction.
             clock: returns seconds.
         """
         self._share, self._clock = share, clock
@@ -57,12 +57,12 @@ class Budget:
         return self._clock() >= self._free_at
 
     def spend(self, cpu_sec: float) -> None:
-        """Put the next work off, because this many seconds of a core were used."""
+        """Delay the next work, because this many seconds of a core were used."""
         now = self._clock()
         self._free_at = max(self._free_at, now) + max(0.0, cpu_sec) / self._share()
 
     def rest(self, seconds: float) -> None:
-        """Put the next work off by at least so long."""
+        """Delay the next work by at least this long."""
         self._free_at = max(self._free_at, self._clock() + seconds)
 
 
@@ -73,15 +73,15 @@ def use_cores_of_launcher(rank: int) -> None:
     its rank's core though others are idle.
 
     Args:
-        rank: the process number of the rank, the launcher's child.
+        rank: the pid of the rank, which is the launcher's child.
     """
     if hasattr(os, "sched_setaffinity"):
-        with suppress(psutil.Error, OSError):  # the rank has just ended
+        with suppress(psutil.Error, OSError):  # the rank may have just ended
             os.sched_setaffinity(0, os.sched_getaffinity(psutil.Process(rank).ppid()))
 
 
 def _idle_sec() -> float:
-    """Return the seconds that the cores this process may use have been idle since the start."""
+    """Return the seconds that the cores this process may use were idle since boot, summed."""
     times = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
     return sum(times[core].idle for core in usable if core < len(times))

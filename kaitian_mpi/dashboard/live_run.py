@@ -1,4 +1,4 @@
-"""What the page shows: a run folder as it is now, read and drawn again only where it has changed.
+"""What the page shows: a run folder, read and drawn again only when it has changed.
 
 Reading and drawing are limited to a share of one core, however many browsers ask.
 """
@@ -28,21 +28,21 @@ from kaitian_mpi.report.svg import to_svg
 _log = logging.getLogger(__name__)
 
 WIDE, NARROW = 7.0, 4.4
-"""The widths of figures in inches, of 96 pixels: beside one another, and on a phone."""
+"""Widths of figures, in inches of 96 pixels: on a desktop, and on a phone."""
 _Files = list[tuple[str, int, int, int]]
-"""Of each file, its name, number, size and time of change in nanoseconds."""
+"""The name, inode, size and modification time in nanoseconds of each file."""
 _MIN_INTERVAL_SEC = 1.0
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One state of the folder.
+class FolderState:
+    """What was read from the run folder at one time.
 
     Attributes:
-        run: what was read; None if the folder could not be.
-        version: differs from that of every other state, also of another process.
-        fault: why the folder could not be read; empty if it was.
-        changed_at: when a file was last changed, in seconds since 1970.
+        run: the run, as last read without error; None if it never was.
+        version: unique to this state, even among the processes that serve the run in turn.
+        fault: why the folder could not be read; empty if it could.
+        changed_at: when a file was last modified, in seconds since 1970.
     """
 
     run: Run | None = None
@@ -52,15 +52,15 @@ class Shown:
 
     @property
     def minutes_old(self) -> int:
-        """Whole minutes since a file was last changed."""
+        """Whole minutes since a file was last modified."""
         return max(0, int(time.time() - self.changed_at) // 60) if self.changed_at else 0
 
 
 @dataclass
 class _Drawn:
-    """The figures of one state, as far as they were asked for."""
+    """The figures of one state that were asked for so far."""
 
-    shown: Shown
+    state: FolderState
     figures: dict[tuple[str, float], bytes] = field(default_factory=dict)
 
 
@@ -68,55 +68,55 @@ class LiveRun:
     """A run folder that changes; all methods may be called from several threads.
 
     Args:
-        folder: of the run.
-        specs: the figures.
+        folder: the run folder.
+        specs: the figures to draw.
     """
 
     def __init__(self, folder: Path, specs: Sequence[FigureSpec] = FIGURES) -> None:
         self.folder = folder
         self.specs = {spec.name: spec for spec in specs}
-        # A page may meet the process that took over from the one it came from.
+        # An open page may next ask the process that took over from the one that served it.
         self._name, self._numbers = secrets.token_hex(4) + "-", itertools.count(1)
         self._lock = threading.Lock()
         # One thread for all figures, as matplotlib keeps fonts by thread.
-        self._artist = ThreadPoolExecutor(1, "kaitian-figures", _load_matplotlib)
-        self._shown = Shown()
-        self._drawn = _Drawn(self._shown)
+        self._drawing_thread = ThreadPoolExecutor(1, "kaitian-figures", _load_matplotlib)
+        self._newest = FolderState()
+        self._drawn = _Drawn(self._newest)
         self._seen: _Files | str | None = None
         spare = SpareCores()
         self._reading, self._drawing = Budget(spare.share), Budget(spare.share)
 
-    def now(self) -> tuple[Shown, str]:
-        """Return the folder's newest state, and the version of the state that figures show."""
+    def refresh(self) -> tuple[FolderState, str]:
+        """Return the newest state, read again if it is time, and the version the figures show."""
         with self._lock:
             self._read_if_changed()
-            if self._drawn.shown is not self._shown and self._drawing.is_free():
-                self._drawn = _Drawn(self._shown)
+            if self._drawn.state is not self._newest and self._drawing.is_free():
+                self._drawn = _Drawn(self._newest)
                 self._drawing.rest(_MIN_INTERVAL_SEC)
-            return self._shown, self._drawn.shown.version
+            return self._newest, self._drawn.state.version
 
     def figure(self, name: str, width: float = WIDE) -> bytes:
-        """Return a figure as an SVG document, which says so where there is nothing to show.
+        """Return a figure as an SVG document; if there is nothing to draw yet, it says so.
 
         Args:
-            name: of the figure.
+            name: the figure's name.
             width: in inches.
 
         Raises:
             KeyError: there is no such figure.
         """
         spec = self.specs[name]
-        if not self._drawn.shown.version:
-            self.now()
+        if not self._drawn.state.version:
+            self.refresh()
         with self._lock:
             drawn = self._drawn
-        return self._artist.submit(self._draw_once, drawn, spec, width).result()
+        return self._drawing_thread.submit(self._draw_once, drawn, spec, width).result()
 
     def _draw_once(self, drawn: _Drawn, spec: FigureSpec, width: float) -> bytes:
         key = spec.name, width
         if key not in drawn.figures:
             began = time.thread_time()
-            drawn.figures[key] = _draw(spec, drawn.shown.run, width)
+            drawn.figures[key] = _draw(spec, drawn.state.run, width)
             with self._lock:
                 self._drawing.spend(time.thread_time() - began)
         return drawn.figures[key]
@@ -128,20 +128,21 @@ class LiveRun:
         if seen == self._seen:
             return
         began = time.thread_time()
-        run, fault = self._shown.run, ""
+        run, fault = self._newest.run, ""
         try:
             run = read_run(self.folder)
         except (UserError, OSError) as error:
             fault = str(error)
         self._seen = seen
         version = f"{self._name}{next(self._numbers)}"
-        self._shown = Shown(run, version, fault, _last_change(seen) or self._shown.changed_at)
+        changed_at = _last_change(seen) or self._newest.changed_at
+        self._newest = FolderState(run, version, fault, changed_at)
         self._reading.spend(time.thread_time() - began)
         self._reading.rest(_MIN_INTERVAL_SEC)
 
 
 def _fingerprint(folder: Path) -> _Files | str:
-    """Return what differs if a file of the folder has changed."""
+    """Return a value that differs once a file of the folder has changed."""
     found: _Files = []
     try:
         for path in sorted((*folder.glob("*.json"), *folder.glob("*.jsonl"))):
@@ -153,35 +154,35 @@ def _fingerprint(folder: Path) -> _Files | str:
 
 
 def _load_matplotlib() -> None:
-    """Import what takes a second, so that it does not count as drawing."""
-    with suppress(ImportError):  # then each figure says so
+    """Import matplotlib, which takes a second, so that this does not count as drawing."""
+    with suppress(ImportError):  # each figure will then say so
         from matplotlib import font_manager  # noqa: F401
 
 
 def _last_change(seen: _Files | str) -> float:
-    """Return when the newest file was changed; 0 if there is none."""
+    """Return when the newest file was modified, in seconds since 1970; 0 if there is none."""
     return 0.0 if isinstance(seen, str) else max((file[-1] / 1e9 for file in seen), default=0.0)
 
 
 def _draw(spec: FigureSpec, run: Run | None, width: float) -> bytes:
     if run is None:
-        return _words(f"{spec.title}: nothing to show yet")
+        return _text_svg(f"{spec.title}: nothing to show yet")
     try:
         with figures_of(width):
             figure = spec.draw(run)
         if figure is None:
-            return _words(f"{spec.title}: nothing to show yet")
+            return _text_svg(f"{spec.title}: nothing to show yet")
         for text in figure.texts:  # its title and notes
             text.set_wrap(True)
         return to_svg(figure, spec.alt(run), spec.name).encode(errors="replace")
-    except Exception as error:  # one figure that fails must not take the page with it
+    except Exception as error:  # one figure that fails must not break the page
         fault = f"{type(error).__name__}: {error}"
         _log.warning("dashboard: figure %s could not be drawn: %s", spec.name, fault)
-        return _words(f"{spec.title}: could not be drawn ({type(error).__name__})")
+        return _text_svg(f"{spec.title}: could not be drawn ({type(error).__name__})")
 
 
-def _words(text: str) -> bytes:
-    """Return a picture with a line of text."""
+def _text_svg(text: str) -> bytes:
+    """Return an SVG document with a line of text."""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="80" viewBox="0 0 640 80" '
         f'role="img" aria-label="{escape(text)}">'

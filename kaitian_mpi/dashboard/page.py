@@ -1,4 +1,4 @@
-"""The page: what the run has reached, its figures, its ranks and what has happened, as HTML."""
+"""The page as HTML: the run's progress, its figures, its ranks and its events."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from kaitian_mpi.dashboard.live_run import LiveRun, Shown
-from kaitian_mpi.dashboard.look import SCRIPT, STYLE
+from kaitian_mpi.dashboard.assets import SCRIPT, STYLE
+from kaitian_mpi.dashboard.live_run import FolderState, LiveRun
 from kaitian_mpi.report.figures import FigureSpec
 from kaitian_mpi.report.run import Interval, Rank, Run
 
@@ -20,30 +20,30 @@ _COLUMNS = (
 _DASH = "\N{EN DASH}"
 
 
-def render_page(live: LiveRun, shown: Shown, drawn: str, nonce: str) -> str:
+def render_page(live: LiveRun, state: FolderState, drawn: str, nonce: str) -> str:
     """Return the page as a browser opens it.
 
     Args:
         live: the run folder and its figures.
-        shown: its state.
+        state: what was read from the folder.
         drawn: the version of the state that the figures show.
-        nonce: what lets the page's own script and style be used, and no others.
+        nonce: by which the browser accepts the page's own script and style, and no others.
     """
     head = f"""<meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <noscript><meta http-equiv="refresh" content="10"></noscript>
 <style nonce="{nonce}">{STYLE}</style>"""
     script = f'<script nonce="{nonce}">{SCRIPT}</script>'
-    return _document(live, shown, drawn, head, script)
+    return _document(live, state, drawn, head, script)
 
 
-def render_update(live: LiveRun, shown: Shown, drawn: str) -> str:
-    """Return the page without style and script, from which an open page takes what is new."""
-    return _document(live, shown, drawn, "", "")
+def render_update(live: LiveRun, state: FolderState, drawn: str) -> str:
+    """Return the page without style and script, from which an open page updates itself."""
+    return _document(live, state, drawn, "", "")
 
 
-def _document(live: LiveRun, shown: Shown, drawn: str, head: str, script: str) -> str:
-    run = shown.run
+def _document(live: LiveRun, state: FolderState, drawn: str, head: str, script: str) -> str:
+    run = state.run
     name = live.folder.name if run is None else run.name
     title = " \N{MIDDLE DOT} ".join(filter(None, (_reached(run), name, "kaitian_mpi")))
     folder = escape(str(live.folder))
@@ -54,16 +54,16 @@ def _document(live: LiveRun, shown: Shown, drawn: str, head: str, script: str) -
 <title>{escape(title)}</title>
 {head}
 </head>
-<body data-version="{shown.version}" data-figures="{drawn}">
+<body data-version="{state.version}" data-figures="{drawn}">
 <header>
 <h1>{escape(name)}</h1>
-<p id="marks" data-live>{_marks(shown)}</p>
+<p id="marks" data-live>{_marks(state)}</p>
 <p id="connection" role="status">live</p>
 <button id="pause" type="button" hidden>Pause updates</button>
 </header>
 <main>
 <section id="numbers" aria-label="Where the run is" data-live>{_numbers(run)}</section>
-<section id="faults" aria-label="What is missing" data-live>{_faults(shown)}</section>
+<section id="faults" aria-label="What is missing" data-live>{_faults(state)}</section>
 <section id="figures" aria-label="Figures">{_figures(live, run, drawn)}</section>
 <section aria-labelledby="ranks-title"><h2 id="ranks-title">Ranks</h2>
 <div id="ranks" class="wide" tabindex="0" role="region" aria-labelledby="ranks-title" data-live>
@@ -88,13 +88,13 @@ def _reached(run: Run | None) -> str:
     return f"step {last.step}{total}"
 
 
-def _marks(shown: Shown) -> str:
-    """Return the run's state, and whether it is emulated."""
-    run = shown.run
+def _marks(state: FolderState) -> str:
+    """Return labels of the run's state, and of whether it is emulated."""
+    run = state.run
     if run is None:
         return _mark("starting", "quiet")
     begun = "training" if run.intervals else "starting: no step measured yet"
-    if shown.minutes_old:
+    if state.minutes_old:
         begun = "not finished"
     text = {"finished": "finished", "stopped": "stopped"}.get(run.state, begun)
     marks = [_mark(text, "good" if run.state == "finished" else "quiet")]
@@ -146,8 +146,8 @@ def _tile(name: str, value: str, note: str = "", more: str = "") -> str:
     return f"<div><dt>{escape(name)}</dt><dd>{shown}</dd></div>"
 
 
-def _faults(shown: Shown) -> str:
-    faults = [shown.fault] if shown.fault else []
+def _faults(state: FolderState) -> str:
+    faults = [state.fault] if state.fault else []
     if not faults:
         return ""
     return f"<ul>{''.join(f'<li>{escape(fault)}</li>' for fault in faults)}</ul>"
@@ -202,7 +202,7 @@ def _row(rank: Rank, last: Interval | None) -> str:
 
 
 def _times(last: Interval | None, rank: int) -> Iterable[str]:
-    """Return a rank's batch size and times in the last steps, and the share it computed."""
+    """Return a rank's batch size, utilization and times, over the last steps."""
     if last is None or rank not in last.ranks:
         trains = last is None
         return (_DASH if trains else "not training", *(_DASH,) * 4)
@@ -229,7 +229,7 @@ def _happenings(run: Run | None) -> str:
         return "<p>Nothing yet.</p>"
     happenings = sorted(run.happenings, key=lambda happening: happening.at_sec)
     saved = [happening for happening in happenings if happening.kind == "checkpoint"]
-    # Of many checkpoints, the newest is of interest.
+    # Of the checkpoints, only the newest is of interest.
     newest = [h for h in happenings if h.kind != "checkpoint" or h is saved[-1]][-_MAX_HAPPENINGS:]
     items = (
         f'<li><span class="when">{_clock(happening.at_sec)} \N{MIDDLE DOT} step '
@@ -249,7 +249,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _number(value: float | None, digits: int = 4) -> str:
-    """Return a number of so many digits, at least; large ones with commas."""
+    """Return a number with this many significant digits; large ones whole, with commas."""
     if value is None or not math.isfinite(value):
         return _DASH
     if abs(value) >= 10 ** (digits - 1):

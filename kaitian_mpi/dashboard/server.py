@@ -1,8 +1,8 @@
-"""Answers browsers: a few fixed addresses, to be read only, each behind the token.
+"""Answers browsers: a few fixed, read-only addresses, all of which need the token.
 
-The host's other users can connect as well, and web pages that the user has open can send requests:
-so nothing is answered without the token, nor under another host's name, and nothing that a request
-says becomes a path.
+The host's other users can connect as well, and other web pages that the user has open can send
+requests. So nothing is answered without the token or under another host name, and nothing from a
+request becomes a file path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kaitian_mpi.dashboard.page import render_page, render_update
 
 _TIMEOUT_SEC = 10.0
 _MAX_CONNECTIONS = 32
-# Another port is that of a tunnel.
+# Any port: an ssh tunnel may use another one.
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _TEXT, _HTML, _JSON, _SVG = (
     *("text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"),
@@ -39,12 +39,12 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-_CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_OF_SVG = f"{_CLOSED}; style-src 'unsafe-inline'; img-src data:"  # no script, no address
+_STRICT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_SVG_POLICY = f"{_STRICT_POLICY}; style-src 'unsafe-inline'; img-src data:"  # no script, no links
 
 
 class DashboardServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves a run on a socket that listens already."""
+    """Serves a run on a socket that is already listening."""
 
     daemon_threads = True
     block_on_close = False
@@ -53,43 +53,43 @@ class DashboardServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Take over the socket.
 
         Args:
-            listener: on 127.0.0.1.
-            run: what is shown.
-            token: what an address begins with.
+            listener: a listening socket on 127.0.0.1.
+            run: the run to show.
+            token: the first part of each address's path.
         """
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.run, self.token = run, token
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or not at all where there are too many."""
-        if not self._places.acquire(blocking=False):
+        """Answer in a thread; close the connection if there are too many."""
+        if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer."""
+        """Answer a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that has gone."""
+        """Ignore a browser that closed the connection."""
 
 
 def serve_run(folder: Path, listener: socket.socket, token: str) -> None:
-    """Serve the page of a run folder, for ever.
+    """Serve the page of a run folder, forever.
 
     Args:
-        folder: it need not have any file yet.
-        listener: on 127.0.0.1.
-        token: what an address begins with.
+        folder: the run folder, which may still be empty.
+        listener: a listening socket on 127.0.0.1.
+        token: the first part of each address's path.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # such as where it keeps its cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns about its cache folder
     with DashboardServer(listener, LiveRun(folder), token) as server:
         server.serve_forever()
 
@@ -104,12 +104,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page, its state or a figure."""
         if not _HOST.fullmatch(self.headers.get("Host", "")):
-            self._say(HTTPStatus.MISDIRECTED_REQUEST, "reach this page as 127.0.0.1 or localhost\n")
+            self._say(HTTPStatus.MISDIRECTED_REQUEST, "open this page as 127.0.0.1 or localhost\n")
             return
         path = self.path.partition("?")[0].removeprefix("/")
         token, slash, rest = path.partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            self._say(HTTPStatus.FORBIDDEN, "open the whole address that the job has printed\n")
+            self._say(HTTPStatus.FORBIDDEN, "open the full address that the job printed\n")
         elif not slash:
             self._answer(
                 HTTPStatus.PERMANENT_REDIRECT, _TEXT, b"", Location=f"/{self.server.token}/"
@@ -129,24 +129,24 @@ class _Handler(BaseHTTPRequestHandler):
             for name in run.specs
         }
         if rest == "":
-            shown, drawn = run.now()
+            state, drawn = run.refresh()
             nonce = secrets.token_urlsafe(16)
             policy = (
-                f"{_CLOSED}; connect-src 'self'; img-src 'self' data:; "
+                f"{_STRICT_POLICY}; connect-src 'self'; img-src 'self' data:; "
                 f"script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
             )
-            body = render_page(run, shown, drawn, nonce).encode(errors="replace")
+            body = render_page(run, state, drawn, nonce).encode(errors="replace")
             self._answer(HTTPStatus.OK, _HTML, body, policy)
         elif rest == "update.html":
-            body = render_update(run, *run.now()).encode(errors="replace")
+            body = render_update(run, *run.refresh()).encode(errors="replace")
             self._answer(HTTPStatus.OK, _HTML, body)
         elif rest == "state.json":
-            shown, drawn = run.now()
-            state = {"version": shown.version, "figures": drawn, "minutes": shown.minutes_old}
-            body = json.dumps(state).encode()
+            state, drawn = run.refresh()
+            content = {"version": state.version, "figures": drawn, "minutes": state.minutes_old}
+            body = json.dumps(content).encode()
             self._answer(HTTPStatus.OK, _JSON, body)
         elif rest in figures:
-            self._answer(HTTPStatus.OK, _SVG, run.figure(*figures[rest]), _OF_SVG)
+            self._answer(HTTPStatus.OK, _SVG, run.figure(*figures[rest]), _SVG_POLICY)
         else:
             self._say(HTTPStatus.NOT_FOUND, "there is no such page\n")
 
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         status: HTTPStatus,
         kind: str,
         body: bytes,
-        policy: str = _CLOSED,
+        policy: str = _STRICT_POLICY,
         **headers: str,
     ) -> None:
         self.send_response(status)
@@ -182,4 +182,4 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, _TEXT, f"{status.phrase}\n".encode(), Allow="GET, HEAD")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the output is the training's."""
+        """Log nothing: the terminal belongs to the training."""

@@ -19,7 +19,7 @@ from kaitian_mpi.mpi.exchange import broadcast_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MIN_BYTES = 1 << 16  # smaller tensors are sent with what they are part of
+_MIN_BYTES = 1 << 16  # smaller tensors stay in the skeleton, the state without its large tensors
 _PIECE_BYTES = 16 << 20
 _PLACE = "the place of a large tensor"  # a key that no state_dict has
 
@@ -58,12 +58,12 @@ def broadcast_state(
         state: what rank `root` sends, with tensors on any device; ignored elsewhere.
         root: the rank that sends.
         receives: whether this rank wants the state.
-        into: a state of this rank's that is overwritten: its tensors in host memory become part of
-            the result where they have the right shape and dtype. None for none.
+        into: a state of this rank that may be overwritten: its tensors in host memory are received
+            into and become part of the result where shape, strides and dtype match. None for none.
 
     Returns:
-        What was sent, with its tensors in host memory; on rank `root` its own. None if this rank
-        does not receive.
+        The state, with its tensors in host memory; on rank `root`, `state` itself. None if this
+        rank does not receive.
     """
     if comm.rank == root:
         own = _Tensors()
@@ -87,9 +87,9 @@ def broadcast_state(
 
 
 def side_by_side(state: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Return the items of a dict, list or tuple, each with what stands in its place in another.
+    """Return each item of a dict, list or tuple, with the item in the same place of another one.
 
-    That is None where nothing does. What is no dict, list or tuple has no items.
+    The second is None if the other has nothing there. Any other value has no items.
     """
     if isinstance(state, dict):
         present = other if isinstance(other, dict) else {}
@@ -108,7 +108,7 @@ class _Tensors:
         self._indices: dict[tuple[Any, ...], int] = {}
 
     def take_out(self, state: Any) -> Any:
-        """Return the state with a description in the place of each large tensor."""
+        """Return the state with each large tensor replaced by a description of it."""
         return self._describe(state) if _is_large(state) else _map(state, self.take_out)
 
     def _describe(self, tensor: torch.Tensor) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class _Tensors:
 
 
 def _fill(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a state with the tensors in their places."""
+    """Return the state with its descriptions of tensors replaced by these tensors."""
     if isinstance(skeleton, dict) and _PLACE in skeleton:
         return tensors[skeleton["index"]]
     return _map(skeleton, lambda item: _fill(item, tensors))
@@ -147,7 +147,7 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _places(skeleton: Any, into: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Return the places of tensors in order, and what stands at each in another state, if any."""
+    """Return the descriptions of tensors in order, each with what another state has there."""
     if isinstance(skeleton, dict) and _PLACE in skeleton:
         yield skeleton, into
         return
@@ -156,7 +156,7 @@ def _places(skeleton: Any, into: Any) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def _target(place: dict[str, Any], present: Any) -> torch.Tensor:
-    """Return where to receive a tensor: in the one that stands in its place, or a new one."""
+    """Return the tensor to receive into: the present one if it matches, or else a new one."""
     dtype, shape, stride = getattr(torch, place["dtype"]), place["shape"], place["stride"]
     if (
         _is_large(present)
@@ -174,7 +174,8 @@ def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[Any]:
 
     Args:
         tensor: in host memory.
-        size: with it, `tensor` is one piece, which is returned again and again for so many bytes.
+        size: if given, `tensor` is a single piece, returned repeatedly for this many bytes: a
+            buffer for what is not wanted.
     """
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8).numpy()
     for begin in range(0, flat.size if size is None else size, _PIECE_BYTES):
@@ -192,5 +193,5 @@ def _is_large(value: Any) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor fills its part of the memory, whatever the order of dimensions."""
+    """Return whether a tensor's memory has no gaps, whatever the order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,7 +1,6 @@
-"""A port of this host for one user: only local programs reach it, and only with a token.
+"""A port of this host for one user: reachable from this host only, and with a token.
 
-Every user of the host can connect to 127.0.0.1, so that the token in the address is what keeps the
-others out.
+Every user of the host can connect to 127.0.0.1: the token in the address keeps the others out.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def listen_on_loopback(port: int, flag: str, wait_sec: float = 1.0) -> socket.so
         wait_sec: for how long to try: a job that has just been killed may still hold the port.
 
     Raises:
-        UserError: the port is none, is taken, or not this user's to take.
+        UserError: the number is not a port's, or the port is in use or needs root.
     """
     if not 0 <= port <= _MAX_PORT:
         raise UserError(f"{flag}: found {port}, needed a port from 0 to {_MAX_PORT}")
@@ -52,7 +51,7 @@ def listen_on_loopback(port: int, flag: str, wait_sec: float = 1.0) -> socket.so
 def _listen(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # A port that a job has just let go of can be taken at once; never one in use.
+        # Allows a port that a job has just closed, but never one in use.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((HOST, port))
         listener.listen(_BACKLOG)
@@ -63,10 +62,10 @@ def _listen(port: int) -> socket.socket:
 
 
 def make_token(secret: str = "") -> str:
-    """Return what a browser has to know to be answered, usable in an address.
+    """Return a token for the address, without which nothing is answered.
 
     Args:
-        secret: what it is derived from, such that it is the same again; empty for a random one.
+        secret: what to derive it from, so that it is the same next time; empty for a random one.
     """
     if not secret:
         return secrets.token_urlsafe(_TOKEN_BYTES)

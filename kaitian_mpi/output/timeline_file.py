@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 class TimelineFile:
     """A timeline on disk; every call leaves it complete but for its closing bracket.
 
-    What cannot be written, because the disk is full, is dropped with a warning.
+    What cannot be written, for example to a full disk, is dropped with a warning.
     """
 
     def __init__(self, folder: Path, origin: float) -> None:
-        """Continue the folder's timeline, or begin one.
+        """Continue the folder's timeline, or create one.
 
         Args:
             folder: the run folder.
@@ -48,13 +48,13 @@ class TimelineFile:
         self._write(b"".join(SEPARATOR + line for line in lines))
 
     def finish(self) -> None:
-        """Write the closing bracket; a job that continues the run removes it."""
+        """Write the closing bracket; a job that resumes the run removes it."""
         self._write(END)
 
     def _continue(self) -> float | None:
         """Make an earlier job's file ready to append to; return its origin.
 
-        Another file of that name, or a damaged one, is put aside.
+        A file that is not a timeline, or a damaged one, is renamed to `timeline.json.old`.
         """
         try:
             with self._path.open("rb+") as file:

@@ -27,7 +27,7 @@ def recorded_exchange(exchange: Exchange) -> Exchange:
 
 
 class RecordedCopies:
-    """Copies that record when the device carries them out, by marks on the streams."""
+    """Copies that are recorded; on streams, by marks, at the times when the device makes them."""
 
     def __init__(self, copies: Copies) -> None:
         """Record these copies, in the thread that carries out the collective."""
@@ -37,7 +37,7 @@ class RecordedCopies:
     def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
         """Start copying a chunk to host memory."""
         if isinstance(self._copies, StreamCopies) and free is not None:
-            self._copies.out.wait_event(free)  # which is no part of the copy
+            self._copies.out.wait_event(free)  # here, so that this wait is not recorded as copying
         with self._recorded(COPY_OUT, "copy out", chunk):
             return self._copies.copy_out(host, chunk, free)
 

@@ -20,7 +20,7 @@ _ROUND_TRIPS = 8
 def align_clocks(
     comm: MPI.Comm, nodes: Sequence[int], clock: AlignedClock, now: Callable[[], float]
 ) -> None:
-    """Add to each rank's clock its present offset to the run's time, which rank 0 has. Collective.
+    """Align each rank's clock with the run's time, which rank 0 keeps. Collective.
 
     The first rank of each host asks rank 0, one after the other; then each answers the other ranks
     of its host, all hosts at once. Ranks that wait for their turn sleep.
@@ -28,7 +28,7 @@ def align_clocks(
     Args:
         comm: the ranks.
         nodes: the number of each rank's host.
-        clock: this rank's; rank 0's is aligned already, and keeps its offset.
+        clock: this rank's clock; rank 0's is aligned already, and keeps its offset.
         now: reads this rank's clock, in seconds.
     """
     first_of = {node: nodes.index(node) for node in reversed(nodes)}
@@ -50,7 +50,7 @@ def align_clocks(
 def _answer(
     comm: MPI.Comm, ranks: Sequence[int], clock: AlignedClock, now: Callable[[], float]
 ) -> None:
-    """Give each of these ranks the run's time, as often as it asks."""
+    """Answer each of these ranks in turn with the run's time."""
     for rank in ranks:
         _send(comm, rank, 0.0)  # it may ask now
         for _ in range(_ROUND_TRIPS):

@@ -1,4 +1,4 @@
-"""Runs torch's profiler on some ranks in some steps, and brings the traces to the run folder."""
+"""Runs torch's profiler on some ranks in some steps, and gathers the traces in the run folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_profile(text: str, world: World) -> None:
     """Check that the job has the ranks that `--profile` names; the same on every rank.
 
     Raises:
-        AgreedError: it has not.
+        AgreedError: the value is malformed, or names a rank that the job does not have.
     """
     if text:
         try:
@@ -53,12 +53,12 @@ class ProfiledSteps:
     """
 
     def __init__(self, text: str, world: World, folder: Path | None) -> None:
-        """Profile nothing yet. Not collective.
+        """Prepare, without starting the profiler. Not collective.
 
         Args:
-            text: the value of `--profile`.
+            text: the value of `--profile`; empty for none.
             world: the ranks that train.
-            folder: the run folder.
+            folder: the run folder; None where nothing is written.
         """
         self._window: ProfileWindow | None = parse_profile(text) if text else None
         self._world, self._folder = world, folder
@@ -76,12 +76,12 @@ class ProfiledSteps:
             self._profile = _start(self._world)
 
     def step_done(self, step: int) -> None:
-        """Bring the traces together after the last of the steps. Collective."""
+        """Gather the traces after the last of the steps. Collective."""
         if self._window is not None and step >= self._window.last_step:
             self.collect(step)
 
     def collect(self, step: int) -> None:
-        """Bring the traces together, if steps have been profiled. Collective.
+        """Gather the traces in the run folder, if steps were profiled. Collective.
 
         Args:
             step: the last step that is done.
@@ -95,7 +95,7 @@ class ProfiledSteps:
             self._gather(self._export(stack), f"steps-{first}-{step}")
 
     def abandon(self) -> None:
-        """Stop the profiler, because a rank is lost; its trace is dropped. Not collective."""
+        """Stop the profiler and drop its trace, because a rank is lost. Not collective."""
         profile, self._profile, self._first = self._profile, None, None
         if profile is not None:
             with suppress(Exception):
@@ -111,7 +111,7 @@ class ProfiledSteps:
             )
 
     def _export(self, stack: ExitStack) -> Path | None:
-        """Stop the profiler and write its trace to a folder of `stack`; None if there is none."""
+        """Stop the profiler; return its trace, in a folder that `stack` removes, or None."""
         profile, self._profile = self._profile, None
         if profile is None:
             return None
@@ -144,7 +144,7 @@ class ProfiledSteps:
             print_rank_0(world, f"the profile of {which} is in {where}")
 
     def _write(self, name: str, parts: Any) -> None:
-        """Write a trace; with a full disk, the parts are received and dropped."""
+        """Write a trace; if the disk is full, receive the rest and drop it."""
         assert self._folder is not None
         path = self._folder / FOLDER / name
         try:

@@ -1,4 +1,4 @@
-"""Brings the ranks' recorded events together in the run's timeline."""
+"""Gathers the ranks' recorded events in the run's timeline."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from kaitian_mpi.tracing.clock import Offset
 from kaitian_mpi.tracing.recorder import Event, Recorder
 
 _MIN_INTERVAL_SEC = 10.0
-_INTERVALS_PER_COST = 200.0  # so that sharing takes at most half a percent of the time
+_INTERVAL_PER_COST = 200.0  # so that gathering takes at most half a percent of the time
 _FIRST_STEPS = 10
 _MARGIN_SEC = 1.0  # between the origin and rank 0's first event: others may begin before it
 
 
 class Timeline:
-    """The timeline of the run on some ranks; does nothing if none is wanted.
+    """The run's timeline while these ranks train; does nothing without `--timeline`.
 
     The ranks record events in memory. At intervals they align their clocks and send their events to
     rank 0, which appends them to the file.
     """
 
     def __init__(self, world: World, folder: Path | None, step: int) -> None:
-        """Begin after a step. Collective, if this process records.
+        """Open the file on rank 0 and align the clocks. Collective, if this process records.
 
         Args:
             world: the ranks that train.
-            folder: the run folder.
+            folder: the run folder; None where nothing is written.
             step: the last step that is done.
         """
         self._recorder: Recorder | None = recorder.current
@@ -57,12 +57,12 @@ class Timeline:
         self._align(self._recorder)
 
     def step_done(self, step: int) -> None:
-        """Bring the events together, if that is due after this step. Collective."""
+        """Gather the events in the file, if that is due after this step. Collective."""
         if self._recorder is not None and step >= self._next_step:
             self.share(step)
 
     def share(self, step: int) -> None:
-        """Bring the events together. Collective.
+        """Gather the events in the file. Collective.
 
         Args:
             step: the last step that is done.
@@ -79,7 +79,7 @@ class Timeline:
         self._schedule(step, began)
 
     def finish(self, step: int) -> None:
-        """Bring the last events together, and complete the file. Collective."""
+        """Gather the last events, and complete the file. Collective."""
         if self._recorder is not None:
             self.share(step)
             if self._file is not None:
@@ -115,17 +115,17 @@ class Timeline:
     def _device_events(self, recorder: Recorder) -> list[Event]:
         if not recorder.has_device_spans:
             return []
-        # The times of marks are relative to each other. That of this one is known.
+        # Marks only know the time between each other; this one's is known by the host's clock.
         anchor = self._world.device_kind.mark()
         anchor.wait()
         return recorder.take_device_spans(anchor, recorder.now())
 
     def _schedule(self, step: int, began: float) -> None:
-        """Set the step after which to share next, the same on every rank."""
+        """Set the step after which to gather next, the same on every rank."""
         now = time.monotonic()
         figures = gather_values(self._world.comm, [began - self._shared_at, now - began])
         elapsed, cost = (max(values) for values in zip(*figures, strict=True))
-        interval = max(_MIN_INTERVAL_SEC, _INTERVALS_PER_COST * cost)
+        interval = max(_MIN_INTERVAL_SEC, _INTERVAL_PER_COST * cost)
         steps = interval * (step - self._last_step) / max(elapsed, 1e-6)
         self._last_step, self._next_step = step, step + max(1, round(steps))
         self._shared_at = now

@@ -1,8 +1,8 @@
 """Writes events as Chrome's Trace Event Format, which Perfetto and chrome://tracing open.
 
-The file is a JSON array with an event on each line. What is appended begins with the comma after
-the line before it, so that a file to which nothing more comes lacks only the closing bracket, which
-is optional in the format.
+The file is a JSON array with an event on each line. What is appended starts with the comma that
+follows the line before, so that the file lacks only the closing bracket at any time; the format
+makes that optional.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kaitian_mpi.tracing.clock import AlignedClock
 from kaitian_mpi.tracing.recorder import LANES, Event, RunEvent
 
 RUN_PID = 1_000_000
-"""The process that stands for the whole run; ranks have their own number."""
+"""The process that stands for the whole run; each rank is the process of its own number."""
 HEADER = "kaitian_timeline"
 BEGIN, SEPARATOR, END = b"[\n", b",\n", b"\n]\n"
 _FIRST_EXTRA_LANE = 100
@@ -52,7 +52,7 @@ class ChromeLanes:
     """Turns the events of one rank into lines of the file."""
 
     def __init__(self, rank: int) -> None:
-        """Name no lane yet.
+        """Begin with no lanes.
 
         Args:
             rank: the world rank.
@@ -61,7 +61,7 @@ class ChromeLanes:
         self._numbers: dict[str, int] = {}
 
     def lines(self, events: Iterable[Event], clock: AlignedClock) -> list[bytes]:
-        """Return the lines of events, with those that name new lanes before them."""
+        """Return the lines of these events, each new lane named before its first one."""
         lines = []
         for event in events:
             if event.lane not in self._numbers:
@@ -88,13 +88,13 @@ class ChromeLanes:
 
 
 def status_lines(rank: int, time: float, clock: AlignedClock, dropped: int) -> list[bytes]:
-    """Return the lines that say how exact a rank's times are, and what is missing.
+    """Return the lines that say how accurate a rank's times are, and what is missing.
 
     Args:
         rank: the world rank.
-        time: when this was found, by the rank's own clock.
-        clock: of the rank.
-        dropped: how many events have not been kept.
+        time: when the lines are made, by the rank's own clock, in seconds.
+        clock: the rank's aligned clock.
+        dropped: how many events could not be kept.
     """
     error = round(clock.error * 1e6, 1)
     place = {"ph": "i", "s": "t", "ts": round(clock.run_time(time) * 1e6, 3), "pid": rank, "tid": 0}
@@ -114,8 +114,8 @@ def status_lines(rank: int, time: float, clock: AlignedClock, dropped: int) -> l
 def _flow(event: Event, identity: str, start: float, end: float) -> dict[str, Any]:
     """Return the end of an arrow between the same collective on several ranks.
 
-    An arrow leads from where the group's first rank begins to where another one ends, which is
-    later whatever the ranks' order: none ends a collective before all have begun it.
+    An arrow leads from where the group's first rank begins to where another one ends. That is
+    always later: no rank ends a collective before all have begun it.
     """
     common = {"name": event.name, "cat": "collective", "id": identity}
     if event.args.get("rank") == 0:
@@ -139,7 +139,7 @@ def run_lines(events: Iterable[RunEvent], clock: AlignedClock) -> list[bytes]:
 
 
 def origin_of(start: bytes) -> float | None:
-    """Return the origin that a file's first two lines name; None if it is not a timeline."""
+    """Return the origin that a file's first two lines give; None if it is not a timeline."""
     try:
         event = json.loads(start.removeprefix(BEGIN).rstrip(b",\n"))
         origin = event["args"]["origin_unix_sec"] if event["name"] == HEADER else None
@@ -149,7 +149,7 @@ def origin_of(start: bytes) -> float | None:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with its infinities and NaN, which JSON cannot hold, as texts."""
+    """Return a value with infinities and NaN, which JSON cannot hold, as strings."""
     if isinstance(value, Mapping):
         return {str(name): _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Relates the clocks of ranks, by the round trips of a few messages (Cristian's algorithm)."""
+"""Relates the ranks' clocks by the round trips of a few messages (Cristian's algorithm)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RoundTrip(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """What is to be added to this rank's clock, in seconds."""
+    """What to add to this rank's clock, in seconds."""
 
     seconds: float
     error: float
-    """By how much it may be wrong: half the round trip, if one way took all of its time."""
+    """The largest possible error: half the round trip, as if one way had taken all of its time."""
 
 
 def estimate_offset(trips: Sequence[RoundTrip]) -> Offset:
@@ -39,15 +39,15 @@ def estimate_offset(trips: Sequence[RoundTrip]) -> Offset:
 class AlignedClock:
     """Translates times of this rank's clock into the run's time, in seconds since its start.
 
-    Between two alignments the offset is interpolated, for clocks drift apart by some microseconds a
-    second. Times before the first alignment have its offset, times after the last one the last.
+    Between two alignments the offset is interpolated, as clocks drift apart by some microseconds a
+    second. Earlier times use the first alignment's offset, later ones the last's.
     """
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._offsets: list[float] = []
         self.error = 0.0
-        """By how much the last offset may be wrong, in seconds."""
+        """The largest possible error of the last offset, in seconds."""
 
     @property
     def is_aligned(self) -> bool:
@@ -56,9 +56,9 @@ class AlignedClock:
 
     @property
     def drift(self) -> float | None:
-        """By how many seconds a second the offset has changed between the last two alignments.
+        """The change of the offset between the last two alignments, in seconds per second.
 
-        None if there was only one, or not enough time between them to tell drift from error.
+        None if there was only one, or too little time between them to tell drift from error.
         """
         if len(self._times) < 2 or self._times[-1] - self._times[-2] < _MIN_DRIFT_SEC:
             return None
@@ -66,14 +66,14 @@ class AlignedClock:
 
     def align(self, time: float, offset: Offset) -> None:
         """Add the offset that holds at a time of this rank's clock, later than those before."""
-        # What lasts for long, such as an evaluation, begins several alignments before it is read.
+        # Long events, such as an evaluation, began several alignments before they are written.
         del self._times[:-_MAX_ALIGNMENTS], self._offsets[:-_MAX_ALIGNMENTS]
         self._times.append(time)
         self._offsets.append(offset.seconds)
         self.error = offset.error
 
     def run_time(self, time: float) -> float:
-        """Return the run's time at a time of this rank's clock."""
+        """Return the run's time, in seconds, that corresponds to a time of this rank's clock."""
         assert self._times, "not aligned yet"
         after = bisect_right(self._times, time)
         if after in (0, len(self._times)):
@@ -82,6 +82,6 @@ class AlignedClock:
         return time + self._offsets[after - 1] + self._slope(after) * elapsed
 
     def _slope(self, after: int) -> float:
-        """Return the drift before an alignment."""
+        """Return the drift between alignment number `after` and the one before it."""
         elapsed = self._times[after] - self._times[after - 1]
         return (self._offsets[after] - self._offsets[after - 1]) / elapsed if elapsed else 0.0

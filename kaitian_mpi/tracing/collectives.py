@@ -1,4 +1,4 @@
-"""Records collectives: what they are called with, and how long carrying them out takes."""
+"""Records collectives: their arguments, and how long it takes to carry them out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class GroupLabel(NamedTuple):
     """Identifies a process group."""
 
     name: str
-    """torch's, which another group may get when this one is destroyed."""
+    """torch's name, which torch may reuse once this group is destroyed."""
     unique: str
-    """The same on every rank, and of no other group."""
+    """The same on every rank of the group, and different from every other group's."""
 
     @property
     def lane(self) -> str:
-        """The lane of its collectives."""
+        """The lane in which its collectives are shown."""
         return COLLECTIVES if self.name in ("", "0") else f"{COLLECTIVES} of group {self.name}"
 
 
@@ -32,14 +32,14 @@ NO_LABEL = GroupLabel("", "")
 def recorded(
     call: Callable[[], Result], name: str, group: GroupLabel, number: int, /, **args: Any
 ) -> Callable[[], Result]:
-    """Return what carries out a collective and records that; the call itself if it is not sampled.
+    """Wrap a call that carries out a collective so that it is recorded, if this step is sampled.
 
     Args:
-        call: carries it out, in whichever thread.
+        call: carries out the collective, in any thread.
         name: the operation.
         group: the process group.
-        number: the collective's place in the order of the group, the same on every rank.
-        args: what else is known of it; the call may add to it.
+        number: the collective's number in the group, the same on every rank.
+        args: what else to show for it; the call may add to this.
     """
     current = recorder.current
     if current is None or not current.is_recording:
@@ -59,17 +59,17 @@ def recorded(
 
 
 def is_recorded() -> bool:
-    """Return whether this thread carries out a collective that is recorded."""
+    """Return whether this thread is carrying out a collective that is recorded."""
     return recorder.current is not None and recorder.current.is_in_collective
 
 
 def part(name: str, lane: str | None = None, **args: Any) -> AbstractContextManager[None]:
-    """Return a context that records a part of the collective that this thread carries out.
+    """Return a context manager that records part of the collective this thread is carrying out.
 
     Args:
-        name: what is done in it.
-        lane: where it is shown; None: with the collective.
-        args: what else is known of it.
+        name: what this part does.
+        lane: where it is shown; None for the collective's own lane.
+        args: what else to show for it.
     """
     current = recorder.current
     return _NOTHING if current is None else current.part_of_collective(name, lane, args)

@@ -1,6 +1,6 @@
-"""Records what this rank does and when, in memory, while a timeline is wanted.
+"""Records what this rank does and when, in memory, for the timeline.
 
-Where none is wanted, `current` is None, and a place that could record something only looks at that.
+Without `--timeline`, `current` is None, and code that could record something only checks that.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Item = TypeVar("Item")
 
 MAX_EVENTS = 1 << 16
 """The most events kept in memory, about 20 MB; later ones are counted, not kept."""
-_MAX_UNSTEPPED = 500  # phases outside of steps until the next step: an evaluation has many
+_MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
 
 MAIN, COLLECTIVES, DEVICE = "main", "collectives", "device"
 COPY_OUT, EXCHANGE, COPY_BACK = "relay: copy out", "relay: MPI", "relay: copy back"
 LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
-"""The lanes of a rank, in the order shown; process groups but the first have lanes of their own."""
+"""The lanes of a rank, in the order shown; process groups but the default one add their own."""
 
 
 class Event(NamedTuple):
@@ -45,9 +45,9 @@ class RunEvent(NamedTuple):
     """By this rank's clock, in seconds."""
     name: str
     value: float | None = None
-    """Of a counter; None where something happens."""
+    """The value of a counter; None for an event at this time."""
     rank: int | None = None
-    """The world rank whose counter it is; None: the run's."""
+    """The world rank whose counter it is; None for the run's own."""
     args: Mapping[str, Any] = {}
 
 
@@ -100,20 +100,20 @@ class Recorder:
         """
         self.now = now
         self.began = now()
-        """When it was made."""
+        """When the recorder was created, by `now`."""
         self.clock = AlignedClock()
         """Relates `now` to the other ranks' clocks."""
         self.is_recording = True
-        """Whether events are recorded at present: those of a sampled step, or outside of steps."""
+        """Whether events are recorded now: in a sampled step, or outside of steps."""
         self.dropped = 0
-        """How many events have not been kept, because there were too many."""
+        """How many events were not kept because there were too many."""
         self._sampling = sampling
         self._capacity = capacity
         self._events: deque[Event] = deque()
         self._device_spans: deque[DeviceSpan] = deque()
         self._run_events: deque[RunEvent] = deque()
         self._phase: tuple[str, float, int | None] | None = None
-        self._unstepped = 0
+        self._phases_since_step = 0
         self._main = threading.get_ident()
         self._thread = _Thread()
 
@@ -122,11 +122,11 @@ class Recorder:
         now = self.now()
         self._end_phase(now)
         if step is None:
-            self._unstepped += 1
-            self.is_recording = self._unstepped <= _MAX_UNSTEPPED
+            self._phases_since_step += 1
+            self.is_recording = self._phases_since_step <= _MAX_PHASES_BETWEEN_STEPS
             self.dropped += not self.is_recording
         else:
-            self._unstepped = 0
+            self._phases_since_step = 0
             self.is_recording = self._sampling.includes(step)
         if self.is_recording:
             self._phase = phase, now, step
@@ -140,8 +140,8 @@ class Recorder:
             lane: where it is shown.
             name: what happened.
             start: its start, by `now`.
-            end: its end.
-            args: what else is known of it, as JSON can hold it.
+            end: its end, by `now`.
+            args: what else to show for it, in types that JSON has.
         """
         if len(self._events) < self._capacity:
             self._events.append(Event(lane, name, start, end, args or {}))
@@ -151,7 +151,7 @@ class Recorder:
     def add_device_span(
         self, lane: str, name: str, start: Mark, end: Mark, args: Mapping[str, Any] | None = None
     ) -> None:
-        """Record what the device does between two marks; their times are read later."""
+        """Record work of the device between two marks, whose times are read later."""
         if len(self._device_spans) < self._capacity:
             self._device_spans.append(DeviceSpan(lane, name, start, end, args or {}))
         else:
@@ -165,12 +165,12 @@ class Recorder:
             self.dropped += 1
 
     def part(self, name: str, elapsed_sec: float) -> None:
-        """Record what has just ended, a part of the collective that this thread carries out.
+        """Record a part, which has just ended, of the collective that this thread carries out.
 
-        Nothing is recorded in other threads, or if the collective is not.
+        Does nothing if this thread carries out none, or one that is not recorded.
 
         Args:
-            name: what it was.
+            name: what this part did.
             elapsed_sec: how long it took.
         """
         if self._thread.lane is not None:
@@ -181,14 +181,14 @@ class Recorder:
     def part_of_collective(
         self, name: str, lane: str | None, args: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Record the block as `part` does."""
+        """Record the block as `part` does, in a lane of choice."""
         start = self.now()
         yield
         if self._thread.lane is not None:
             self.add(lane or self._thread.lane, name, start, self.now(), args)
 
     def annotate(self, **args: Any) -> None:
-        """Add to what is known of the collective that this thread carries out."""
+        """Add to the args of the collective that this thread carries out."""
         if self._thread.args is not None:
             self._thread.args.update(args)
 
@@ -199,7 +199,7 @@ class Recorder:
 
     @contextmanager
     def wait(self, name: str) -> Iterator[None]:
-        """Record the block as a wait of the main thread, in whose phase it is."""
+        """Record the block as a wait within the main thread's phase; nothing in other threads."""
         start = self.now()
         yield
         if self.is_recording and threading.get_ident() == self._main:
@@ -219,20 +219,20 @@ class Recorder:
             self.add(lane, name, start, self.now(), args)
 
     def take(self) -> list[Event]:
-        """Return the events recorded since the last call, which are forgotten."""
+        """Remove and return the events recorded since the last call."""
         return _taken(self._events)
 
     def take_run_events(self) -> list[RunEvent]:
-        """Return those that concern the whole run, recorded since the last call."""
+        """Remove and return the run's events recorded since the last call."""
         return _taken(self._run_events)
 
     @property
     def has_device_spans(self) -> bool:
-        """Whether work of the device has been recorded since the last call."""
+        """Whether work of the device is waiting for `take_device_spans`."""
         return bool(self._device_spans)
 
     def take_device_spans(self, anchor: Mark, anchor_time: float) -> list[Event]:
-        """Return what the device has done since the last call, as far as it is done.
+        """Remove and return the device's work that has ended.
 
         Args:
             anchor: a mark that the device has just reached.
@@ -242,7 +242,7 @@ class Recorder:
         while self._device_spans and self._device_spans[0].end.is_reached():
             span = self._device_spans.popleft()
             start, end = (anchor_time - anchor.seconds_since(m) for m in (span.start, span.end))
-            if start <= end:  # a phase that this rank did not have in the step may not be
+            if start <= end:  # not so for a phase that this rank skipped in the step
                 taken.append(Event(span.lane, span.name, start, end, span.args))
         return taken
 
@@ -258,7 +258,7 @@ class Recorder:
 
 
 def _taken(events: deque[Item]) -> list[Item]:
-    """Empty a deque to which other threads may append."""
+    """Empty a deque to which other threads may append, and return its items."""
     taken = []
     while events:
         taken.append(events.popleft())
@@ -266,11 +266,11 @@ def _taken(events: deque[Item]) -> list[Item]:
 
 
 current: Recorder | None = None
-"""This process's recorder, while a timeline is recorded."""
+"""This process's recorder; None unless a timeline is being recorded."""
 
 
 def start_recording(recorder: Recorder) -> None:
-    """Record what this process does from now on, its main thread's phases as well."""
+    """Record what this process does from now on, including its main thread's phases."""
     global current
     current = recorder
     on_phase(recorder.enter_phase)

@@ -8,12 +8,12 @@ _STEPS_UNTIL_DOUBLED = 2_000
 
 
 class Sampling:
-    """Chooses the steps to record, by their numbers alone: the same ones on every rank.
+    """Chooses the steps to record by their numbers alone, so that every rank chooses the same.
 
     Args:
-        every: record each step with a multiple of this number. 0: the first ten and each tenth,
-            from step 2,000 on each 20th, from 6,000 on each 40th and so on, so that the file of a
-            run of a million steps still opens.
+        every: record the steps whose number is a multiple of this. 0: the first ten steps and every
+            tenth, from step 2,000 on every 20th, from 6,000 on every 40th and so on, so that the
+            file of a run of a million steps still opens.
     """
 
     def __init__(self, every: int = 0) -> None:

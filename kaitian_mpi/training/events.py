@@ -1,4 +1,4 @@
-"""The events of a run that are not those of a step: its start, losses, checkpoints and its end."""
+"""Reports the events of a run outside its steps: start, lost ranks, checkpoints, end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kaitian_mpi.training.run import Run
 
 
 def report_start(run: Run, world: World) -> None:
-    """Report that this job begins or resumes the run, and the ranks that it excludes."""
+    """Report that this job starts or resumes the run, and the ranks that it excludes."""
     step = run.state.progress.step
     since = {"start_time": startup_clock.started_at(), "emulated": run.summary.emulated}
     ranks = [info.world_rank for info in world.infos]
@@ -45,13 +45,13 @@ def report_losses(run: Run, world: World, losses: Sequence[RankLoss]) -> None:
 
 
 def report_recovery(run: Run, step: int, loss: RankLoss, text: str) -> None:
-    """Report that a step is done after a loss."""
+    """Report that the first step after a loss is done."""
     ranks = [info.world_rank for info in loss.lost]
     run.sinks.event("recovery", step, text, ranks, recovery_sec=loss.recovery_sec)
 
 
 def report_checkpoints(run: Run) -> None:
-    """Report the checkpoint that has been written in the background since the last call, if any."""
+    """Report the checkpoint written in the background since the last call, if any."""
     step = run.checkpoints.newly_written()
     if step is not None:
         run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
@@ -76,6 +76,6 @@ def report_failure(run: Run, error: BaseException) -> None:
 
 
 def report_signal(run: Run, text: str) -> None:
-    """Report that a signal ends the job: in events.jsonl alone, from a forked process."""
+    """Report that a signal ends the job: to events.jsonl only, from a forked process."""
     event = Event(step=run.state.progress.step, time=time.time(), kind="stop", text=text)
     RunFolderSink(run.setup.folder).happened(event)

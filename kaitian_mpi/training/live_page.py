@@ -1,4 +1,4 @@
-"""The live page of a run: starts and ends the process that serves it, see `dashboard/`."""
+"""The live page of a run (`--dashboard`): starts and ends its process, which is `dashboard/`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class LivePage(Protocol):
         ...
 
     def follow(self, folder: Path, writer: RankInfo, lost: Collection[int]) -> None:
-        """Serve from the rank that writes the files, if the one that served cannot go on.
+        """Serve from the rank that now writes the files, if the serving rank no longer can.
 
-        That is where it is lost, or on another host, which need not see the files. Not collective.
+        That is if it is lost, or on another host, which might not see the files. Not collective.
 
         Args:
-            folder: of the run.
+            folder: the run folder.
             writer: the rank that writes the files now.
             lost: all world ranks that are lost.
         """
@@ -76,11 +76,11 @@ class NoPage:
 class ServedPage:
     """A process of the lowest priority that reads the run folder and answers browsers.
 
-    It ends when this rank does, however that is.
+    It ends when this rank does, however the rank ends.
     """
 
     def __init__(self, port: int) -> None:
-        """Take nothing yet.
+        """Prepare; the port is taken by `reserve`.
 
         Args:
             port: on 127.0.0.1; 0 for any free one.
@@ -97,14 +97,14 @@ class ServedPage:
         """Take the port on rank 0. Collective.
 
         Raises:
-            AgreedError: the port cannot be had, or nothing here can draw figures.
+            AgreedError: the port cannot be taken, or matplotlib is not installed.
         """
         self._own, self._server = world.info, world.infos[0]
         with agree_on_errors(world.comm):
             if world.rank == 0 and self._listener is None:
                 self._listener = self._listen()
         if world.rank == 0:
-            # A job that kaitian-supervise starts again keeps its address.
+            # A job that kaitian-supervise restarts keeps its address.
             self._token = self._token or make_token(os.environ.get(SUPERVISED, ""))
             assert self._listener is not None
             self._port = self._listener.getsockname()[1]
@@ -118,13 +118,13 @@ class ServedPage:
         try:
             listener = self._listener or _listen_anywhere(self._port)
         except UserError as error:
-            _log.warning("no dashboard: %s", error)
+            _log.warning("no live page: %s", error)
             return
         self._listener = None
         try:
             self._process = _start_process(folder, listener, self._token)
         except OSError as error:
-            _log.warning("no dashboard: its process could not be started: %s", error.strerror)
+            _log.warning("no live page: its process could not be started: %s", error.strerror)
             return
         finally:
             port = listener.getsockname()[1]
@@ -132,7 +132,7 @@ class ServedPage:
         show_address(port, self._token)
 
     def follow(self, folder: Path, writer: RankInfo, lost: Collection[int]) -> None:
-        """Serve from the rank that writes the files, if the one that served cannot go on."""
+        """Serve from the rank that now writes the files, if the serving rank no longer can."""
         assert self._server is not None
         assert self._own is not None
         if self._server.world_rank not in lost and self._server.node == writer.node:
@@ -162,10 +162,10 @@ class ServedPage:
     def _listen(self) -> socket.socket:
         if find_spec("matplotlib") is None:
             raise UserError(
-                f"{_FLAG}: found no matplotlib, needed it to draw the figures; install it with "
+                f"{_FLAG}: matplotlib is not installed, and is needed to draw the figures; "
                 'pip install "kaitian-mpi[report]"'
             )
-        # A job that goes on by itself does not end over a port that was taken meanwhile.
+        # A job that was restarted must not end because its port was taken meanwhile.
         return (_listen_anywhere if SUPERVISED in os.environ else _listen_on)(self._port)
 
 
@@ -187,7 +187,7 @@ def _listen_anywhere(port: int) -> socket.socket:
 
 
 def _start_process(folder: Path, listener: socket.socket, token: str) -> subprocess.Popen[bytes]:
-    """Start the process; it has the token from a pipe, as all users can read command lines."""
+    """Start the process; it reads the token from a pipe, as all users can see command lines."""
     number = listener.fileno()
     # Appended, so that it is found where the package is not installed, and hides nothing.
     package = str(Path(kaitian_mpi.__file__).parents[1])
@@ -200,7 +200,7 @@ def _start_process(folder: Path, listener: socket.socket, token: str) -> subproc
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=(number,),
-        start_new_session=True,  # for its priority, see there
+        start_new_session=True,  # see _lower_priority in dashboard/__main__.py
         env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)},
     )
     assert process.stdin is not None

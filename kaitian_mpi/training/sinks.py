@@ -1,4 +1,4 @@
-"""Which sinks take the metrics of a run."""
+"""Which sinks receive the metrics of a run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _METHODS = ("read", "evaluated", "logged", "happened", "close")
 
 
 def check_sinks(config: TrainingConfig, world: World) -> None:
-    """Check that the programs to log to can be, before anything is made. Collective.
+    """Check that the programs to log to can be used, before anything is created. Collective.
 
     Their packages are imported on rank 0 now: later it would slow down the first steps.
 
     Raises:
-        AgreedError: a package is missing, or Weights & Biases does not know the user.
+        AgreedError: a package is missing, or the user is not logged in to Weights & Biases.
     """
     with agree_on_errors(world.comm):
         writes = world.rank == 0
@@ -49,17 +49,17 @@ def check_sinks(config: TrainingConfig, world: World) -> None:
 
 
 def check_own_sinks(sinks: Sequence[MetricsSink]) -> None:
-    """Check what a script has given as sinks.
+    """Check what a script passes as `Training(sinks=...)`.
 
     Raises:
-        UserError: one of them is none.
+        UserError: one of them is not a sink.
     """
     for sink in sinks:
         missing = [name for name in _METHODS if not callable(getattr(sink, name, None))]
         if missing or isinstance(sink, type):
             found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
             raise UserError(
-                f"Training(sinks=...): found {found}, needed an object of a class derived from "
+                f"Training(sinks=...): found {found}, needed an instance of a subclass of "
                 "kaitian_mpi.MetricsSink"
             )
 
@@ -75,7 +75,7 @@ def open_sinks(
 
     Args:
         config: how the progress is shown, and the programs to log to.
-        folder: the run folder; one that writes nothing, where no files are wanted.
+        folder: the run folder; a `NoFolder` if no files are wanted.
         infos: all ranks.
         emulated: whether devices or slow ranks are emulated.
         own: the script's own sinks.
@@ -85,7 +85,7 @@ def open_sinks(
     title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
     progress = open_progress(config, infos, title)
     background = (BackgroundSink(name, make) for name, make in _slow_sinks(config, folder, own))
-    # The view ends before the outcome is printed.
+    # In this order: the live view ends before the outcome is printed.
     shown = (progress, Outcome(path, emulated))
     return Sinks([RunFolderSink(folder), *shown, *timeline, *background])
 
@@ -93,7 +93,7 @@ def open_sinks(
 def _slow_sinks(
     config: TrainingConfig, folder: RunFolder, own: Sequence[MetricsSink]
 ) -> Iterator[tuple[str, Callable[[], MetricsSink]]]:
-    """Yield the name of each sink that is not to hold the training up, and what makes it."""
+    """Yield the name of each sink that must not delay training, and what creates it."""
     settings = asdict(config)
     if config.tensorboard:
         yield "TensorBoard", partial(tensorboard.TensorBoardSink, folder.path)

@@ -23,9 +23,9 @@ from report_runs import make_run
 from kaitian_mpi.cli import report
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.dashboard import budget, live_run
+from kaitian_mpi.dashboard.assets import COLORS, STYLE, TEXTS
 from kaitian_mpi.dashboard.budget import Budget, SpareCores
 from kaitian_mpi.dashboard.live_run import NARROW, LiveRun
-from kaitian_mpi.dashboard.look import COLOURS, STYLE, TEXTS
 from kaitian_mpi.dashboard.page import render_page
 from kaitian_mpi.dashboard.server import DashboardServer
 from kaitian_mpi.errors import UserError
@@ -190,7 +190,7 @@ class Elements(HTMLParser):
 
 def page_of(folder, specs=FIGURES):
     live = LiveRun(folder, specs)
-    shown, drawn = live.now()
+    shown, drawn = live.refresh()
     return render_page(live, shown, drawn, "a-nonce")
 
 
@@ -259,7 +259,7 @@ def test_a_run_without_news_is_not_called_training(folder):
     page = page_of(folder)
     assert ">not finished<" in page
     assert ">training<" not in page
-    assert LiveRun(folder, []).now()[0].minutes_old == 3
+    assert LiveRun(folder, []).refresh()[0].minutes_old == 3
 
 
 def luminance(color):
@@ -271,7 +271,7 @@ def luminance(color):
 @pytest.mark.parametrize(("text", "ground"), TEXTS)
 def test_text_has_contrast(text, ground):
     """WCAG 2.2, level AA: at least 4.5."""
-    bright, dark = sorted((luminance(COLOURS[text]), luminance(COLOURS[ground])), reverse=True)
+    bright, dark = sorted((luminance(COLORS[text]), luminance(COLORS[ground])), reverse=True)
     assert (bright + 0.05) / (dark + 0.05) >= 4.5
 
 
@@ -295,7 +295,7 @@ def unhurried(monkeypatch):
 def test_a_folder_is_read_and_drawn_only_where_it_has_changed(folder, unhurried):
     drawn = []
     live = LiveRun(folder, [spec("a", drawn.append), spec("b", drawn.append)])
-    (shown, figures), again = live.now(), live.now()
+    (shown, figures), again = live.refresh(), live.refresh()
     assert again == (shown, figures)
     assert shown.version == figures
     assert not drawn
@@ -306,7 +306,7 @@ def test_a_folder_is_read_and_drawn_only_where_it_has_changed(folder, unhurried)
     assert len(drawn) == 2
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 5000, "loss": 0.25, "time": 1.9e9}) + "\n")
-    later, figures = live.now()
+    later, figures = live.refresh()
     assert later.version == figures != shown.version
     assert later.run.intervals[-1].step == 5000
     live.figure("a")
@@ -318,10 +318,10 @@ def test_figures_wait_where_they_would_take_too_much_of_a_core(folder, monkeypat
     monkeypatch.setattr(budget, "MAX_SHARE", 1e-9)
     live = LiveRun(folder, [spec()])
     live._reading = Budget(lambda: 1.0, lambda: float("inf"))  # reading is free
-    first, _ = live.now()
+    first, _ = live.refresh()
     live.figure("loss")
     os.utime(folder / "metrics.jsonl", (1, 1))
-    shown, figures = live.now()
+    shown, figures = live.refresh()
     assert shown.version != figures == first.version
 
 
@@ -370,11 +370,11 @@ def test_a_figure_that_fails_and_a_lost_folder_leave_the_page(folder, unhurried)
         raise ZeroDivisionError("<planted>")
 
     live = LiveRun(folder, [spec(draw=fail)])
-    live.now()
+    live.refresh()
     svg = live.figure("loss").decode()
     assert "The loss: could not be drawn (ZeroDivisionError)" in svg
     folder.rename(folder.with_name("elsewhere"))
-    shown, drawn = live.now()
+    shown, drawn = live.refresh()
     assert "found no such folder" in shown.fault
     page = render_page(live, shown, drawn, "n")
     assert "found no such folder" in page
@@ -383,7 +383,7 @@ def test_a_figure_that_fails_and_a_lost_folder_leave_the_page(folder, unhurried)
 
 def test_figures_are_drawn_for_wide_and_narrow_pages(folder):
     live = LiveRun(folder)
-    live.now()
+    live.refresh()
     for name, widths in (("learning", (672, 422)),):
         for width, pixels in zip((live_run.WIDE, NARROW), widths, strict=True):
             svg = live.figure(name, width).decode()

@@ -1,8 +1,8 @@
-"""The page's style and script, which come with the page itself: it loads nothing else."""
+"""The page's style sheet and script, which are part of the page: it loads nothing else."""
 
 from __future__ import annotations
 
-COLOURS = {
+COLORS = {
     "text": "#1b1f24",
     "muted": "#57606a",
     "paper": "#ffffff",
@@ -21,9 +21,9 @@ TEXTS = (
     *(("accent", "paper"), ("accent", "ground"), ("paper", "accent")),
     *(("good", "good-ground"), ("warn", "warn-ground"), ("bad", "bad-ground")),
 )
-"""The colours that text has, each with the one behind it."""
+"""Pairs of colors, a text's and the one behind it; the tests check their contrast."""
 
-_VARIABLES = "".join(f"--{name}:{value};" for name, value in COLOURS.items())
+_VARIABLES = "".join(f"--{name}:{value};" for name, value in COLORS.items())
 
 STYLE = (
     f"""
@@ -92,11 +92,11 @@ const every = 2000, body = document.body.dataset;
 const connection = document.getElementById("connection");
 const pause = document.getElementById("pause");
 let paused = false, failures = 0;
-function say(text, lost) {
+function setStatus(text, lost) {
   if (connection.textContent !== text) connection.textContent = text;
   connection.classList.toggle("lost", lost);
 }
-function take(page) {
+function update(page) {
   document.title = page.title;
   for (const part of page.querySelectorAll("[data-live]")) {
     const own = document.getElementById(part.id);
@@ -119,31 +119,31 @@ async function load(address) {
   if (!answer.ok) throw new Error(answer.status);
   return answer;
 }
-async function look() {
+async function poll() {
   if (paused || document.hidden) return;
   try {
     const state = await (await load("state.json")).json();
     if (state.version !== body.version || state.figures !== body.figures) {
       const text = await (await load("update.html")).text();
-      take(new DOMParser().parseFromString(text, "text/html"));
+      update(new DOMParser().parseFromString(text, "text/html"));
     }
     failures = 0;
-    say(state.minutes ? `live; nothing new for ${state.minutes} min` : "live", false);
+    setStatus(state.minutes ? `live; nothing new for ${state.minutes} min` : "live", false);
   } catch {
     failures += 1;
-    if (failures > 1) say("no answer: the job has ended, or the connection to it", true);
+    if (failures > 1) setStatus("no answer: the job or the connection to it has ended", true);
   }
 }
 async function watch() {
-  await look();
+  await poll();
   setTimeout(watch, every);
 }
 pause.hidden = false;
 pause.addEventListener("click", () => {
   paused = !paused;
   pause.textContent = paused ? "Resume updates" : "Pause updates";
-  if (paused) say("paused", false); else look();
+  if (paused) setStatus("paused", false); else poll();
 });
-document.addEventListener("visibilitychange", look);
+document.addEventListener("visibilitychange", poll);
 setTimeout(watch, every);
 """
