@@ -226,7 +226,7 @@ def test_a_project_that_cannot_be_is_rejected(name):
 
 def test_only_sinks_are_taken_as_sinks():
     check_own_sinks([Collecting(), MetricsSink()])
-    with pytest.raises(UserError, match=r"found the class Collecting, needed an object"):
+    with pytest.raises(UserError, match=r"found the class Collecting, needed an instance"):
         check_own_sinks([Collecting])
     with pytest.raises(UserError, match="found object, needed"):
         check_own_sinks([object()])
