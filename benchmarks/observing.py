@@ -3,8 +3,8 @@
     mpirun -np 2 python benchmarks/observing.py
     mpirun -np 2 python benchmarks/observing.py --case dashboard --pairs 20 --seconds 5
 
-Neighbouring blocks are compared, so that a host that becomes slower or faster matters little; each
-rank computes on one core without a break, so with as many ranks as cores nothing is idle.
+Each block of steps is compared with its neighbors, so that a host that becomes slower or faster
+matters little. Each rank keeps one core busy: with as many ranks as cores, no core is idle.
 """
 
 from __future__ import annotations

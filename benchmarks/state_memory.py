@@ -33,7 +33,7 @@ def memory_mb(name: str) -> float:
 
 
 def restart_peak() -> None:
-    """Let VmHWM begin with the present memory."""
+    """Reset VmHWM to the present memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -2,10 +2,10 @@
 
     mpirun -np 2 python benchmarks/timeline.py
 
-Prints the ratio recorded / not recorded: the median over the pairs of neighbouring steps, and the
-quartiles. By default a tenth of the steps is recorded, so a tenth of that is what a run pays. And
-what a place that could record costs where no timeline is wanted, what an event costs, and what it
-takes to bring the ranks' events together, which happens every ten seconds or less often.
+Prints the ratio of their times, recorded / not recorded: the median over pairs of neighboring
+steps, and the quartiles. By default a tenth of the steps is recorded, so a run pays a tenth of
+that. Also prints what a hook costs without a timeline, what recording an event costs, and how long
+it takes to gather the ranks' events, which happens every ten seconds or less often.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def time_steps(model: str, batch: int, pairs: int, folder: Path) -> tuple[list[f
 
 
 def microseconds(statement: str) -> float:
-    """Return what a statement takes."""
+    """Return how long a statement takes."""
     names = {"recorder": recorder, "enter_phase": enter_phase}
     return min(timeit.repeat(statement, globals=names, number=CALLS, repeat=5)) / CALLS * 1e6
 
@@ -104,7 +104,7 @@ def print_costs_of_events() -> None:
 
 
 def print_file(path: Path, steps: int, size: int) -> None:
-    """Print how many events a step has, and how long sharing them took."""
+    """Print how many events a step has, and how long gathering them took."""
     trace = json.loads(path.read_text())
     spans = [event for event in trace if event["ph"] == "X"]
     sharing = [span["dur"] / 1e3 for span in spans if span["name"] == "sharing the timeline"]

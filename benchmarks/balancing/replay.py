@@ -1,13 +1,13 @@
-"""How much of what following the ranks' speeds can gain does the rebalancer reach?
+"""Measures how much of the possible gain from following the ranks' speeds the rebalancer reaches.
 
     mpirun -np 2 --map-by core --bind-to core python benchmarks/balancing/replay.py
 
-Records how long each rank takes for the same samples again and again: the small GPT of
-benchmarks/training.py, the last rank three times slower (emulated). Then replays these speeds, in
-arithmetic alone: with equal shares; with the shares that are best for the speeds' medians; with the
-rebalancer; with shares by the median of the last steps, for the number of steps that would have
-been the best; and with shares by the speed of the very step, which nobody can know before. So it
-tells what the rebalancer leaves apart from what the machine takes.
+Records how long each rank takes for the same samples, step after step: the small GPT of
+benchmarks/training.py, the last rank three times slower (emulated). Then replays these speeds, by
+calculation only: with equal shares; with the best shares for the median speeds; with the
+rebalancer; with shares by the median of the last steps, over the number of steps that would have
+been best; and with shares by the speeds of the step itself, which nobody can know in advance. This
+separates what the rebalancer could still gain from noise of the machine.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kaitian_mpi.dashboard.live_run import FolderState, LiveRun
 from kaitian_mpi.report.figures import FigureSpec
 from kaitian_mpi.report.run import Interval, Rank, Run
 
-_MAX_HAPPENINGS = 12
+_MAX_EVENTS = 12
 _COMPUTE_PHASES = ("forward", "backward", "optimizer", "compute")
 _COLUMNS = (
     *("rank", "kind", "batch", "busy", "compute, ms", "wait, ms", "data, ms", "host", "device"),
@@ -68,8 +68,8 @@ def _document(live: LiveRun, state: FolderState, drawn: str, head: str, script: 
 <section aria-labelledby="ranks-title"><h2 id="ranks-title">Ranks</h2>
 <div id="ranks" class="wide" tabindex="0" role="region" aria-labelledby="ranks-title" data-live>
 {_ranks(run)}</div></section>
-<section aria-labelledby="events-title"><h2 id="events-title">What has happened</h2>
-<div id="events" data-live>{_happenings(run)}</div></section>
+<section aria-labelledby="events-title"><h2 id="events-title">Events</h2>
+<div id="events" data-live>{_events(run)}</div></section>
 </main>
 <footer><p>Run folder {folder}, read at
 <span id="read-at" data-live>{time.strftime("%H:%M:%S")}</span>.
@@ -224,17 +224,17 @@ def _of_rank(last: Interval, phases: Sequence[str], place: int) -> float | None:
     return sum(known) if known else None
 
 
-def _happenings(run: Run | None) -> str:
-    if run is None or not run.happenings:
+def _events(run: Run | None) -> str:
+    if run is None or not run.events:
         return "<p>Nothing yet.</p>"
-    happenings = sorted(run.happenings, key=lambda happening: happening.at_sec)
-    saved = [happening for happening in happenings if happening.kind == "checkpoint"]
+    events = sorted(run.events, key=lambda event: event.at_sec)
+    saved = [event for event in events if event.kind == "checkpoint"]
     # Of the checkpoints, only the newest is of interest.
-    newest = [h for h in happenings if h.kind != "checkpoint" or h is saved[-1]][-_MAX_HAPPENINGS:]
+    newest = [event for event in events if event.kind != "checkpoint" or event is saved[-1]]
     items = (
-        f'<li><span class="when">{_clock(happening.at_sec)} \N{MIDDLE DOT} step '
-        f"{happening.step:,}</span> {escape(happening.text or happening.kind)}</li>"
-        for happening in reversed(newest)
+        f'<li><span class="when">{_clock(event.at_sec)} \N{MIDDLE DOT} step '
+        f"{event.step:,}</span> {escape(event.text or event.kind)}</li>"
+        for event in reversed(newest[-_MAX_EVENTS:])
     )
     return f'<ol class="events">{"".join(items)}</ol>'
 

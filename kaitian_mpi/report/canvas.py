@@ -191,9 +191,9 @@ def mark_changes(panels: Sequence[Axes], run: Run, at: Callable[[Any], float]) -
     Args:
         panels: one above the other; their x limits are final.
         run: whose plans and losses.
-        at: returns the place of a plan or happening on the x axis.
+        at: returns the place of a plan or event on the x axis.
     """
-    marks = [(at(h), _lost(h.ranks), True) for h in run.happenings if h.kind == "loss"]
+    marks = [(at(event), _lost(event.ranks), True) for event in run.events if event.kind == "loss"]
     marks += [(at(plan), str(number), False) for number, plan in enumerate(run.plans[1:], 1)]
     low, high = panels[0].get_xlim()
     for axes in panels:

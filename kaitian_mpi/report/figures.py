@@ -52,8 +52,8 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         "rate",
         "Training rate",
-        "Numbers above the figures mark new plans of the batch sizes, which are explained at "
-        "“Batch size of each rank”.",
+        "Numbers above the figure mark new plans, that is, new batch sizes, which are explained "
+        "at “Batch size of each rank”.",
         run_figures.draw_rate,
         run_figures.describe_rate,
     ),
@@ -92,7 +92,7 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         "events",
         "What happened when",
-        "The table below tells each of them in words.",
+        "The table below describes each event in words.",
         run_figures.draw_events,
         run_figures.describe_events,
     ),

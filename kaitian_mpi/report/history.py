@@ -8,7 +8,7 @@ from typing import Any
 
 from kaitian_mpi.report.json_values import MAX_TEXT, number, objects, text, whole, wholes
 from kaitian_mpi.report.readings import Clock
-from kaitian_mpi.report.run import Group, Happening, PlanChange, Rank
+from kaitian_mpi.report.run import Event, Group, PlanChange, Rank
 
 _ENDS = {"slow_end": "slow", "recovery": "loss"}
 MAX_RANKS = 1 << 17
@@ -142,44 +142,50 @@ def _as_line(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def find_happenings(
-    events: Sequence[dict[str, Any]], summary: dict[str, Any], clock: Clock
-) -> tuple[Happening, ...]:
-    """Return what events.jsonl says, or for folders without it what the summary knows."""
-    found = _from_events(events, clock) or _from_summary(summary, clock)
-    return tuple(sorted(found, key=lambda happening: happening.at_sec))
+def find_events(
+    lines: Sequence[dict[str, Any]], summary: dict[str, Any], clock: Clock
+) -> tuple[Event, ...]:
+    """Return the events, by time, of events.jsonl, or of summary.json for folders without it.
+
+    Args:
+        lines: the objects in events.jsonl.
+        summary: the content of summary.json.
+        clock: the run's time.
+    """
+    found = _from_lines(lines, clock) or _from_summary(summary, clock)
+    return tuple(sorted(found, key=lambda event: event.at_sec))
 
 
-def _from_events(events: Sequence[dict[str, Any]], clock: Clock) -> list[Happening]:
-    found: list[Happening] = []
-    for event in events:
-        kind, step = text(event.get("kind")), whole(event.get("step"))
+def _from_lines(lines: Sequence[dict[str, Any]], clock: Clock) -> list[Event]:
+    found: list[Event] = []
+    for line in lines:
+        kind, step = text(line.get("kind")), whole(line.get("step"))
         if not kind or step is None:
             continue
-        at = clock.at(number(event.get("time")))
-        details = event.get("details")
+        at = clock.at(number(line.get("time")))
+        details = line.get("details")
         since = whole(details.get("since_step")) if isinstance(details, dict) else None
         if kind == "slow" and since is not None:  # it is noticed some steps later
             step, at = since, clock.at_step(since)
-        happening = Happening(
+        event = Event(
             kind=kind,
             step=step,
             at_sec=clock.at_step(step) if at is None else at,
-            text=text(event.get("text"), MAX_TEXT),
-            ranks=wholes(event.get("ranks")) or (),
+            text=text(line.get("text"), MAX_TEXT),
+            ranks=wholes(line.get("ranks")) or (),
         )
-        if kind in _ENDS and _end(found, happening):
+        if kind in _ENDS and _end(found, event):
             continue
         # After a loss, ranks that are still slow are named again.
-        if kind == "slow" or (kind == "loss" and happening.ranks):
-            while _end(found, replace(happening, kind="slow_end")):
+        if kind == "slow" or (kind == "loss" and event.ranks):
+            while _end(found, replace(event, kind="slow_end")):
                 pass
-        found.append(happening)
+        found.append(event)
     return found
 
 
-def _end(found: list[Happening], end: Happening) -> bool:
-    """Note when a slow rank or a loss ended; return False if it did not begin."""
+def _end(found: list[Event], end: Event) -> bool:
+    """Note when a slow period or a loss ended; return False if none had begun."""
     for i in reversed(range(len(found))):
         begun = found[i]
         # A recovery may name the ranks that continue instead of those that were lost.
@@ -190,7 +196,7 @@ def _end(found: list[Happening], end: Happening) -> bool:
     return False
 
 
-def _from_summary(summary: dict[str, Any], clock: Clock) -> list[Happening]:
+def _from_summary(summary: dict[str, Any], clock: Clock) -> list[Event]:
     found = []
     for slow in objects(summary.get("slow_ranks")):
         rank, since = whole(slow.get("rank")), whole(slow.get("since_step"))
@@ -198,7 +204,7 @@ def _from_summary(summary: dict[str, Any], clock: Clock) -> list[Happening]:
             continue
         until = whole(slow.get("until_step"))
         found.append(
-            Happening(
+            Event(
                 kind="slow",
                 step=since,
                 at_sec=clock.at_step(since),
@@ -218,7 +224,7 @@ def _from_summary(summary: dict[str, Any], clock: Clock) -> list[Happening]:
         took = "" if seconds is None else f", {seconds:.2f} s to recover"
         names = ", ".join(map(str, lost))
         found.append(
-            Happening(
+            Event(
                 kind="loss",
                 step=step,
                 at_sec=at,

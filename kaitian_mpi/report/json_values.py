@@ -21,7 +21,7 @@ _MAX_WHOLE = 1 << 53
 
 
 class DamagedError(Exception):
-    """A file is there but cannot be read; the message is the reason."""
+    """A file exists but cannot be read; the message is the reason."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def whole(value: Any) -> int | None:
 
 
 def numbers(value: Any, count: int | None = None) -> tuple[float, ...] | None:
-    """Return a list of numbers, NaN for those missing, or None if it has not `count` entries."""
+    """Return a list of numbers, NaN for other entries; None if there are not `count` entries."""
     if not isinstance(value, list) or (count is not None and len(value) != count) or not value:
         return None
     if set(map(type, value)) == {float} and math.isfinite(sum(value)):  # as nearly always
@@ -119,7 +119,7 @@ def wholes(value: Any) -> tuple[int, ...] | None:
 
 
 def text(value: Any, most: int = MAX_NAME) -> str:
-    """Return a printable, short text; empty if the value is not a text."""
+    """Return a string, printable and cut to `most` characters; empty if it is not a string."""
     if not isinstance(value, str):
         return ""
     clean = _UNPRINTABLE.sub("�", value[: most + 1])

@@ -154,11 +154,12 @@ def _summary(run: Run) -> str:
 
 
 def _sentence(run: Run) -> str:
-    """Return in one sentence how the run went."""
+    """Return in a sentence or two how the run went."""
+    kinds = [event.kind for event in run.events]
     counts = [
-        (len([h for h in run.happenings if h.kind == "loss"]), "loss of ranks", "losses of ranks"),
+        (kinds.count("loss"), "loss of ranks", "losses of ranks"),
         (max(0, len(run.plans) - 1), "new plan", "new plans"),
-        (len([h for h in run.happenings if h.kind == "slow"]), "slow period", "slow periods"),
+        (kinds.count("slow"), "slow period", "slow periods"),
     ]
     shown = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
     happened = f" What happened: {', '.join(shown)}." if shown else ""
@@ -195,10 +196,10 @@ def _plan_table(run: Run) -> str:
 
 def _event_table(run: Run) -> str:
     rows = [
-        (f"{h.step:,}", format_duration(h.at_sec), h.kind.replace("_", " "), h.text)
-        for h in run.happenings
+        (f"{event.step:,}", format_duration(event.at_sec), event.kind.replace("_", " "), event.text)
+        for event in run.events
     ]
-    return _table("All that happened", ("step", "after", "what", "details"), rows)
+    return _table("All events", ("step", "after", "what", "details"), rows)
 
 
 def _batches(ranks: Sequence[int], sizes: Sequence[int]) -> str:

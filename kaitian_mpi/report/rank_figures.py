@@ -210,7 +210,7 @@ def _draw_lines(axes: Axes, series: Mapping[int, Sequence[tuple[float, float]]])
 
 
 def _ends(run: Run, series: Mapping[int, Sequence[tuple[float, float]]], form: str) -> list[End]:
-    losses = [happening for happening in run.happenings if happening.kind == "loss"]
+    losses = [event for event in run.events if event.kind == "loss"]
     lost = {rank for loss in losses for rank in loss.ranks}
     ends = []
     for rank, points in series.items():

@@ -86,8 +86,8 @@ class PlanChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Happening:
-    """Something that happened: a loss, a slow rank, a checkpoint."""
+class Event:
+    """A line of events.jsonl: a loss, a slow rank, a checkpoint; its end is added to it."""
 
     kind: str
     step: int
@@ -113,7 +113,7 @@ class Run:
     intervals: tuple[Interval, ...]
     evaluations: tuple[Evaluation, ...]
     plans: tuple[PlanChange, ...]
-    happenings: tuple[Happening, ...]
+    events: tuple[Event, ...]
     algorithm: str
     """By which gradients are summed between kinds; empty if unknown."""
     allreduce_sec: Mapping[str, float]

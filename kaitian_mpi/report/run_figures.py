@@ -15,7 +15,7 @@ from kaitian_mpi.report.canvas import (
     new_figure,
     time_label,
 )
-from kaitian_mpi.report.run import Happening, Run
+from kaitian_mpi.report.run import Event, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,23 +158,25 @@ def describe_rate(run: Run) -> str:
     )
 
 
-def event_rows(run: Run) -> dict[str, list[Happening]]:
+def event_rows(run: Run) -> dict[str, list[Event]]:
     """Return what happened, by the row of the figure; rows without anything are left out."""
     plans = [
-        Happening(kind="plan", step=p.step, at_sec=p.at_sec, text=f"{number}: step {p.step}")
+        Event(kind="plan", step=p.step, at_sec=p.at_sec, text=f"{number}: step {p.step}")
         for number, p in enumerate(run.plans)
     ]
-    others = [happening for happening in run.happenings if happening.kind != "plan"]
-    every = sorted([*plans, *others], key=lambda happening: happening.at_sec)
-    rows = {name: [h for h in every if h.kind in kinds] for name, kinds, _, _ in _EVENT_ROWS}
-    slow = {rank for happening in rows[_SLOW] for rank in happening.ranks}
-    found: dict[str, list[Happening]] = {}
-    for name, happenings in rows.items():
+    others = [event for event in run.events if event.kind != "plan"]
+    every = sorted([*plans, *others], key=lambda event: event.at_sec)
+    rows = {
+        name: [event for event in every if event.kind in kinds] for name, kinds, _, _ in _EVENT_ROWS
+    }
+    slow = {rank for event in rows[_SLOW] for rank in event.ranks}
+    found: dict[str, list[Event]] = {}
+    for name, events in rows.items():
         if name == _SLOW and len(slow) <= _MAX_SLOW_ROWS:
             for rank in sorted(slow):
-                found[f"rank {rank} slow"] = [h for h in happenings if rank in h.ranks]
-        elif happenings:
-            found[name] = happenings
+                found[f"rank {rank} slow"] = [event for event in events if rank in event.ranks]
+        elif events:
+            found[name] = events
     return found
 
 
@@ -185,38 +187,40 @@ def draw_events(run: Run) -> Figure | None:
         return None
     figure = new_figure("What happened when", run, 1.4 + 0.5 * len(rows))
     axes = figure.subplots()
-    end = max([i.at_sec for i in run.intervals] + [h.at_sec for v in rows.values() for h in v])
+    end = max(
+        [i.at_sec for i in run.intervals] + [event.at_sec for v in rows.values() for event in v]
+    )
     end = end or 1.0
     axes.set_xlim(-0.01 * end, 1.01 * end)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     styles = {name: (marker, color) for name, _, marker, color in _EVENT_ROWS}
-    for row, (name, happenings) in enumerate(rows.items()):
+    for row, (name, events) in enumerate(rows.items()):
         marker, color = styles.get(name, styles[_SLOW])
         axes.axhline(row, color=palette.GRID, linewidth=0.8, zorder=0)
-        for happening in happenings:
-            if happening.kind == "slow":
-                until = end if happening.until_sec is None else happening.until_sec
+        for event in events:
+            if event.kind == "slow":
+                until = end if event.until_sec is None else event.until_sec
                 axes.plot(
-                    [happening.at_sec, until], [row, row], color=color, linewidth=6,
+                    [event.at_sec, until], [row, row], color=color, linewidth=6,
                     solid_capstyle="butt", alpha=0.45,
                 )  # fmt: skip
-        xs = [happening.at_sec for happening in happenings]
+        xs = [event.at_sec for event in events]
         size = 12 if marker == "|" else 7
         axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, color=color, markersize=size)
-        _label_events(axes, row, happenings, end)
+        _label_events(axes, row, events, end)
     axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
     axes.tick_params(left=False)
     axes.set_xlabel(time_label(run))
     return figure
 
 
-def _label_events(axes: Axes, row: int, happenings: Sequence[Happening], end: float) -> None:
+def _label_events(axes: Axes, row: int, events: Sequence[Event], end: float) -> None:
     """Write beside the marks what they are, as far as there is room."""
     free_from = -1.0
-    for happening in happenings:
-        text = _label(happening)
+    for event in events:
+        text = _label(event)
         width = len(text) * 0.0098 * end
-        x = min(happening.at_sec, 1.01 * end - width)
+        x = min(event.at_sec, 1.01 * end - width)
         if text and x >= free_from:
             axes.annotate(
                 text, (x, row), xytext=(0, 5), textcoords="offset points", fontsize=SMALL,
@@ -225,18 +229,18 @@ def _label_events(axes: Axes, row: int, happenings: Sequence[Happening], end: fl
             free_from = x + width + 0.01 * end
 
 
-def _label(happening: Happening) -> str:
-    ranks = ", ".join(map(str, happening.ranks[:4])) + ("…" if len(happening.ranks) > 4 else "")
-    if happening.kind == "loss":
+def _label(event: Event) -> str:
+    ranks = ", ".join(map(str, event.ranks[:4])) + ("…" if len(event.ranks) > 4 else "")
+    if event.kind == "loss":
         took = ""
-        if happening.until_sec is not None:
-            took = f", next step {happening.until_sec - happening.at_sec:.1f} s later"
+        if event.until_sec is not None:
+            took = f", next step {event.until_sec - event.at_sec:.1f} s later"
         return f"rank {ranks}{took}"
-    if happening.kind == "slow":
-        return f"since step {happening.step}"
-    if happening.kind == "plan":
-        return happening.text.removeprefix("0: ")
-    return "" if happening.kind == "checkpoint" else happening.kind.replace("_", " ")
+    if event.kind == "slow":
+        return f"since step {event.step}"
+    if event.kind == "plan":
+        return event.text.removeprefix("0: ")
+    return "" if event.kind == "checkpoint" else event.kind.replace("_", " ")
 
 
 def describe_events(run: Run) -> str:
@@ -244,6 +248,6 @@ def describe_events(run: Run) -> str:
     rows = event_rows(run)
     if not rows:
         return "Nothing is recorded."
-    counts = ", ".join(f"{name} {len(happenings)}" for name, happenings in rows.items())
-    losses = [h.text for h in run.happenings if h.kind == "loss"][:3]
+    counts = ", ".join(f"{name} {len(events)}" for name, events in rows.items())
+    losses = [event.text for event in run.events if event.kind == "loss"][:3]
     return f"What happened when, by number: {counts}." + "".join(f" {text}." for text in losses)

@@ -12,7 +12,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.report.history import (
     MAX_RANKS,
     Membership,
-    find_happenings,
+    find_events,
     read_groups,
     read_plans,
     read_ranks,
@@ -75,7 +75,7 @@ def read_run(path: Path) -> Run:
         intervals=tuple(_interval(reading, members, clock) for reading in readings),
         evaluations=_evaluations(files.metrics, summary, clock),
         plans=plans,
-        happenings=find_happenings(files.events, summary, clock),
+        events=find_events(files.events, summary, clock),
         algorithm=text(summary.get("allreduce")),
         allreduce_sec={
             name: seconds
@@ -183,7 +183,7 @@ def _is_emulated(
     benchmark: dict[str, Any],
     summary: dict[str, Any],
 ) -> bool:
-    """Return whether any of the files says so."""
+    """Return whether any of the files says that devices or speeds are emulated."""
     ranks = topology.get("ranks")
     infos = [info for info in ranks if isinstance(info, dict)] if isinstance(ranks, list) else []
     return (

@@ -93,8 +93,8 @@ def _results(run: Run) -> list[str]:
     if rate := _rate(run):
         parts.append(f"{rate:,.4g} samples/s")
     if run.intervals:
-        lasted = format_duration(run.training_time_sec)
-        parts.append(f"{run.intervals[-1].step:,} steps" + (f" in {lasted}" if lasted else ""))
+        duration = format_duration(run.training_time_sec)
+        parts.append(f"{run.intervals[-1].step:,} steps" + (f" in {duration}" if duration else ""))
     if run.evaluations:
         found = list(run.evaluations[-1].values.items())
         parts += [f"held-out {name} {value:.4g}" for name, value in found[-2:]]
@@ -114,7 +114,7 @@ def _rate(run: Run) -> float:
 
 
 def _busy(run: Run) -> dict[int, float]:
-    """Return the share of its steps that each rank computed, in percent, over the whole run."""
+    """Return the share of time that each rank computed, in percent, over the whole run."""
     computed: dict[int, float] = {}
     passed: dict[int, float] = {}
     for interval in run.intervals:

@@ -123,7 +123,7 @@ def _draw_cell(
         axes.text(left + width / 2, top - 0.2, text, ha="center", va="center", fontsize=10)
         return
     leaders = {group.leader for group in run.groups}
-    lost = {rank for h in run.happenings if h.kind == "loss" for rank in h.ranks}
+    lost = {rank for event in run.events if event.kind == "loss" for rank in event.ranks}
     for place, rank in enumerate(ranks):
         row, column = divmod(place, per_row)
         of_row = min(per_row, len(ranks) - row * per_row)
@@ -175,7 +175,7 @@ def _draw_links(
 
 
 def _within(run: Run, kind: str, group: Group | None) -> str:
-    """Return by what the ranks of a kind reach each other."""
+    """Return how many ranks a kind has, and the library by which they reach each other."""
     libraries = {rank.library for rank in run.ranks.values() if rank.kind == kind}
     count = len(group.ranks) if group else sum(r.kind == kind for r in run.ranks.values())
     by = ", ".join(sorted(name.upper() for name in libraries if name)) or "MPI"
@@ -184,7 +184,7 @@ def _within(run: Run, kind: str, group: Group | None) -> str:
 
 def _draw_key(axes: Axes, run: Run, hidden: int) -> None:
     parts = ["square: rank", "thick border: leader of its kind"]
-    if any(h.kind == "loss" for h in run.happenings):
+    if any(event.kind == "loss" for event in run.events):
         parts.append("crossed out: lost during the run")
     if len({rank.host for rank in run.ranks.values()}) > 1:
         parts.append("blue between boxes: network")

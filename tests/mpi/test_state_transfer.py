@@ -46,7 +46,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_ranks_that_want_a_state_receive_it_and_others_take_part(world):
+def test_only_ranks_that_want_a_state_receive_it(world):
     expected, root = make_state(), world.size - 1
     sent = expected if world.rank == root else None
     found = broadcast_state(world.comm, sent, root, receives=world.rank == 0)
@@ -60,7 +60,7 @@ def test_the_ranks_that_want_a_state_receive_it_and_others_take_part(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_state_is_received_where_this_ranks_own_stands(world):
+def test_a_state_is_received_into_this_ranks_own_tensors(world):
     expected = make_state()
     own = {**make_state(), "brief": torch.zeros(70_000), "tied": [torch.zeros(300, 200)] * 2}
     own["model"]["weight"].zero_()

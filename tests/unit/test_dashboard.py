@@ -141,7 +141,7 @@ def test_head_has_no_content(ask):
     assert int(headers["Content-Length"]) > 1000
 
 
-def test_bytes_that_are_no_request_do_no_harm(ask):
+def test_malformed_requests_do_no_harm(ask):
     for sent in (b"\0" * 100, b"GET\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET /" + b"a" * 99_999):
         with (
             socket.create_connection(ask.address, timeout=5) as client,
@@ -207,7 +207,7 @@ def test_page_shows_the_newest_numbers(folder):
     assert "emulated devices" in page
 
 
-def test_page_can_be_read_without_eyes_mouse_or_script(folder):
+def test_page_is_accessible_without_mouse_or_script(folder):
     page = Elements(page_of(folder))
     assert page.all("html") == [{"lang": "en"}]
     assert len(page.all("h1")) == 1
@@ -228,7 +228,7 @@ def test_page_can_be_read_without_eyes_mouse_or_script(folder):
     }
 
 
-def test_text_of_a_run_is_no_markup(tmp_path):
+def test_text_of_a_run_is_escaped(tmp_path):
     folder = tmp_path / "<script>alert(1)<"
     make_run(folder)
     evil = "<img src=x onerror=alert(1)>\" '"
@@ -242,7 +242,7 @@ def test_text_of_a_run_is_no_markup(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", '{"step": "x"}\n', "[]\nnull\n\0\n", '{"step'])
-def test_a_damaged_or_empty_run_has_a_page(tmp_path, content):
+def test_a_damaged_or_empty_run_still_has_a_page(tmp_path, content):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text(content)
     page = page_of(tmp_path)
@@ -250,7 +250,7 @@ def test_a_damaged_or_empty_run_has_a_page(tmp_path, content):
     assert "starting" in page
 
 
-def test_a_run_without_news_is_not_called_training(folder):
+def test_a_run_without_recent_changes_is_not_called_training(folder):
     (folder / "summary.json").unlink()  # which says that it is finished
     now = time.time()
     assert ">training<" in page_of(folder)
@@ -269,7 +269,7 @@ def luminance(color):
 
 
 @pytest.mark.parametrize(("text", "ground"), TEXTS)
-def test_text_has_contrast(text, ground):
+def test_text_has_enough_contrast(text, ground):
     """WCAG 2.2, level AA: at least 4.5."""
     bright, dark = sorted((luminance(COLORS[text]), luminance(COLORS[ground])), reverse=True)
     assert (bright + 0.05) / (dark + 0.05) >= 4.5
@@ -292,7 +292,7 @@ def unhurried(monkeypatch):
     monkeypatch.setattr(budget, "MAX_SHARE", 1e9)
 
 
-def test_a_folder_is_read_and_drawn_only_where_it_has_changed(folder, unhurried):
+def test_a_folder_is_read_and_drawn_only_when_it_has_changed(folder, unhurried):
     drawn = []
     live = LiveRun(folder, [spec("a", drawn.append), spec("b", drawn.append)])
     (shown, figures), again = live.refresh(), live.refresh()
@@ -313,7 +313,7 @@ def test_a_folder_is_read_and_drawn_only_where_it_has_changed(folder, unhurried)
     assert [run.intervals[-1].step for run in drawn[1:]] == [drawn[0].intervals[-1].step, 5000]
 
 
-def test_figures_wait_where_they_would_take_too_much_of_a_core(folder, monkeypatch):
+def test_figures_wait_if_they_would_use_too_much_of_a_core(folder, monkeypatch):
     monkeypatch.setattr(live_run, "_MIN_INTERVAL_SEC", 0.0)
     monkeypatch.setattr(budget, "MAX_SHARE", 1e-9)
     live = LiveRun(folder, [spec()])
@@ -365,7 +365,7 @@ def test_idle_cores_are_those_that_the_process_may_use(monkeypatch):
         os.sched_setaffinity(0, own)
 
 
-def test_a_figure_that_fails_and_a_lost_folder_leave_the_page(folder, unhurried):
+def test_page_survives_a_failing_figure_and_a_missing_folder(folder, unhurried):
     def fail(run):
         raise ZeroDivisionError("<planted>")
 
@@ -394,7 +394,7 @@ def test_figures_are_drawn_for_wide_and_narrow_pages(folder):
 # Port, token and process
 
 
-def test_a_port_is_this_hosts_alone_and_taken_once(capsys):
+def test_a_port_listens_on_loopback_only_and_is_taken_once(capsys):
     with loopback.listen_on_loopback(0, "--dashboard") as listener:
         host, port = listener.getsockname()
         assert host == "127.0.0.1"
@@ -458,7 +458,7 @@ def test_page_closes_even_a_stopped_process(folder, capsys):
         pytest.param(2, [], 2, id="rank 0 stands by on a host that need not see the files"),
     ],
 )
-def test_the_page_is_served_where_the_files_are_written(
+def test_the_rank_that_writes_the_files_serves_the_page(
     monkeypatch, tmp_path, writer, lost, serving
 ):
     infos = [RankInfo(n, n, "a", "cpu", "cpu", "", 0, "2.13", node=n // 2) for n in range(3)]
@@ -490,7 +490,7 @@ def test_without_matplotlib_and_without_a_folder(monkeypatch):
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_a_taken_port_ends_a_job_unless_it_is_started_again(monkeypatch, supervised):
+def test_a_port_in_use_ends_a_job_unless_it_was_restarted(monkeypatch, supervised):
     monkeypatch.setattr(live_page, "SUPERVISED", "PATH" if supervised else "NO_SUCH")
     with loopback.listen_on_loopback(0, "--dashboard") as taken:
         port = taken.getsockname()[1]

@@ -91,7 +91,7 @@ def test_no_line_is_wider_than_the_terminal(width, unicode):
         assert "%" in row  # the busy share is there in any width
 
 
-def test_of_too_many_ranks_the_slowest_are_shown():
+def test_if_not_all_ranks_fit_the_slowest_are_shown():
     view = state(reading(ranks=64, compute_time_sec=[0.01 + 0.001 * (r % 32) for r in range(64)]))
     found = shown(view, 80, 12)
     assert len(found) == 12
@@ -99,7 +99,7 @@ def test_of_too_many_ranks_the_slowest_are_shown():
     assert found[11] == "… and 58 faster ranks, busy 10% to 38%"
 
 
-def test_a_low_terminal_has_no_rows():
+def test_a_low_terminal_shows_no_ranks():
     assert len(shown(state(reading()), 80, 4)) == 4
 
 

@@ -68,7 +68,7 @@ class Failing(Collecting):
         raise OSError("no room")
 
 
-def test_a_sink_that_fails_is_not_used_any_more(caplog):
+def test_a_failing_sink_is_no_longer_used(caplog):
     failing, good = Failing(), Collecting()
     sinks = Sinks([failing, good])
     sinks.read(reading(1))
@@ -160,7 +160,7 @@ def test_a_background_sink_gets_everything_in_order():
     assert sink.seen[100:] == ["evaluated", "logged", "event", True]
 
 
-def test_a_sink_that_blocks_holds_up_neither_the_training_nor_its_end(caplog):
+def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
     began, release = threading.Event(), threading.Event()
 
     class Blocking(Collecting):
@@ -188,7 +188,7 @@ def test_a_sink_that_blocks_holds_up_neither_the_training_nor_its_end(caplog):
     ]
 
 
-def test_a_background_sink_that_fails_is_not_used_any_more(caplog):
+def test_a_failing_background_sink_is_no_longer_used(caplog):
     def fail():
         raise RuntimeError("no network\nmore of it")
 
@@ -202,7 +202,7 @@ def test_a_background_sink_that_fails_is_not_used_any_more(caplog):
     )
 
 
-def test_a_missing_package_is_named_with_what_installs_it():
+def test_a_missing_package_is_named_with_how_to_install_it():
     with pytest.raises(UserError, match=r"^--wandb: the package no_such is not .*\[no_such\]'"):
         check_package("--wandb", "no_such")
     with pytest.raises(UserError, match=r"--it: the package json cannot be imported: ModuleNotF"):
@@ -219,12 +219,12 @@ def test_what_continues_a_run_needs_its_folder(setting):
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "/b", "a/", "what?"])
-def test_a_project_that_cannot_be_is_rejected(name):
+def test_an_invalid_project_name_is_rejected(name):
     with pytest.raises(UserError, match="--wandb"):
         TrainConfig(wandb=name)
 
 
-def test_only_sinks_are_taken_as_sinks():
+def test_only_sinks_are_accepted_as_sinks():
     check_own_sinks([Collecting(), MetricsSink()])
     with pytest.raises(UserError, match=r"found the class Collecting, needed an instance"):
         check_own_sinks([Collecting])

@@ -154,7 +154,7 @@ def test_weights_and_biases_offline(offline):
     assert offline.read("wandb.json")["id"] != known["id"]
 
 
-def test_weights_and_biases_asks_nobody_for_a_key(monkeypatch, tmp_path):
+def test_weights_and_biases_never_prompts_for_a_key(monkeypatch, tmp_path):
     import wandb
 
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):

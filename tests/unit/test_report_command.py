@@ -50,7 +50,7 @@ def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monk
     assert not (folders[0] / "report.html").exists()
 
 
-def test_what_is_missing_is_said_and_the_report_is_written(run, tmp_path):
+def test_missing_files_are_reported_and_the_report_is_written(run, tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "summary.json").write_text("{")
     code, _, err = run(folder)

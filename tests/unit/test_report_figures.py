@@ -107,8 +107,8 @@ def test_a_step_adds_up_to_its_time(run):
             assert means["other"] == pytest.approx(0.005)
 
 
-def test_what_happened_has_a_row_for_each_sort(run):
-    rows = {name: len(happenings) for name, happenings in event_rows(run).items()}
+def test_events_have_a_row_for_each_kind(run):
+    rows = {name: len(events) for name, events in event_rows(run).items()}
     assert rows == {"new plan": 3, "rank 1 slow": 1, "lost rank": 1, "checkpoint": 1, "job": 2}
 
 

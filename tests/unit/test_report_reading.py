@@ -18,7 +18,7 @@ def folder(tmp_path):
     return make_run(tmp_path / "run")
 
 
-def test_a_whole_folder_is_read(folder):
+def test_a_complete_folder_is_read(folder):
     run = read_run(folder)
     assert run.missing == []
     assert (run.state, run.emulated, run.name) == ("finished", True, "run")
@@ -27,7 +27,7 @@ def test_a_whole_folder_is_read(folder):
     assert run.intervals[-1].phases["forward"] == (0.03, 0.03, 0.03)
     assert run.intervals[-1].at_sec == pytest.approx(20.0)
     assert run.evaluations[-1].values == {"loss": pytest.approx(0.2), "accuracy": 0.8}
-    kinds = {h.kind: h for h in run.happenings}
+    kinds = {event.kind: event for event in run.events}
     assert kinds["slow"].until_step == 180
     assert (kinds["loss"].ranks, kinds["loss"].until_step) == ((3,), 101)
     assert "recovery" not in kinds
@@ -54,15 +54,15 @@ def test_folders_of_earlier_versions_are_read(folder):
     assert run.intervals[0].ranks == (0, 1, 2, 3)
     assert run.intervals[-1].ranks == run.plans[-1].ranks == (0, 1, 2)
     assert set(run.intervals[0].phases) == {"data", "compute", "wait"}
-    assert [h.kind for h in run.happenings] == ["slow", "loss"]
+    assert [event.kind for event in run.events] == ["slow", "loss"]
     assert run.evaluations[-1].step == 200
 
 
-def test_a_rank_that_is_lost_is_slow_no_more(folder):
+def test_a_lost_rank_is_no_longer_slow(folder):
     events = [event("slow", 20, "", [1]), event("slow", 30, "", [3]), event("slow", 40, "", [1])]
     write_lines(folder / "events.jsonl", [*events, event("loss", 100, "", [3])])
-    slow = [h for h in read_run(folder).happenings if h.kind == "slow"]
-    assert [(h.ranks, h.step, h.until_step) for h in slow] == [
+    slow = [event for event in read_run(folder).events if event.kind == "slow"]
+    assert [(event.ranks, event.step, event.until_step) for event in slow] == [
         ((1,), 20, 40),
         ((3,), 30, 100),
         ((1,), 40, None),
@@ -94,7 +94,7 @@ def test_the_time_between_jobs_does_not_count(folder):
         ("plan.jsonl", '{"step": 0', "plan.jsonl: 1 of 1 lines"),
     ],
 )
-def test_damage_is_named_and_the_rest_is_read(folder, name, content, missing):
+def test_damage_is_reported_and_the_rest_is_read(folder, name, content, missing):
     (folder / name).write_text(content)
     run = read_run(folder)
     assert any(missing in reason for reason in run.missing), run.missing
@@ -139,7 +139,7 @@ def test_of_very_many_events_the_first_and_the_last_are_kept(folder, monkeypatch
     lines = [event("checkpoint", step, "") for step in range(30)]
     write_lines(folder / "events.jsonl", [event("start", 0, ""), *lines, event("finish", 99, "")])
     run = read_run(folder)
-    assert (run.happenings[0].kind, run.happenings[-1].kind) == ("start", "finish")
+    assert (run.events[0].kind, run.events[-1].kind) == ("start", "finish")
     assert run.missing == ["events.jsonl: 22 of 32 lines, in the middle, are left out"]
 
 
@@ -149,7 +149,7 @@ def test_a_fifo_in_the_folder_does_not_block(folder):
     assert "events.jsonl cannot be read: not a regular file" in read_run(folder).missing
 
 
-def test_what_is_not_a_run_is_a_user_error(tmp_path):
+def test_a_folder_that_is_not_a_run_is_a_user_error(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for name, found in (("file", "found a file"), ("empty", "no file of a run"), ("no", "no such")):

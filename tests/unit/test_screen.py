@@ -225,7 +225,7 @@ def test_without_colour_only_what_is_bold_or_dim_is_marked(terminal, monkeypatch
     view.close(False)
 
 
-def test_an_output_that_is_no_terminal_is_refused(tmp_path):
+def test_an_output_that_is_not_a_terminal_is_refused(tmp_path):
     with (tmp_path / "log").open("w") as file, subprocess.Popen(["sleep", "60"], stdout=file) as p:
         with pytest.raises(NoTerminalError, match="a file or a pipe"):
             open_terminal(p.pid)

@@ -193,7 +193,7 @@ def test_memory_is_bounded_and_what_is_missing_is_counted():
     assert [event.name for event in made.take()] == ["forward"]
 
 
-def test_nothing_is_recorded_where_no_timeline_is_wanted():
+def test_nothing_is_recorded_without_a_timeline():
     assert recorder.current is None
     with part("wait"):
         assert recorded(len, "all_reduce", GROUP, 1) is len
@@ -333,7 +333,7 @@ def test_a_later_job_continues_the_file(tmp_path, ending):
     check_trace(read_trace(path))
 
 
-def test_anything_else_of_that_name_is_put_aside(tmp_path):
+def test_a_file_that_is_not_a_timeline_is_renamed(tmp_path):
     (tmp_path / NAME).write_text("not a timeline\n")
     file = TimelineFile(tmp_path, origin=1000.0)
     assert file.origin == 1000.0
@@ -341,7 +341,7 @@ def test_anything_else_of_that_name_is_put_aside(tmp_path):
     assert (tmp_path / f"{NAME}.old").read_text() == "not a timeline\n"
 
 
-def test_a_file_that_is_removed_meanwhile_begins_again(tmp_path):
+def test_a_file_that_was_removed_is_started_again(tmp_path):
     file = TimelineFile(tmp_path, origin=1000.0)
     (tmp_path / NAME).unlink()
     file.append(some_lines(0))
@@ -349,7 +349,7 @@ def test_a_file_that_is_removed_meanwhile_begins_again(tmp_path):
     assert TimelineFile(tmp_path, origin=2000.0).origin == 1000.0
 
 
-def test_what_is_incomplete_is_found_in_any_place():
+def test_an_incomplete_end_is_found_wherever_it_was_cut():
     lines = b'[\n{"a":1},\n{"b":2}'
     for cut in range(len(lines) + 1):
         kept = complete_length(lines[:cut])
@@ -436,7 +436,7 @@ def test_a_profile_names_ranks_and_steps():
         *("0@5@6", "0-9999999@5", "0@99999999999"),
     ],
 )
-def test_what_is_no_profile_is_an_error_of_one_line(text):
+def test_an_invalid_profile_is_a_one_line_error(text):
     with pytest.raises(UserError, match="--profile: found ") as caught:
         TrainConfig(profile=text)
     assert "\n" not in str(caught.value)
