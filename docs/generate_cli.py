@@ -40,7 +40,9 @@ def reference() -> str:
 
 
 def _command(parser: argparse.ArgumentParser) -> str:
-    lines = [f"## {parser.prog}", "", *textwrap.wrap(parser.description or "", 118), ""]
+    # A command in the description, such as pip install a[b], must not be broken at a hyphen.
+    text = textwrap.wrap(parser.description or "", 118, break_on_hyphens=False)
+    lines = [f"## {parser.prog}", "", *text, ""]
     lines += ["```", (parser.epilog or "").removeprefix("example: "), "```", ""]
     # argparse has no public way to list what was added to a parser.
     tables: dict[str, list[argparse.Action]] = {}
@@ -65,6 +67,8 @@ def _row(action: argparse.Action) -> str:
         value = f"`{action.metavar}`" if action.metavar else ""
     text = (action.help or "").replace("%%", "%")
     meaning = DEFAULT.sub("", text)
+    if meaning.count("(") > meaning.count(")"):  # the default was the end of a longer remark
+        meaning += ")"
     cells = (", ".join(options) or f"`{action.dest}`", value, _default(action, text), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

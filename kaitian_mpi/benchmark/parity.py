@@ -221,7 +221,7 @@ def _same_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> 
         if own != others:
             raise UserError(
                 f"the parity check: found samples of shapes {own}, needed those of rank {source}, "
-                f"{others}; give every host the same data, or go on with --no-parity"
+                f"{others}; give every host the same data, or skip this with --no-parity"
             )
     left = iter(received)
     return map_tensors(batch, lambda tensor: next(left) if _is_plain(tensor) else tensor)

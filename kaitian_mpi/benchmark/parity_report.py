@@ -91,7 +91,7 @@ def conclude(
         raise AgreedError(
             f"parity: forward and backward differ from those of {shared['text']} by more than "
             f"rounding on {'; '.join(map(str, wrong))}; update that device's driver or torch "
-            "plug-in, start without it, or go on with --no-parity"
+            "plug-in, start without it, or skip this with --no-parity"
         )
     kinds = ", ".join(dict.fromkeys(report.kind for report in reports))
     nearest = max(reports, key=lambda report: report.differences[0].excess)

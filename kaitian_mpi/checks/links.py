@@ -38,7 +38,7 @@ def judge_links(job: JobFacts) -> Iterator[Verdict]:
             yield warning(
                 f"between {_ends(link.ranks, link.hosts)}: {link.mb_per_sec:,.0f} MB/s, where the "
                 f"median pair has {usual:,.0f}",
-                "look at that link; leave the host out if it cannot be helped",
+                "check that link; if it cannot be made faster, leave the host out",
             )
     if between_hosts and usual < _SLOW_MB_PER_SEC:
         yield warning(

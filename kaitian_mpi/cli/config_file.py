@@ -58,5 +58,5 @@ def _check_table(path: str, table: dict[str, Any]) -> None:
         except TypeError as error:
             raise UserError(
                 f"--config {path}: set: {key}: found a date or time, needed a number, true, false, "
-                "a list or a text; put it in quotes"
+                "a list or a string; put it in quotes"
             ) from error

@@ -161,12 +161,12 @@ def read_value(name: str, text: str) -> Any:
         text: such as `3`, `1e-4`, `true`, `[1, 2]`, `"3"` or `adam`.
 
     Raises:
-        UserError: it is a constant of Python's that would be taken for a text.
+        UserError: it is a constant of Python's that would be taken for a string.
     """
-    if text in ("True", "False", "None"):  # as a text, each of them would be true
+    if text in ("True", "False", "None"):  # as a string, each of them would be true
         raise UserError(
             f"{name}={text}: found a constant of Python's, needed TOML: true or false; or "
-            f"'\"{text}\"' for the text"
+            f"'\"{text}\"' for the string"
         )
     try:
         read = tomllib.loads(f"value = {text}")

@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=PROGRAM,
         description="Show what happened in a run, or in several side by side: one HTML file that "
-        "opens without a network. Works for runs that train, have crashed or are damaged. Needs "
+        "opens without a network. Works even while a run trains, and after a crash. Needs "
         'neither MPI nor the devices, but matplotlib: pip install "kaitian-mpi[report]".',
         epilog=f"example: {PROGRAM} runs/cnn-20261122-161600",
         allow_abbrev=False,
@@ -96,13 +96,13 @@ def make_parser() -> argparse.ArgumentParser:
         "0: any free port; see docs/dashboard.md",
     )
     parser.add_argument(
-        "--images", type=Path, metavar="DIR", help="write each figure as a file to this folder too"
+        "--images", type=Path, metavar="DIR", help="also write each figure as a file to this folder"
     )
     parser.add_argument(
         "--format",
         default="png",
         metavar="LIST",
-        help="of those files: png, svg or png,svg (default png)",
+        help="format of these files: png, svg or png,svg (default png)",
     )
     return parser
 

@@ -158,26 +158,26 @@ class TrainingConfig:
     progress: str = setting(
         "auto",
         "live: bars, figures and a row for each rank, at the bottom of the terminal; plain: a "
-        "line every --log-interval; auto: live where mpirun's output is a terminal, else plain",
+        "line every --log-interval; auto: live if mpirun's output is a terminal, else plain",
         ("auto", "live", "plain", "none"),
     )
     quiet: bool = setting(
-        False, "print only warnings, errors, and in three lines the outcome of the run"
+        False, "print only warnings, errors, and the three lines at the end of a run"
     )
     timeline: bool = setting(
         False,
-        "record what every rank does and when, and every collective, in timeline.json of the run "
-        "folder, for https://ui.perfetto.dev or chrome://tracing",
+        "record every rank's phases and collectives in the run folder's timeline.json, for "
+        "https://ui.perfetto.dev or chrome://tracing",
     )
     timeline_every: int = setting(
         0,
-        "with --timeline: record the steps with a multiple of this number; 0: the first 10 and "
-        "each 10th, and fewer in runs of thousands of steps",
+        "with --timeline: record every Nth step; 0: the first 10 and every 10th, and fewer in "
+        "runs of thousands of steps",
     )
     dashboard: int = setting(
         -1,
-        "serve a page with the run's figures on this port of 127.0.0.1 while it trains; 0: any "
-        "free port; -1: none (needs a folder for results, and the extra 'report')",
+        "serve the live page, with the run's figures, on this port of 127.0.0.1 while it trains; "
+        "0: any free port; -1: none (needs a run folder, and the extra 'report')",
         metavar="PORT",
     )
     profile: str = setting(

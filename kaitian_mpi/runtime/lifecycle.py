@@ -45,8 +45,8 @@ def initialize_mpi() -> MPI.Intracomm:
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise UserError(
-            "found training in a process that loads data, which imports the script, needed it in "
-            'the ranks alone; put it under if __name__ == "__main__":, or set workers=0'
+            "the script was imported again by a data-loading process, and started to train there; "
+            'put the training under if __name__ == "__main__":, or set workers=0'
         )
     launch = read_launch(os.environ)
     reduce_timer_slack()

@@ -45,7 +45,9 @@ def read_hosts_file(path: str) -> str:
             f"--hosts-file {path}: {error.strerror}; name a file that can be read"
         ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--hosts-file {path}: found no text; correct it") from error
+        raise UserError(
+            f"--hosts-file {path}: found no text, needed lines such as 'node-a slots=4' in UTF-8"
+        ) from error
 
 
 def parse_hosts(text: str, path: str) -> tuple[HostEntry, ...]:
