@@ -4,7 +4,7 @@
 
 Starts a job of four ranks with emulated devices at a pseudo terminal. Rank 3 is killed after step
 60, and rank 1 becomes three times slower at step 90. Some steps later the terminal is pictured, in
-the colours that the job has sent, and the live page in a browser without a window; once the job has
+the colors that the job has sent, and the live page in a browser without a window; once the job has
 ended, the report and the timeline. The emulated devices sleep for most of a step, for four ranks
 share the cores. Needs Chromium; takes two minutes on two idle cores.
 """
@@ -39,7 +39,7 @@ COMMAND = (
     "--dashboard 0 --timeline --timeline-every 1"
 )
 KILL_AT, PICTURE_AT = 60, 105
-STEP = 8  # before the ranks first bring their events together: the lost one has its events, too
+STEP = 8  # before the first gathering of events, so that the lost rank's are in the file
 FIGURES = ("batch-sizes", "utilization", "step-phases", "events")
 FRAME = re.compile(r"\x1b7\x1b\[1;\d+r(.*?)\x1b8", re.DOTALL)
 ROW = re.compile(r"\x1b\[\d+;1H\x1b\[0m\x1b\[2K([^\x1b]*(?:\x1b\[[\d;]*m[^\x1b]*)*)")
@@ -153,7 +153,7 @@ def picture_timeline(run: Path, pictures: Path) -> None:
 
 
 def make_small(picture: Path) -> None:
-    """Write a picture with few colours and at most 1200 pixels wide."""
+    """Write a picture with few colors and at most 1200 pixels wide."""
     image = Image.open(picture).convert("RGB")
     if image.width > 1200:
         size = 1200, round(image.height * 1200 / image.width)

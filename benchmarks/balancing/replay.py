@@ -84,53 +84,60 @@ def record(world: World, slowdown: float, seconds: float) -> tuple[list[RankCost
     return costs, seconds_of / CostTable.of(costs).seconds(np.array(shares))
 
 
-def total(costs: CostTable, speeds: np.ndarray, shares_of: Shares) -> float:
-    """Return the seconds of all steps, each as long as its slowest rank."""
+def total(costs: CostTable, factors: np.ndarray, shares_of: Shares) -> float:
+    """Return the seconds of all steps, each as long as its slowest rank.
+
+    Args:
+        costs: the ranks' costs.
+        factors: how much longer than its cost each rank took, as [steps, ranks].
+        shares_of: returns the ranks' samples in a step.
+    """
     return sum(
-        float((costs.seconds(shares_of(step)) * speed).max()) + EXPOSED_SEC
-        for step, speed in enumerate(speeds)
+        float((costs.seconds(shares_of(step)) * factor).max()) + EXPOSED_SEC
+        for step, factor in enumerate(factors)
     )
 
 
-def rebalanced(costs: list[RankCost], speeds: np.ndarray) -> tuple[float, int]:
+def rebalanced(costs: list[RankCost], factors: np.ndarray) -> tuple[float, int]:
     """Return the seconds of all steps with the rebalancer, and how many plans it made."""
     table, plans, reported, seconds = CostTable.of(costs), 0, None, 0.0
     rebalancer = Rebalancer(costs, plan_fastest(costs, BATCH))
-    for speed in speeds:
+    for factor in factors:
         shares = np.array(rebalancer.batch_sizes)
-        work = table.seconds(shares) * speed
+        work = table.seconds(shares) * factor
         seconds += float(work.max()) + EXPOSED_SEC
-        if reported is not None:  # what a step tells is known a step later
+        if reported is not None:  # a step's report arrives a step later
             plans += rebalancer.observe(reported) is not None
         reported = RankSteps(np.ones_like(shares), shares, work, work.max() - work + EXPOSED_SEC)
     return seconds, plans
 
 
-def show(costs: list[RankCost], speeds: np.ndarray) -> None:
+def show(costs: list[RankCost], factors: np.ndarray) -> None:
     """Print what each way of dividing the batch gains over equal shares."""
     table = CostTable.of(costs)
 
-    def best(speed: np.ndarray) -> np.ndarray:
-        return np.array(plan_fastest(table.times(speed).costs(), BATCH))
+    def best(factor: np.ndarray) -> np.ndarray:
+        return np.array(plan_fastest(table.times(factor).costs(), BATCH))
 
     def lagging(lag: int) -> Shares:
-        return lambda step: best(np.median(speeds[max(0, step - 1 - lag) : max(1, step - 1)], 0))
+        return lambda step: best(np.median(factors[max(0, step - 1 - lag) : max(1, step - 1)], 0))
 
     equal = np.full(len(costs), BATCH // len(costs))
-    equal_sec = total(table, speeds, lambda step: equal)
-    fixed = best(np.median(speeds, axis=0))
-    lags = {lag: equal_sec / total(table, speeds, lagging(lag)) for lag in LAGS}
+    equal_sec = total(table, factors, lambda step: equal)
+    fixed = best(np.median(factors, axis=0))
+    lags = {lag: equal_sec / total(table, factors, lagging(lag)) for lag in LAGS}
     lag = max(lags, key=lambda each: lags[each])
-    seconds, plans = rebalanced(costs, speeds)
-    low, high = np.quantile(speeds, (0.1, 0.9), axis=0)
+    seconds, plans = rebalanced(costs, factors)
+    low, high = np.quantile(factors, (0.1, 0.9), axis=0)
     spread = ", ".join(f"{a:.2f} to {b:.2f}" for a, b in zip(low, high, strict=True))
-    print(f"{len(speeds)} steps, one rank slowed (emulated)")
+    print(f"{len(factors)} steps, one rank slowed (emulated)")
     print(f"a step's time, relative to the median, of each rank (8 of 10 steps): {spread}")
     gains = {
-        f"shares that stay, {fixed.tolist()}": equal_sec / total(table, speeds, lambda step: fixed),
+        f"shares that stay, {fixed.tolist()}": equal_sec
+        / total(table, factors, lambda step: fixed),
         f"the rebalancer, {plans} new plans": equal_sec / seconds,
         f"by the last {lag} steps, the best number": lags[lag],
-        "by each step's own speeds": equal_sec / total(table, speeds, lambda k: best(speeds[k])),
+        "by each step's own speeds": equal_sec / total(table, factors, lambda k: best(factors[k])),
     }
     print("samples/s relative to equal shares:")
     for name, gain in gains.items():
@@ -144,9 +151,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0, help="to record")
     options = parser.parse_args()
     world = kaitian_mpi.init()
-    costs, speeds = record(world, options.slowdown, options.seconds)
+    costs, factors = record(world, options.slowdown, options.seconds)
     if world.rank == 0:
-        show(costs, speeds)
+        show(costs, factors)
     dist.destroy_process_group()
 
 

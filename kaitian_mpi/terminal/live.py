@@ -109,7 +109,7 @@ class LiveView(MetricsSink):
         screen.close(lines)
 
     def _lines(self, width: int, height: int) -> list[str]:
-        """Return the view with escape sequences for colours, none of them where NO_COLOR is set."""
+        """Return the view with escape sequences for colors, or without if NO_COLOR is set."""
         console = Console(
             file=io.StringIO(), force_terminal=True, width=max(1, width), legacy_windows=False
         )
