@@ -2,7 +2,10 @@
 
 They share its memory, files and process numbers, and take turns at its cores; each has a name, an
 address and a link of its own, so that mpirun reaches them over real ssh and ranks talk over real
-sockets. Needs root::
+sockets. Their processes are in one cgroup, in which Linux divides the cores among processes, not
+among sessions (`sched_autogroup_enabled`), as it does where ssh starts one for each host: then a
+daemon was seen without a core for a minute, next to a rank of another session that yields its own
+in order to wait for it. Needs root::
 
     python tests/emulated_hosts.py --slots 2,1,1 --link-mbit 1000 -- COMMAND HOSTFILE ...
 
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,11 +31,12 @@ from typing import Self
 from processes import rank_of
 
 _SSHD = "/usr/sbin/sshd"
-_STARTING_SEC = 10.0
+_LIMIT_SEC = 10.0
 _SSH = "PRTE_MCA_plm_ssh_agent"  # what mpirun calls for ssh
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
 _BURST = "128kb"  # more than the largest packet that the kernel hands to a link
 _QUEUE = "50ms"
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def why_not() -> str:
@@ -115,6 +120,14 @@ def share_cores(cores: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
     return [[chosen[number]] for number in range(len(slots))]
 
 
+def _parent_of_groups() -> Path | None:
+    """Return where a cgroup can be made that gets a share of the cores, if anywhere."""
+    if (_GROUPS / "cpu" / "cgroup.procs").exists():  # version 1
+        return _GROUPS / "cpu"
+    enabled = _GROUPS / "cgroup.subtree_control"  # version 2
+    return _GROUPS if enabled.exists() and "cpu" in enabled.read_text().split() else None
+
+
 class EmulatedHosts:
     """Some hosts, numbered from 1; they are gone when the context is left.
 
@@ -133,6 +146,7 @@ class EmulatedHosts:
         self.others = self._numbers[1:]
         self._cores = share_cores(sorted(os.sched_getaffinity(0)), slots)
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
+        self._group: Path | None = None
         lines = [
             f"{self.address(n)} slots={k}\n" for n, k in zip(self._numbers, slots, strict=True)
         ]
@@ -154,6 +168,7 @@ class EmulatedHosts:
             "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
         )
         try:
+            self._make_group()
             _run("ip", "link", "add", self._tag, "type", "bridge")
             _run("ip", "link", "set", self._tag, "up")
             for number in self._numbers:
@@ -173,6 +188,11 @@ class EmulatedHosts:
     ) -> None:
         self._remove()
 
+    @property
+    def have_group(self) -> bool:
+        """Whether their processes are in one cgroup."""
+        return self._group is not None
+
     def address(self, number: int) -> str:
         """Return a host's address."""
         return f"{self._subnet}.{number}"
@@ -191,7 +211,7 @@ class EmulatedHosts:
         enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
         settings = f"unset {_POLICY}; export {_SSH}='ssh -F {self._folder}/ssh_config'"
         script = f'hostname "$0"; {settings}; exec "$@"'
-        return [*bind, *enter, script, self.name(number), *words]
+        return [*self._join_group(), *bind, *enter, script, self.name(number), *words]
 
     def rank_pids(self) -> dict[int, int]:
         """Return the processes of the ranks that live on any host, by world rank."""
@@ -232,6 +252,30 @@ class EmulatedHosts:
             _run("tc", "-n", self._namespace(number), "qdisc", "del", "dev", "eth0", "root")
             _run("tc", "qdisc", "del", "dev", self._link(number), "root")
 
+    def _make_group(self) -> None:
+        if parent := _parent_of_groups():
+            group = parent / self._tag
+            with suppress(OSError):  # not the right to
+                group.mkdir()
+                self._group = group
+
+    def _join_group(self) -> tuple[str, ...]:
+        """Return the words before a command that move it to the group."""
+        if self._group is None:
+            return ()
+        return ("sh", "-c", 'echo 0 > "$0"; exec "$@"', str(self._group / "cgroup.procs"))
+
+    def _remove_group(self) -> None:
+        deadline = time.monotonic() + _LIMIT_SEC
+        while self._group is not None:
+            try:
+                self._group.rmdir()
+                self._group = None
+            except OSError:  # a process is still in it
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
     def _namespace(self, number: int) -> str:
         return f"{self._tag}n{number}"
 
@@ -259,7 +303,7 @@ class EmulatedHosts:
 
     def _wait_for(self, number: int) -> None:
         login = ("ssh", "-F", f"{self._folder}/ssh_config", self.address(number), "true")
-        deadline = time.monotonic() + _STARTING_SEC
+        deadline = time.monotonic() + _LIMIT_SEC
         while True:
             done = subprocess.run(self.on_first(*login), capture_output=True, check=False)
             if not done.returncode:
@@ -299,6 +343,7 @@ class EmulatedHosts:
             server.wait()
             _run("ip", "netns", "del", self._namespace(number))
         subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
+        self._remove_group()
 
 
 def main() -> int:

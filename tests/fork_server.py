@@ -143,7 +143,12 @@ def fork_loading_processes(path):
 
 
 def join_host_of(pid):
-    """Move this process to a process's namespaces, such as those of an emulated host."""
+    """Move this process to a process's cgroup and namespaces, such as those of an emulated host."""
+    groups = [set(Path(f"/proc/{each}/cgroup").read_text().splitlines()) for each in (pid, "self")]
+    for line in groups[0] - groups[1]:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "cpu", "cpu,cpuacct"):
+            Path(f"/sys/fs/cgroup/{controllers}{path}/cgroup.procs").write_text("0")
     for name in ("net", "uts", "mnt"):
         with open(f"/proc/{pid}/ns/{name}") as theirs, open(f"/proc/self/ns/{name}") as ours:
             if os.fstat(theirs.fileno()).st_ino != os.fstat(ours.fileno()).st_ino:

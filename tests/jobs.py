@@ -275,17 +275,26 @@ class Job:
 class HostsJob(Job):
     """The same on emulated hosts; the command has `mpirun` in it, and may begin with another.
 
-    Without `on_all`, that other one chooses the hosts.
+    Without `on_all`, that other one chooses the hosts. Ranks are forked only if they then share the
+    cores with their host's daemon as fresh ones do, see `emulated_hosts.py`.
     """
 
-    def __init__(self, hosts: EmulatedHosts, *command: str, cwd: Path, on_all: bool = True) -> None:
+    def __init__(
+        self,
+        hosts: EmulatedHosts,
+        *command: str,
+        cwd: Path,
+        on_all: bool = True,
+        fresh: bool = False,
+    ) -> None:
         self._hosts = hosts
         options = "--with-ft ulfm --bind-to none".split()
         options += ["--hostfile", str(hosts.hostfile)] if on_all else []
         for name in (*_AS_ROOT, "PYTHONPATH"):
             options += ["-x", name]
         at = command.index("mpirun") + 1
-        words = hosts.on_first(*command[:at], *options, *command[at:])
+        ranks = forked(command[at:]) if hosts.have_group and not fresh else command[at:]
+        words = hosts.on_first(*command[:at], *options, *ranks)
         self._start(*words, cwd=cwd, env={})
 
     def rank_pids(self) -> dict[int, int]:

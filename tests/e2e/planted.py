@@ -58,14 +58,18 @@ def leaving(num_classes):
 
 
 class Slow(nn.Module):
-    """Takes 20 ms per sample, so that the job is still running when it is interrupted."""
+    """Takes 20 ms per sample, so that the job is still running when it is interrupted.
+
+    Once the job's folder has a file `hurry`, it takes no longer than it needs.
+    """
 
     def __init__(self, num_classes):
         super().__init__()
         self.layer = nn.Linear(3 * 32 * 32, num_classes)
 
     def forward(self, x):
-        time.sleep(0.02 * len(x))
+        if not os.path.exists("hurry"):
+            time.sleep(0.02 * len(x))
         return self.layer(x.flatten(1))
 
 
