@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.backend.python_releases import accept_pickled_paths
 from kaitian_mpi.backend.store_barrier import Participants, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.deferred_free import free_unused_comms
@@ -53,6 +54,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     nodes = [world.infos[rank].node for rank in places]
     network = network_of(comms, nodes, world.relay)
     relay = Relay(world.relay, world.device, has_accelerators=has_accelerators, network=network)
+    accept_pickled_paths(info.python_version for info in world.infos)
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
         *(options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions),
