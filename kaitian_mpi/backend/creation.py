@@ -16,7 +16,7 @@ from kaitian_mpi.mpi.deferred_free import free_unused_comms
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.job_store import finished_ranks, job_store
 from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
-from kaitian_mpi.mpi.topology import shared_devices, split_by_kind, subset, translate_ranks
+from kaitian_mpi.mpi.topology import shared_devices, split_into_groups, subset, translate_ranks
 from kaitian_mpi.mpi.world import World, current_world
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -46,12 +46,13 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     clear_store_barrier(options.store, _participants(options, ""))
     free_unused_comms()
     places = translate_ranks(comm, world.comm)
-    comms = split_by_kind(comm, [world.kinds[rank] for rank in places])
+    nodes = [world.infos[rank].node for rank in places]
+    kinds = [world.kinds[rank] for rank in places]
+    comms = split_into_groups(comm, kinds, nodes, world.relay.group_by)
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
     group_store = job_store().view(f"group {unique}")
     name, slowdown = str(options.group_id), world.script_slowdown
     has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
-    nodes = [world.infos[rank].node for rank in places]
     network = network_of(comms, nodes, world.relay)
     relay = Relay(world.relay, world.device, has_accelerators=has_accelerators, network=network)
     accept_pickled_paths(info.python_version for info in world.infos)
@@ -65,7 +66,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
 
 
 def _own_device(world: World, group: list[int]) -> OwnDevice:
-    """Return this rank's device. `group`: the ranks of its kind, or of its emulated label."""
+    """Return this rank's device. `group`: the ranks of its group."""
     from kaitian_mpi.collectives.vendor import OwnDevice
 
     infos = [world.infos[rank] for rank in group]

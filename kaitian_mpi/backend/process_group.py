@@ -18,7 +18,7 @@ from kaitian_mpi.collectives.collective import Collective, Tensors
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.collectives.detail_check import agreement_check
 from kaitian_mpi.collectives.host import HostOperations
-from kaitian_mpi.collectives.hybrid import ALGORITHMS, HybridOperations
+from kaitian_mpi.collectives.hybrid import HybridOperations
 from kaitian_mpi.collectives.observation import profile_record
 from kaitian_mpi.collectives.router import Router
 from kaitian_mpi.collectives.staging import SideStreams
@@ -46,8 +46,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
     Every operation except `send` and `recv` is collective and runs after those called before it;
     tensors may be on any device. Unsupported calls raise an error before anything is sent.
 
-    In a group of one device kind, operations use the vendor's library, if there is one; otherwise
-    they go through host memory. The allreduce between kinds is the hybrid one.
+    Where all ranks are of one device kind, operations use the vendor's library, if there is one;
+    otherwise they go through host memory. The allreduce between kinds is the hybrid one.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
         self.comms = comms
-        self.single_kind = len(comms.groups) == 1
-        """Whether all ranks are of one device kind, so that there is no relay."""
+        self.has_one_group = len(comms.groups) == 1
+        """Whether all ranks are in one group, so that there is no relay."""
         self.relay = relay
         """Takes this group's tensors through host memory, if they are not there already."""
         self._name = name
@@ -88,7 +88,10 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
         self._library = VendorLibrary(own, comms, store, timeout)
         host = HostOperations(comms.world, self._arrivals, relay)
-        self._hybrid = HybridOperations(comms, self._arrivals, self._library, relay)
+        self._libraries = [self._library]
+        if comms.by_host is not None:
+            self._libraries.append(VendorLibrary(own, comms.by_host, store, timeout))
+        self._hybrid = HybridOperations(comms, self._arrivals, self._libraries, relay)
         streams = SideStreams(own.device if own.has_vendor else None)
         self._worker = Worker(f"kaitian-{name}", streams)
         self.torch_versions = tuple(torch_versions)
@@ -126,14 +129,14 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """The algorithms that there are for `allreduce` between kinds."""
-        return tuple(ALGORITHMS)
+        """The algorithms that there are for `allreduce` between kinds, on the group's ranks."""
+        return tuple(self._hybrid.algorithms)
 
     @property
     def algorithm(self) -> str:
         """The algorithm of `allreduce` between kinds, one of `algorithms`; settable.
 
-        Must be the same on every rank; has no effect in a group of a single kind.
+        Must be the same on every rank; has no effect where all ranks are in one group.
         """
         return self._hybrid.algorithm
 
@@ -158,7 +161,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             Whether it is.
         """
         link = self.relay.network.link(self.comms.world)
-        if link is None or (self.single_kind and self._library.is_present):
+        if link is None or (self.has_one_group and self._library.is_present):
             return False
         link.choose()
         return True
@@ -195,7 +198,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         """
         self._timeout = timeout
         self._arrivals.set_timeout(timeout)
-        self._library.set_timeout(timeout)
+        for library in self._libraries:
+            library.set_timeout(timeout)
         self._mailbox.set_timeout(timeout)
 
     @property
@@ -222,7 +226,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         unregister_close(self.shutdown)
         self._run = _raise_ended
         self._worker.close()
-        self._library.close()
+        for library in self._libraries:
+            library.close()
         is_done = self._mailbox.close()
         if is_revoked(self.comms.world):
             return

@@ -25,6 +25,7 @@ def init(
     emulate_kinds: str = "",
     emulate_slowdown: str = "",
     share_device: bool = False,
+    group_by: str = "auto",
 ) -> World:
     """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
 
@@ -40,6 +41,9 @@ def init(
             `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
         share_device: let several ranks use one device; the ranks of such a group communicate
             through host memory. Also if the environment variable `KAITIAN_SHARE_DEVICE` is 1.
+        group_by: what ranks of one group have in common: `kind`, or `kind-and-host`, where vendors'
+            libraries connect no hosts. `auto`: what `KAITIAN_GROUP_BY` says, if it is set; else
+            `kind`, and a `Training` measures whether `kind-and-host` is faster.
 
     Raises:
         UserError: a device is missing, a host has more ranks than devices, two ranks share a
@@ -53,6 +57,7 @@ def init(
         "emulate_kinds": emulate_kinds,
         "emulate_slowdown": emulate_slowdown,
         "share_device": share_device,
+        "group_by": group_by,
     }
     requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if dist.is_initialized():

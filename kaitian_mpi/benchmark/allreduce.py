@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     # Importing it starts MPI, and a script imports this module before MPI's settings are made.
     from kaitian_mpi.backend.process_group import KaitianProcessGroup
 
+_WARM_UP_ELEMENTS = 1 << 16  # in each lane: as many as a link between hosts needs to be measured
 _REPEATS = 5
 _MAX_SEC = 2.0
 
@@ -40,7 +41,8 @@ def choose_algorithm(
 
     Args:
         group: the process group.
-        request: an algorithm's name, or `auto` for the fastest.
+        request: an algorithm's name, or `auto` for the fastest; also if there is none of that name
+            on these ranks, as one by host after the loss of a host.
         sizes: elements of the float32 buckets that training will reduce.
         device: the buckets' device.
         wire: what gradients are sent as between hosts.
@@ -49,12 +51,14 @@ def choose_algorithm(
         Seconds for all buckets, by algorithm: the slowest rank's median. Empty if nothing had to
         be measured.
     """
-    if group.single_kind:
-        return {}
-    if request != "auto":
-        group.algorithm = request
+    if group.has_one_group:
         return {}
     names = group.algorithms
+    if request in names:
+        group.algorithm = request
+        return {}
+    short = min(max(sizes, default=0), _WARM_UP_ELEMENTS * group.comms.lanes)
+    _warm_up(group, names, _Bucket(short, device, wire))
     # All algorithms in each round, so that a temporary load affects all of them.
     seconds: dict[str, list[float]] = {name: [] for name in names}
     buckets = [_Bucket(size, device, wire) for size in sizes]
@@ -72,6 +76,17 @@ def choose_algorithm(
     measured = dict(zip(names, slowest, strict=True))
     group.algorithm = min(measured, key=lambda name: measured[name])
     return measured
+
+
+def _warm_up(group: KaitianProcessGroup, names: Sequence[str], bucket: _Bucket) -> None:
+    """Let each algorithm do what it does only once, such as connecting. Collective.
+
+    That may take seconds, in which the time for the measurement itself would be over.
+    """
+    group.trust_calls()
+    for name in names:
+        group.algorithm = name
+        bucket.sum(group)
 
 
 def time_allreduce(
@@ -139,7 +154,7 @@ class AllreduceChoice:
     """The algorithm that reduces gradients across device kinds."""
 
     algorithm: str
-    """Its name; `direct` with a single device kind."""
+    """Its name; `direct` with a single group."""
     seconds: Mapping[str, float]
     """Seconds for all buckets of a step, by algorithm; empty if nothing had to be measured."""
 
@@ -164,7 +179,7 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> Allr
             if crosses
             else f"wire: {wire} has no effect, as no gradient crosses between hosts in host memory",
         )
-    if group.single_kind:
+    if group.has_one_group:
         print_rank_0(world, "allreduce: direct, as there is only one device kind")
         return AllreduceChoice("direct", {})
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())

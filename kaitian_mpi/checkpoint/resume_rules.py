@@ -78,6 +78,7 @@ RULES: Mapping[str, Rule] = {
     "devices": _APPLIES_SILENTLY,  # like mpirun's hosts and number of ranks
     "device_map": _APPLIES_SILENTLY,
     "share_device": _APPLIES_SILENTLY,
+    "group_by": _applies(Invalidated.ALLREDUCE, Invalidated.EXCLUSION),
     "network_interface": _APPLIES_SILENTLY,
     "emulate_kinds": _APPLIES_SILENTLY,
     "emulate_slowdown": _APPLIES_SILENTLY,

@@ -29,8 +29,8 @@ FLAGS = (
     *("model", "dataset", "data_dir", "val_split", "augment", "global_batch_size"),
     *("benchmark_seconds", "benchmark_cache", "micro_batch_size", "allreduce", "network_allreduce"),
     *("devices", "device_map", "wire", "relay_dtype", "relay_memory_mb", "share_device"),
-    *("network_interface", "emulate_kinds", "emulate_slowdown", "precision", "memory_format"),
-    *("seed", "log_level"),
+    *("group_by", "network_interface", "emulate_kinds", "emulate_slowdown", "precision"),
+    *("memory_format", "seed", "log_level"),
 )
 
 _SECONDS = 20.0  # more than before training, since nothing else follows
@@ -66,7 +66,8 @@ def main() -> None:
         from kaitian_mpi.recipes.image_classification import make_task
 
         import_for_optimizers()
-        world = init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
+        emulated = config.emulate_kinds, config.emulate_slowdown
+        world = init(devices, *emulated, config.share_device, config.group_by)
         world.relay.adopt(config)
         bench(partial(make_task, config), config, world, target)
         dist.destroy_process_group()

@@ -22,7 +22,8 @@ SECTIONS = {
     "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "
     "benchmark_cache micro_batch_size keep_all",
     "devices and communication": "allreduce network_allreduce wire relay_dtype relay_memory_mb "
-    "devices device_map share_device network_interface emulate_kinds emulate_slowdown parity",
+    "devices device_map share_device group_by network_interface emulate_kinds emulate_slowdown "
+    "parity",
     "optimization": "epochs max_steps precision memory_format sync_bn max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
     "spares step_timeout snapshots snapshot_every",

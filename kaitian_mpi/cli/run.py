@@ -21,6 +21,7 @@ from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, GROUPINGS
 from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
@@ -51,8 +52,9 @@ def main() -> None:
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = join_world(comm, devices, *emulated, chosen.share_device)
+        world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by)
         set_current_world(world)
+        os.environ[GROUP_VARIABLE] = world.relay.group_by
         if chosen.share_device:  # also for a script that calls kaitian_mpi.init()
             os.environ[SHARE_VARIABLE] = "1"
         if world.emulation.describe():  # also for a script that calls kaitian_mpi.init()
@@ -109,6 +111,14 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let several ranks use one device; the ranks of such a group communicate through host "
         "memory (default $KAITIAN_SHARE_DEVICE)",
+    )
+    parser.add_argument(
+        "--group-by",
+        choices=GROUPINGS,
+        default="auto",
+        help="group ranks by device kind, or by kind and host, so that vendors' libraries connect "
+        "no hosts; auto: kind, unless a Training measures that the other is faster (default "
+        f"${GROUP_VARIABLE})",
     )
     parser.add_argument(
         "--network-interface",

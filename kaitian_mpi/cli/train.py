@@ -66,7 +66,8 @@ def main() -> None:
         from kaitian_mpi.training.training import Training
 
         startup_clock.begin("devices")
-        init(devices, config.emulate_kinds, config.emulate_slowdown, config.share_device)
+        emulated = config.emulate_kinds, config.emulate_slowdown
+        init(devices, *emulated, config.share_device, config.group_by)
         startup_clock.begin("imports")
         import_for_optimizers()
         with Training(task_maker(config), config) as training:

@@ -46,17 +46,17 @@ class Router:
         """Choose the routes for the group's ranks.
 
         Args:
-            library: connects the ranks of this rank's kind, if there is such a library.
+            library: connects the ranks of this rank's group, if there is such a library.
             host: executes collectives in host memory.
-            hybrid: executes collectives between several kinds.
+            hybrid: executes collectives between several groups.
             worker: runs collectives in order.
             streams: the streams on which a library works on copies of the caller's tensors.
             check: compares the ranks' calls; None where that is not needed.
             label: of the process group, in timelines.
         """
-        is_single_kind = len(hybrid.comms.groups) == 1
-        self._library = library if is_single_kind and library.is_present else None
-        self._host = host if is_single_kind else hybrid
+        has_one_group = len(hybrid.comms.groups) == 1
+        self._library = library if has_one_group and library.is_present else None
+        self._host = host if has_one_group else hybrid
         self._rank, self._size = host.rank, host.size
         self._worker = worker
         self._streams = streams

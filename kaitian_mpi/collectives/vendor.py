@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.collectives.collective import LibraryCollective
     from kaitian_mpi.devices import Device
     from kaitian_mpi.mpi.datatypes import Reduction
-    from kaitian_mpi.mpi.topology import GroupComms
+    from kaitian_mpi.mpi.topology import Group, GroupComms
 
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """The library's tensor and the caller's, by the id of the caller's."""
@@ -41,7 +41,7 @@ class OwnDevice:
 
 
 class VendorLibrary:
-    """The library of this rank's kind; it is initialized when it is first needed."""
+    """The library of this rank's group; it is initialized when it is first needed."""
 
     def __init__(
         self, own: OwnDevice, comms: GroupComms, store: dist.Store, timeout: timedelta
@@ -50,7 +50,7 @@ class VendorLibrary:
 
         Args:
             own: this rank's device.
-            comms: the ranks, split by kind.
+            comms: the ranks, split into groups.
             store: for the library's bootstrap.
             timeout: how long one collective may take.
         """
@@ -63,9 +63,9 @@ class VendorLibrary:
         self._group: VendorGroup | None = None
 
     def group_for(self, dtypes: Iterable[torch.dtype], op: Any = None) -> VendorGroup | None:
-        """Return the library's group of this kind's ranks; None for an unsupported operation.
+        """Return the library's group of the group's ranks; None for an unsupported operation.
 
-        The same on all ranks of the kind; collective over them the first time.
+        The same on all ranks of the group; collective over them the first time.
 
         Args:
             dtypes: the dtypes of the tensors to be reduced or moved.
@@ -78,7 +78,7 @@ class VendorLibrary:
             return None
         if self._group is None:
             own, ranks = self._own, self._comms.group
-            store = dist.PrefixStore(f"vendor/{self._comms.own.kind}", self._store)
+            store = dist.PrefixStore(_store_prefix(self._comms.own), self._store)
             self._group = VendorGroup(
                 own.kind, own.device, store, ranks.rank, ranks.size, self._timeout
             )
@@ -91,13 +91,18 @@ class VendorLibrary:
             self._group.set_timeout(timeout)
 
     def close(self) -> None:
-        """Release the library's resources. Collective over the ranks of this kind."""
+        """Release the library's resources. Collective over the ranks of the group."""
         if self._group is not None:
             self._group.close()
 
 
+def _store_prefix(group: Group) -> str:
+    """Return what no other group of the same store has."""
+    return f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
+
+
 class VendorGroup:
-    """The ranks of one kind, connected by their vendor's library.
+    """The ranks of one group, connected by their vendor's library.
 
     Tensors on the host, or not contiguous, are copied to this rank's device and back, so that no
     rank depends on where another's tensors are. Operations are only started here: they run on the

@@ -84,6 +84,13 @@ class TrainConfig(TrainingConfig):
         "let several ranks use one device; the ranks of such a group communicate through host "
         "memory, because the vendors' libraries refuse them (default $KAITIAN_SHARE_DEVICE)",
     )
+    group_by: str = setting(
+        "auto",
+        "group ranks by device kind, or by kind and host, so that vendors' libraries connect no "
+        "hosts; auto: kind or, where several kinds are on several hosts and --allreduce is auto, "
+        "the faster, measured at startup (default $KAITIAN_GROUP_BY)",
+        ("auto", "kind", "kind-and-host"),
+    )
     network_interface: str = setting(
         "",
         "use only these network interfaces between hosts, such as eth0 or eth0,eth1; needed on "

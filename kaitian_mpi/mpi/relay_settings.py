@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.exchange import gather_values, join_errors
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GROUP_VARIABLE = "KAITIAN_GROUP_BY"
+"""The environment variable that acts as `--group-by`."""
+GROUPINGS = ("auto", "kind", "kind-and-host")
+"""What `--group-by` may be."""
 
 
 @dataclass
@@ -20,6 +31,8 @@ class RelaySettings:
     """How host memory is reduced between hosts: `auto`, `mpi` or an algorithm's name."""
     wire: str = TrainingConfig.wire
     """What gradients are sent as between hosts: `fp32`, `bf16`, `int8` or `int4`."""
+    group_by: str = "auto"
+    """What ranks of one group have in common, as `--group-by`; fixed once the job has started."""
     device_aware: bool = False
     """Whether MPI was given device memory itself: the ranks find out when they first relay."""
 
@@ -33,3 +46,28 @@ class RelaySettings:
         settings = asdict(self)
         del settings["wire"]  # an entry of its own
         return settings
+
+
+def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
+    """Return the settings with which a job starts, the same on every rank. Collective.
+
+    A rank without the variable takes the other ranks' value, since mpirun passes the variables of
+    its own host to other hosts only if told to.
+
+    Args:
+        comm: all ranks that mpirun started.
+        group_by: as `--group-by`; `auto`: what the environment variable says, if it is set.
+
+    Raises:
+        AgreedError: a value is not one of `GROUPINGS`, or differs between the ranks.
+    """
+    own = group_by if group_by != "auto" else os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
+    values = gather_values(comm, own)
+    given = sorted({value for value in values if value != "auto"})
+    if len(given) > 1 or not {*given} <= {*GROUPINGS}:
+        found = join_errors([f"found {value!r}" if value != "auto" else "" for value in values])
+        raise AgreedError(
+            f"--group-by or {GROUP_VARIABLE}: {found}; needed one of {', '.join(GROUPINGS)}, the "
+            "same on every rank"
+        )
+    return RelaySettings(group_by=given[0] if given else "auto")

@@ -1,4 +1,4 @@
-"""Topology: the ranks' devices, their groups by device kind, and the communicators of both."""
+"""Topology: the ranks' devices, how these are grouped, and the communicators of all that."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one device kind, in rank order. The first one is the leader."""
+    """The ranks of one device kind, or of one on one host, in rank order; the first one leads."""
 
     kind: str
     ranks: tuple[int, ...]
+    node: int | None = None
+    """The number of its host, if groups are by kind and host."""
 
     @property
     def leader(self) -> int:
@@ -73,12 +75,28 @@ class Group:
         return self.ranks[0]
 
 
-def plan_groups(kinds: Sequence[str]) -> tuple[Group, ...]:
-    """Group ranks 0, 1, … by these device kinds; groups are ordered by their first rank."""
-    members: dict[str, list[int]] = {}
-    for rank, kind in enumerate(kinds):
-        members.setdefault(kind, []).append(rank)
-    return tuple(Group(kind, tuple(ranks)) for kind, ranks in members.items())
+def plan_groups(
+    kinds: Sequence[str], nodes: Sequence[int | None] | None = None
+) -> tuple[Group, ...]:
+    """Group ranks 0, 1, … by device kind; groups are ordered by their first rank.
+
+    Args:
+        kinds: the device kind of each rank.
+        nodes: the number of each rank's host, to group by kind and host.
+    """
+    members: dict[tuple[str, int | None], list[int]] = {}
+    for rank, key in enumerate(zip(kinds, nodes or [None] * len(kinds), strict=True)):
+        members.setdefault(key, []).append(rank)
+    return tuple(Group(kind, tuple(ranks), node) for (kind, node), ranks in members.items())
+
+
+def may_group_by_host(kinds: Sequence[str], nodes: Sequence[int]) -> bool:
+    """Return whether groups by kind and host may be faster than groups by kind.
+
+    That takes several kinds, one that is on several hosts, and a host with several ranks of one.
+    """
+    by_kind, by_host = plan_groups(kinds), plan_groups(kinds, nodes)
+    return 1 < len(by_kind) < len(by_host) < len(kinds)
 
 
 def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
@@ -117,12 +135,12 @@ def check_own_devices(infos: Sequence[RankInfo]) -> None:
 
 @dataclass(frozen=True)
 class GroupComms:
-    """The communicators of one world of ranks, split by device kind."""
+    """The communicators of one world of ranks, split into groups."""
 
     world: MPI.Intracomm
     groups: tuple[Group, ...]
     group: MPI.Comm
-    """The ranks of this rank's own kind."""
+    """The ranks of this rank's own group."""
     lane: MPI.Comm | None
     """This rank's lane: the ranks that have the same group rank, one per group; None if some group
     is too small to have this group rank. Lane 0 connects the groups' leaders."""
@@ -130,6 +148,8 @@ class GroupComms:
     """The same ranks as `world`, for point-to-point messages."""
     lanes: int
     """The number of lanes: the size of the smallest group."""
+    by_host: GroupComms | None = None
+    """The same world in groups by kind and host, if these are an alternative to groups by kind."""
 
     @property
     def own(self) -> Group:
@@ -138,7 +158,8 @@ class GroupComms:
 
     def free(self) -> None:
         """Free the communicators. Collective."""
-        for comm in (self.lane, self.group, self.messages, self.world):
+        finer = () if self.by_host is None else (self.by_host.lane, self.by_host.group)
+        for comm in (*finer, self.lane, self.group, self.messages, self.world):
             if comm is not None:
                 comm.Free()
 
@@ -168,22 +189,42 @@ def translate_ranks(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
     return list(MPI.Group.Translate_ranks(comm.group, range(comm.size), world.group))
 
 
-def split_by_kind(world: MPI.Intracomm, kinds: Sequence[str]) -> GroupComms:
-    """Split `world` into groups by device kind and lanes across them. Collective.
+def split_into_groups(
+    world: MPI.Intracomm, kinds: Sequence[str], nodes: Sequence[int], group_by: str
+) -> GroupComms:
+    """Split `world` into groups, and lanes across them. Collective.
 
     Args:
         world: a communicator for the groups' exclusive use; collectives will be called on it.
         kinds: the device kind of each rank of `world`.
+        nodes: the number of each rank's host.
+        group_by: as `--group-by`, the same on every rank. With `auto`, groups are by kind; those by
+            kind and host are there beside them if they may be faster.
     """
+    messages = world.Dup()
+    for comm in (world, messages):
+        track_comm(comm)
+    if group_by == "kind-and-host":
+        return _split(world, messages, plan_groups(kinds, nodes))
+    by_host = None
+    if group_by == "auto" and may_group_by_host(kinds, nodes):
+        by_host = _split(world, messages, plan_groups(kinds, nodes))
+    return _split(world, messages, plan_groups(kinds), by_host)
+
+
+def _split(
+    world: MPI.Intracomm,
+    messages: MPI.Comm,
+    groups: tuple[Group, ...],
+    by_host: GroupComms | None = None,
+) -> GroupComms:
     from mpi4py import MPI
 
-    groups = plan_groups(kinds)
     lanes = min(len(group.ranks) for group in groups)
     own = groups.index(group_of(groups, world.rank))
     group = world.Split(own, world.rank)
     in_lane = group.rank < lanes
     lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)
-    messages = world.Dup()
-    for comm in (world, group, messages, *([lane] if in_lane else [])):
+    for comm in (group, *([lane] if in_lane else [])):
         track_comm(comm)
-    return GroupComms(world, groups, group, lane if in_lane else None, messages, lanes)
+    return GroupComms(world, groups, group, lane if in_lane else None, messages, lanes, by_host)

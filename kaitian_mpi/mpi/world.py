@@ -22,7 +22,7 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
-from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.mpi.relay_settings import RelaySettings, agree_on_settings
 from kaitian_mpi.mpi.topology import (
     Group,
     RankInfo,
@@ -87,8 +87,9 @@ class World:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups by device kind."""
-        return plan_groups(self.kinds)
+        """The groups by device kind; with `--group-by kind-and-host`, by kind and host."""
+        is_by_host = self.relay.group_by == "kind-and-host"
+        return plan_groups(self.kinds, [info.node for info in self.infos] if is_by_host else None)
 
     @property
     def group(self) -> Group:
@@ -129,6 +130,7 @@ def join_world(
     emulate_kinds: str = "",
     emulate_slowdown: str = "",
     share_device: bool = False,
+    group_by: str = "auto",
 ) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
@@ -138,6 +140,7 @@ def join_world(
         emulate_kinds: as `--emulate-kinds`; empty: what the environment variable says.
         emulate_slowdown: as `--emulate-slowdown`, likewise.
         share_device: as `--share-device`; also if the environment variable says so.
+        group_by: as `--group-by`; `auto`: what the environment variable says.
 
     Raises:
         AgreedError: a device is missing, a host has more ranks than devices, two ranks of a group
@@ -146,7 +149,7 @@ def join_world(
     """
     own = track_comm(comm.Dup())
     emulation = agree_on_emulation(own, emulate_kinds, emulate_slowdown)
-    schedule = emulation.schedules[own.rank]
+    relay = agree_on_settings(own, group_by)
     device, index, info, shares = _take_device(own, devices, share_device, emulation)
     facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
     gathered = gather_values(own, (asdict(info), facts.to_json()))
@@ -156,9 +159,9 @@ def join_world(
         check_own_devices(infos)
     open_job_store(own)
     _log_emulation(emulation, own.rank)
-    slowdown = ScriptSlowdown(schedule, _needs_training(emulation))
-    threads = _use_cores(own)
-    return World(own, infos, device, index, threads, own.size, emulation, slowdown)
+    slowdown = ScriptSlowdown(emulation.schedules[own.rank], _needs_training(emulation))
+    threads, size = _use_cores(own), own.size
+    return World(own, infos, device, index, threads, size, emulation, slowdown, relay)
 
 
 def _take_device(

@@ -41,13 +41,17 @@ Call = Callable[[torch.Tensor], None]
 class Link:
     """How one communicator is reduced. Its methods are collective, unless they say otherwise."""
 
-    def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings) -> None:
+    def __init__(
+        self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings, same_hosts: Link | None = None
+    ) -> None:
         """Measure nothing yet. Not collective.
 
         Args:
             comm: the ranks.
             hosts: where they are.
             settings: of this process; they may force an algorithm.
+            same_hosts: how more ranks of the same hosts are reduced; an exchange between hosts that
+                was chosen there is used here.
         """
         self.choice: Choice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""
@@ -56,6 +60,7 @@ class Link:
         self._comm = comm
         self._hosts = hosts
         self._settings = settings
+        self._same_hosts = same_hosts
         self._allreduce = HostAllreduce(comm, hosts)
 
     def reduce_to_all(self, tensor: torch.Tensor, op: Reduction) -> None:
@@ -100,6 +105,10 @@ class Link:
 
     def choose(self) -> Choice:
         """Return how tensors are reduced; it is chosen in the first call."""
+        if self.choice is None and self._same_hosts is not None:
+            known = self._same_hosts.choice
+            if known is not None and known.route != MPI_ROUTE:  # MPI does not know these are fewer
+                self.choice = known.with_lanes(self._hosts.lanes)
         if self.choice is None:
             forced = self._settings.network_allreduce
             check_same(self._comm, "--network-allreduce", forced, "give every rank the same")

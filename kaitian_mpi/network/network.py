@@ -27,17 +27,24 @@ class Network:
         """Have no links."""
         self._links: dict[int, Link] = {}
 
-    def add(self, comm: MPI.Comm, nodes: Sequence[int], settings: RelaySettings) -> None:
+    def add(
+        self,
+        comm: MPI.Comm,
+        nodes: Sequence[int],
+        settings: RelaySettings,
+        same_hosts: Link | None = None,
+    ) -> None:
         """Add a communicator of the process group. Not collective.
 
         Args:
             comm: exists as long as the group.
             nodes: the number of each rank's host.
             settings: of this process.
+            same_hosts: the link of more ranks of the same hosts, if there is one.
         """
         hosts = group_by_host(nodes)
         if hosts.size > 1:
-            self._links[comm.py2f()] = Link(comm, hosts, settings)
+            self._links[comm.py2f()] = Link(comm, hosts, settings, same_hosts)
 
     def link(self, comm: MPI.Comm) -> Link | None:
         """Return the link of a communicator; None if its ranks are on one host."""
@@ -62,7 +69,11 @@ def network_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings)
     """
     network = Network()
     network.add(comms.world, nodes, settings)
-    if comms.lane is not None:
-        places = translate_ranks(cast("MPI.Intracomm", comms.lane), comms.world)
-        network.add(comms.lane, [nodes[place] for place in places], settings)
+    world = network.link(comms.world)
+    for grouping in (comms, comms.by_host):
+        if grouping is not None and grouping.lane is not None:
+            places = translate_ranks(cast("MPI.Intracomm", grouping.lane), comms.world)
+            is_by_host = grouping.own.node is not None  # so that it has a rank on each host
+            same_hosts = world if is_by_host else None
+            network.add(grouping.lane, [nodes[place] for place in places], settings, same_hosts)
     return network

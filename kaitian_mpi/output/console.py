@@ -46,6 +46,8 @@ def show_topology(world: World, survives: bool = False) -> None:
     """
     emulated = any(info.emulated for info in world.infos)
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
+    if world.group.node is not None:
+        title += " by kind and host"
     table = make_table(title + (" (device kinds emulated)" if emulated else ""))
     for column in ("rank", "host", "group", "role", "device", "memory"):
         table.add_column(column, justify="right" if column in ("rank", "memory") else "left")

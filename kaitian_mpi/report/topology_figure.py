@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.report import palette
 from kaitian_mpi.report.canvas import SMALL, new_figure
-from kaitian_mpi.report.run import Group, Rank, Run
+from kaitian_mpi.report.run import Rank, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,8 +157,7 @@ def _draw_links(
     spine = right + 0.22
     middles = [top - height / 2 for top, height in zip(tops, heights, strict=True)]
     for kind, y in zip(kinds, middles, strict=True):
-        group = next((group for group in run.groups if group.kind == kind), None)
-        label = f"{_short(kind or 'unknown', 14)}\n{_within(run, kind, group)}"
+        label = f"{_short(kind or 'unknown', 14)}\n{_within(run, kind)}"
         axes.text(0.08, y, label, ha="left", va="center", fontsize=10)
         end = spine if len(kinds) > 1 else right
         axes.plot([_LEFT - 0.15, end], [y, y], color=palette.BLUE, linewidth=1.6, zorder=0)
@@ -174,16 +173,17 @@ def _draw_links(
         axes.text(spine + 0.1, y, text, ha="left", va="center", fontsize=10)
 
 
-def _within(run: Run, kind: str, group: Group | None) -> str:
+def _within(run: Run, kind: str) -> str:
     """Return how many ranks a kind has, and the library by which they reach each other."""
     libraries = {rank.library for rank in run.ranks.values() if rank.kind == kind}
-    count = len(group.ranks) if group else sum(r.kind == kind for r in run.ranks.values())
+    grouped = sum(len(group.ranks) for group in run.groups if group.kind == kind)
+    count = grouped or sum(r.kind == kind for r in run.ranks.values())
     by = ", ".join(sorted(name.upper() for name in libraries if name)) or "MPI"
     return f"{count:,} rank{'s' * (count != 1)}, {_short(by, 10)}"
 
 
 def _draw_key(axes: Axes, run: Run, hidden: int) -> None:
-    parts = ["square: rank", "thick border: leader of its kind"]
+    parts = ["square: rank", "thick border: leader of its group"]
     if any(event.kind == "loss" for event in run.events):
         parts.append("crossed out: lost during the run")
     if len({rank.host for rank in run.ranks.values()}) > 1:

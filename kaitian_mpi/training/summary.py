@@ -34,9 +34,9 @@ class Summary:
     excluded: list[dict[str, Any]] | None = None
     """The ranks without which the job is faster: `rank` and `reason` of each."""
     allreduce: str | None = None
-    """The algorithm that sums gradients across device kinds; `direct` with a single kind."""
+    """The algorithm that sums gradients across groups; `direct` with a single one."""
     relay: dict[str, Any] | None = None
-    """How tensors cross device kinds; None with a single kind."""
+    """How tensors cross between groups; None with a single one."""
     wire: str | None = None
     """What gradients are sent as between hosts."""
     parity: bool | None = None
@@ -96,6 +96,9 @@ class Summary:
     def with_ranks(self, world: World, state: TrainingState, plan: Plan, allreduce: str) -> Summary:
         """Return this with the fields that are known when some ranks start to train."""
         names = [info.world_rank for info in world.infos]
+        by_kind: dict[str, list[int]] = {}
+        for info in world.infos:
+            by_kind.setdefault(info.kind, []).append(info.world_rank)
         return replace(
             self,
             finished=False,
@@ -105,7 +108,7 @@ class Summary:
             world_size=world.size,
             ranks=names,
             device_kinds=list(dict.fromkeys(world.kinds)),
-            groups={group.kind: [names[rank] for rank in group.ranks] for group in world.groups},
+            groups=by_kind,
             global_batch_size=sum(plan.batch_sizes),
             batch_sizes=plan.batch_sizes,
             scores=plan.scores,

@@ -37,7 +37,11 @@ def hosts(tmp_path, slots):
 def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
     network = "--network-interface eth0 --network-allreduce pairwise --max-steps 8".split()
     ranks = [*WIDE, *EVEN, *network, "--wire", wire]
+    if wire == "fp32":
+        ranks += "--emulate-kinds a,a,b,a --group-by kind-and-host --allreduce leader".split()
     with HostsJob(hosts, *"mpirun -np 4".split(), *ranks, cwd=tmp_path) as job:
+        if wire == "fp32":
+            job.wait_for(r"4 ranks, 3 groups by kind and host")
         job.wait_for(r"allreduce among 4 ranks on 3 hosts: pairwise")
         job.wait_for(r"step 3/")
         job.kill(3)
@@ -55,6 +59,10 @@ def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
     assert summary["finished"] is True
     assert summary["ranks"] == [0, 1, 2]
     assert summary["wire"] == wire
+    assert summary["allreduce"] == ("leader" if wire == "fp32" else "direct")
+    if wire == "fp32":
+        assert summary["groups"] == {"a": [0, 1], "b": [2]}
+        assert summary["relay"]["group_by"] == "kind-and-host"
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
     saved = torch.load(newest, weights_only=True)
     rounds_off = [bool(state["residuals"]) for state in saved["rank_states"]]

@@ -73,7 +73,7 @@ dist.barrier()
 print(
     dist.get_rank(),
     (time.perf_counter() - began) / (time.thread_time() - used),
-    dist.group.WORLD.single_kind,
+    dist.group.WORLD.has_one_group,
     flush=True,
 )
 dist.destroy_process_group()

@@ -225,6 +225,7 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
         "dtype": "bf16",
         "device_aware": False,
         "network_allreduce": "auto",
+        "group_by": "auto",
     }
     assert summary["steps"] == 5
     assert math.isfinite(summary["val_loss"])

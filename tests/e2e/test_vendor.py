@@ -38,6 +38,7 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
         "dtype": "bf16",
         "device_aware": False,
         "network_allreduce": "auto",
+        "group_by": "auto",
     }
     assert summary["val_accuracy"] > 0.2  # chance gives 0.1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_bn"]

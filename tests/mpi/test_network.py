@@ -146,6 +146,18 @@ def test_an_algorithm_can_be_forced(world):
     assert link.choose() == Choice(Route("ring"), SHORT_BYTES, None)
 
 
+def test_what_was_found_between_the_same_hosts_holds(world):
+    hosts = group_by_host([rank // 2 for rank in range(world.size)])
+    if hosts.size > 1:
+        wide = Link(world.comm, hosts, RelaySettings())
+        wide.choice = Choice(Route("pairwise", 7), LONG_BYTES, {})
+        link = Link(world.comm, hosts, RelaySettings(), wide)
+        assert link.choose() == Choice(Route("pairwise", hosts.lanes), LONG_BYTES)
+        wide.choice = Choice(Route("mpi"))  # which does not depend on the hosts alone
+        settings = RelaySettings(network_allreduce="ring")
+        assert Link(world.comm, hosts, settings, wide).choose() == Choice(Route("ring"))
+
+
 def test_ranks_of_one_host_have_no_link(world):
     network = Network()
     network.add(world.comm, [3] * world.size, RelaySettings())

@@ -207,8 +207,8 @@ def test_a_group_of_one_kind_has_no_relay(world):
     evens = list(range(0, world.size, 2))
     group = dist.new_group(evens)
     if world.rank in evens:
-        assert group.single_kind
+        assert group.has_one_group
         tensor = torch.ones(5)
         dist.all_reduce(tensor, group=group)
         assert tensor.tolist() == [len(evens)] * 5
-    assert not dist.group.WORLD.single_kind
+    assert not dist.group.WORLD.has_one_group

@@ -30,7 +30,7 @@ def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, group, monkey
     measured = allreduce.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
     assert set(measured) == set(ALGORITHMS)
     assert len(set(gather_values(world.comm, group.algorithm))) == 1
-    assert len(rounds) == len(ALGORITHMS) * (1 if is_slow else 6)
+    assert len(rounds) == len(ALGORITHMS) * (2 if is_slow else 7)  # one warms up
 
 
 def test_the_flag_offers_every_algorithm():

@@ -4,7 +4,8 @@ import torch
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
-from kaitian_mpi.mpi.topology import split_by_kind, subset, translate_ranks
+from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, agree_on_settings
+from kaitian_mpi.mpi.topology import split_into_groups, subset, translate_ranks
 from kaitian_mpi.mpi.world import _exchange_visible, join_world
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
@@ -40,7 +41,7 @@ def test_ranks_with_different_releases_of_torch_start(world, monkeypatch):
 @pytest.mark.ranks(3)
 def test_split_into_groups_and_lanes(world):
     kinds = ["a", "b", *["a"] * (world.size - 2)]
-    comms = split_by_kind(world.comm.Dup(), kinds)
+    comms = split_into_groups(world.comm.Dup(), kinds, [0] * world.size, "auto")
     assert [group.ranks for group in comms.groups] == [(0, *range(2, world.size)), (1,)]
     assert comms.lanes == 1
     assert comms.own.kind == kinds[world.rank]
@@ -50,6 +51,48 @@ def test_split_into_groups_and_lanes(world):
     if comms.lane is not None:
         assert translate_ranks(comms.lane, world.comm) == [0, 1]
     comms.free()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rule", ["auto", "kind", "kind-and-host"])
+def test_split_by_kind_and_host(world, rule):
+    """Ranks 0 and 1 are alike on one host; the others on a second one, where the last differs."""
+    kinds, nodes = ["a"] * (world.size - 1) + ["b"], [0, 0, *[5] * (world.size - 2)]
+    comms = split_into_groups(world.comm.Dup(), kinds, nodes, rule)
+    by_kind = [tuple(range(world.size - 1)), (world.size - 1,)]
+    by_host = [(0, 1), tuple(range(2, world.size - 1)), (world.size - 1,)]
+    expected = by_host if rule == "kind-and-host" else by_kind
+    assert [group.ranks for group in comms.groups] == expected
+    assert (comms.by_host is not None) == (rule == "auto")
+    if comms.by_host is not None:
+        assert [group.ranks for group in comms.by_host.groups] == by_host
+        assert [group.node for group in comms.by_host.groups] == [0, 5, 5]
+        assert comms.by_host.lanes == 1
+        lane = comms.by_host.lane
+        assert (lane is not None) == (world.rank in (0, 2, world.size - 1))
+    comms.free()
+
+
+def test_one_rank_may_say_how_to_group(world, last, monkeypatch):
+    if world.rank == last:
+        monkeypatch.setenv(GROUP_VARIABLE, "kind-and-host")
+    assert agree_on_settings(world.comm).group_by == "kind-and-host"
+    assert agree_on_settings(world.comm, "kind-and-host").group_by == "kind-and-host"
+    monkeypatch.delenv(GROUP_VARIABLE, raising=False)
+    assert agree_on_settings(world.comm).group_by == "auto"
+
+
+def test_another_way_to_group_is_an_error_on_every_rank(world, last, monkeypatch):
+    if world.rank == last:
+        monkeypatch.setenv(GROUP_VARIABLE, "host")
+    found = "found 'host'" if world.size == 1 else f"rank {last}: found 'host'"
+    needed = "needed one of auto, kind, kind-and-host, the same on every rank"
+    with pytest.raises(AgreedError, match=f"{GROUP_VARIABLE}: {found}; {needed}"):
+        agree_on_settings(world.comm)
+    if world.size > 1:
+        given = "kind" if world.rank else "kind-and-host"
+        with pytest.raises(AgreedError, match=r"rank 0: found 'kind-and-host'; ranks? 1"):
+            agree_on_settings(world.comm, given)
 
 
 @pytest.mark.ranks(2)

@@ -36,6 +36,7 @@ DEFAULTS = {
     "--devices": "auto",
     "--device-map": "",
     "--share-device": False,
+    "--group-by": "auto",
     "--network-interface": "",
     "--emulate-kinds": "",
     "--emulate-slowdown": "",

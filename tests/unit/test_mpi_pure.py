@@ -3,7 +3,7 @@
 import pytest
 
 from kaitian_mpi.mpi.exchange import join_errors
-from kaitian_mpi.mpi.topology import Group, RankInfo, plan_groups
+from kaitian_mpi.mpi.topology import Group, RankInfo, may_group_by_host, plan_groups
 from kaitian_mpi.runtime.launcher import (
     Launch,
     different_mpi,
@@ -175,6 +175,31 @@ def test_ranks_are_grouped_by_kind(kinds, expected):
     groups = plan_groups(kinds)
     assert groups == expected
     assert [group.leader for group in groups] == [group.ranks[0] for group in expected]
+
+
+def test_ranks_are_grouped_by_kind_and_host():
+    kinds = ["cuda", "cpu", "cuda", "cuda", "cpu"]
+    assert plan_groups(kinds, [0, 0, 0, 3, 3]) == (
+        Group("cuda", (0, 2), 0),
+        Group("cpu", (1,), 0),
+        Group("cuda", (3,), 3),
+        Group("cpu", (4,), 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "nodes", "may"),
+    [
+        ("aab", (0, 0, 0), False),  # one host
+        ("aaaa", (0, 0, 1, 1), False),  # one kind
+        ("aabb", (0, 0, 1, 1), False),  # each kind on one host
+        ("abab", (0, 0, 1, 1), False),  # no host has two ranks of a kind
+        ("aaab", (0, 0, 1, 1), True),
+        ("aabaab", (0, 0, 0, 1, 1, 1), True),
+    ],
+)
+def test_groups_by_host_are_an_alternative_only_where_they_differ_in_use(kinds, nodes, may):
+    assert may_group_by_host(kinds, nodes) == may
 
 
 @pytest.mark.parametrize(

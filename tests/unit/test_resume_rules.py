@@ -58,6 +58,7 @@ APPLIES = {
     "allreduce": ("flat", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
     "network_allreduce": ("ring", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
     "wire": ("int8", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
+    "group_by": ("kind", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
     "relay_dtype": ("bf16", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
     "relay_memory_mb": (8, set(), ""),
     "epochs": (20, set(), ""),

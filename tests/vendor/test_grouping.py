@@ -1,0 +1,165 @@
+"""Groups by kind and host beside groups by kind; which rank is on which host is made up here."""
+
+from dataclasses import replace
+
+import fake_kinds
+import pytest
+import test_vendor
+import torch
+import torch.distributed as dist
+from fake_device import on_device, values
+from mpi_session import LAUNCH
+from test_vendor import agree, factor
+
+import kaitian_mpi
+from kaitian_mpi.backend.startup import open_process_group
+from kaitian_mpi.benchmark.allreduce import choose_algorithm
+from kaitian_mpi.collectives.hybrid import ALGORITHMS, BY_HOST
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.network.allreduce import HostAllreduce
+from kaitian_mpi.output.console import show_topology
+
+# --group-by, devices, hosts
+LAYOUTS = {
+    2: [("kind-and-host", "vendor,vendor", (0, 1))],
+    3: [("kind-and-host", "vendor,vendor,cpu", (0, 0, 1))],
+    4: [
+        ("auto", "vendor,vendor,vendor,cpu", (0, 0, 1, 1)),
+        ("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1)),
+        ("kind-and-host", "vendor,vendor2,vendor,vendor2", (0, 0, 1, 1)),
+    ],
+}
+pytestmark = pytest.mark.ranks(2)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.get(LAUNCH.world_size, [None]))
+def world(request):
+    rule, devices, nodes = request.param
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    joined = kaitian_mpi.init(devices=devices, group_by=rule)
+    dist.destroy_process_group()
+    infos = [replace(info, node=node) for info, node in zip(joined.infos, nodes, strict=True)]
+    made = replace(joined, infos=tuple(infos))
+    open_process_group(made)
+    return made
+
+
+@pytest.fixture
+def put(world):
+    """A function that creates this rank's tensors from host tensors."""
+    return (lambda tensor: tensor.clone()) if world.info.kind == "cpu" else on_device
+
+
+@pytest.fixture(params=[*ALGORITHMS, *BY_HOST])
+def algorithm(request, world):
+    if request.param not in dist.group.WORLD.algorithms:
+        assert request.param in BY_HOST
+        assert world.relay.group_by != "auto"
+        pytest.skip("all groups are by kind and host")
+    dist.group.WORLD.algorithm = request.param
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int16])
+def test_sums_are_exact(world, put, algorithm, dtype):
+    for number, length in enumerate([1, 1_000, 70_001, 600_000]):
+        test_vendor.check_sum(world, put, dtype, length, in_background=bool(number % 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
+    test_vendor.test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype)
+
+
+def test_operations_other_than_all_reduce(world, put):
+    for length in (7, 70_001):
+        test_vendor.check_moves(world, put, torch.float32, length, range(world.size))
+        test_vendor.check_reductions(world, put, torch.float32, length)
+    test_vendor.test_uneven_parts_of_one_tensor(world, put)
+    test_vendor.test_objects_and_barriers(world)
+
+
+def test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm):
+    test_vendor.test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm)
+
+
+def test_no_library_connects_hosts(world, put, algorithm, monkeypatch):
+    connected = []
+    create = fake_kinds.VendorDevice.create_vendor_group
+
+    def noting(self, store, rank, size, timeout):
+        connected.append(size)
+        return create(self, store, rank, size, timeout)
+
+    monkeypatch.setattr(fake_kinds.VendorDevice, "create_vendor_group", noting)
+    group = dist.new_group()
+    group.algorithm = algorithm
+    tensor = put(torch.full((100_000,), world.rank + 1.0))
+    dist.all_reduce(tensor, group=group)
+    assert values(tensor).unique().tolist() == [float(factor(world))]
+    dist.destroy_process_group(group)
+    if algorithm == "flat" or world.info.kind == "cpu":
+        assert connected == []
+    else:
+        alike = [info for info in world.infos if info.kind == world.info.kind]
+        here = [info for info in alike if info.node == world.info.node]
+        by_kind = world.relay.group_by == "auto" and algorithm in ALGORITHMS
+        assert connected == [len(alike if by_kind else here)]
+
+
+def test_the_lane_crosses_the_hosts_links_once_for_all_kinds(world, put, algorithm, monkeypatch):
+    runs = []
+    run = HostAllreduce.run
+
+    def noting(self, tensor, op, route):
+        runs.append(self._hosts.ranks)
+        run(self, tensor, op, route)
+
+    world.relay.network_allreduce = "ring"
+    monkeypatch.setattr(HostAllreduce, "run", noting)
+    group = dist.new_group()
+    group.algorithm = algorithm
+    tensor = put(torch.full((400_000,), world.rank + 1.0))
+    dist.all_reduce(tensor, group=group)
+    assert agree(world, tensor)
+    dist.destroy_process_group(group)
+    world.relay.network_allreduce = "auto"
+    if algorithm == "leader-by-host":
+        # Of the leaders of vendor on host 0, and vendor and cpu on host 1.
+        assert set(runs) == ({((0,), (1, 2))} if world.rank != 1 else set())
+
+
+def test_the_measurement_covers_both_and_all_ranks_choose_the_same(world):
+    group = dist.group.WORLD
+    measured = choose_algorithm(group, "auto", [10_000], world.device)
+    assert tuple(measured) == group.algorithms
+    expected = [*ALGORITHMS, *(BY_HOST if world.relay.group_by == "auto" else ())]
+    assert list(measured) == expected
+    assert set(gather_values(world.comm, group.algorithm)) == {min(measured, key=measured.get)}
+    assert choose_algorithm(group, "leader", [10_000], world.device) == {}
+    assert group.algorithm == "leader"
+    if "leader-by-host" not in measured:  # as remembered from before a loss
+        assert set(choose_algorithm(group, "leader-by-host", [100], world.device)) == set(measured)
+
+
+def test_the_table_says_that_groups_are_by_host(world, capsys):
+    show_topology(world)
+    title = f"{world.size} ranks, {len(world.groups)} groups"
+    if world.rank == 0:
+        text = capsys.readouterr().out
+        assert title in text
+        assert ("groups by kind and host" in text) == (world.relay.group_by == "kind-and-host")
+
+
+def test_a_subset_of_the_ranks_follows_the_same_rule(world, put):
+    made = dist.new_group(list(range(world.size - 1)))
+    if world.rank < world.size - 1:
+        nodes = {info.node for info in world.infos[:-1]}
+        kinds = {info.kind for info in world.infos[:-1]}
+        is_by_host = world.relay.group_by == "kind-and-host"
+        assert made.has_one_group == (len(kinds) == 1 and (len(nodes) == 1 or not is_by_host))
+        tensor = put(torch.ones(5_000))
+        dist.all_reduce(tensor, group=made)
+        assert values(tensor).unique().tolist() == [world.size - 1.0]
+        dist.destroy_process_group(made)
