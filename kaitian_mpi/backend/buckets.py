@@ -20,7 +20,8 @@ class Bucket:
     """The gradients of some parameters, of one dtype and on one device, in one buffer.
 
     After the gradients, the buffer has a number for each parameter: from how many ranks it got a
-    gradient. So the sum over the ranks also says which parameters no rank has used.
+    gradient. So the sum over the ranks also says which parameters no rank has used. The last number
+    is the caller's, whose weighted sum so costs no collective of its own.
     """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
@@ -38,9 +39,13 @@ class Bucket:
         reals = 2 if first.is_complex() else 1
         real = torch.view_as_real(first) if first.is_complex() else first
         end = sum(sizes) * reals
-        self.buffer = real.new_empty(end + len(sizes))
+        self.buffer = real.new_empty(end + len(sizes) + 1)
         """Flat and real; the sum of it is the sum of all there is."""
-        self._used = self.buffer[end:]
+        self.gradients = self.buffer[:-1]
+        """The buffer without the caller's number."""
+        self.number = self.buffer[-1]
+        """What `fill` was given, as a tensor without dimensions."""
+        self._used = self.buffer[end:-1]
         values = self.buffer[:end]
         if first.is_complex():
             values = torch.view_as_complex(values.view(-1, 2))
@@ -60,10 +65,14 @@ class Bucket:
         """What slow links round off the gradients; None if these cross as they are."""
 
     @torch.no_grad()
-    def fill(self, weight: float) -> None:
+    def fill(self, weight: float, number: torch.Tensor | None = None) -> None:
         """Write the weighted gradients to the buffer, of which the parameters' become views.
 
         With a weight of 0 there are none, whatever autograd has computed: not even a NaN is left.
+
+        Args:
+            weight: of the gradients and of `number`.
+            number: of one element, any dtype and device; None: 0.
 
         Raises:
             UnsupportedError: a gradient is sparse.
@@ -80,6 +89,10 @@ class Bucket:
                 gradients[place] = self._views[place].zero_()
         else:
             self._used.fill_(1.0)
+        if number is None:
+            self.number.zero_()
+        else:
+            self.number.copy_(number.view(())).mul_(weight)
         try:
             self._write(gradients, weight)  # type: ignore[arg-type]
         except RuntimeError:

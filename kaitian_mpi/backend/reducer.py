@@ -23,6 +23,7 @@ from kaitian_mpi.wire.residual import Residuals
 _CAPS = (1 << 20, 25 << 20)
 # Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
 _CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
+_EXACT = torch.float32, torch.float64
 _UNARMED = {-1}  # never empty, whatever is discarded from it
 
 
@@ -45,7 +46,7 @@ class GradientReducer:
 
     Unlike `DistributedDataParallel`, it does not wrap the module: whatever is computed with the
     parameters counts, in any number of forwards and by any method. Only parameters that require
-    gradients are sent.
+    gradients are sent, and with them a number of the caller's, such as the loss.
 
     The gradients travel in buckets, in the order in which they became ready in rank 0's first armed
     backward. A rank that computes nothing calls `arm(0)` and `finish()`.
@@ -91,6 +92,7 @@ class GradientReducer:
         self._group, self._on_bucket = group, on_bucket
         self._lock = threading.RLock()  # devices have a thread each in backward
         self._weight: float | Callable[[], float] = 1.0
+        self._number: torch.Tensor | None = None
         self._works: list[dist.Work] = []
         self._sums: list[torch.Tensor] = []
         self._sent = 0
@@ -99,6 +101,7 @@ class GradientReducer:
         self._order = list(reversed(range(len(self._parameters))))
         self._seen: dict[int, None] | None = {}  # the order of the first armed backward, until then
         self._buckets: list[Bucket] = []
+        self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
         self._caps = bucket_caps or suited
@@ -111,13 +114,31 @@ class GradientReducer:
         ]
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
-    def arm(self, weight: float | Callable[[], float]) -> None:
+    @property
+    def carries_number(self) -> bool:
+        """Whether a number can be summed along with the gradients; the same on every rank.
+
+        Not where all of these are of less than 32 bits, which would round it off.
+        """
+        return self._carrier is not None
+
+    @property
+    def number(self) -> torch.Tensor:
+        """The weighted sum of the ranks' numbers, without dimensions, after `finish`.
+
+        In the dtype and on the device of some gradient.
+        """
+        assert self._carrier is not None
+        return self._carrier.number.clone()
+
+    def arm(self, weight: float | Callable[[], float], number: torch.Tensor | None = None) -> None:
         """Let the next backward sum over the ranks. Not collective.
 
         Args:
             weight: of this rank's gradients. A callable is called once, when the first bucket is
                 ready, and may wait for a collective that was started before. With 0, whatever
                 this rank has computed is ignored, as if it had not used any parameter.
+            number: of one element; summed where `carries_number`. None counts as 0.
 
         Raises:
             RuntimeError: `finish` has not been called since the last armed backward.
@@ -142,7 +163,7 @@ class GradientReducer:
                 if self._seen is None
                 else _RecordedSet(bucket.indices, self._seen)
             )
-        self._weight, self._sent, self._sums = weight, 0, []
+        self._weight, self._number, self._sent, self._sums = weight, number, 0, []
         self._is_armed, self._is_backward_done = True, False
 
     def finish(self) -> None:
@@ -164,7 +185,7 @@ class GradientReducer:
             for bucket, work in zip(self._buckets, self._works, strict=True):
                 work.wait()
                 # One number in which whatever is not finite shows; while the next is summed.
-                self._sums.append(bucket.buffer.sum().float())
+                self._sums.append(bucket.gradients.sum().float())
                 bucket.settle()
             self._works.clear()
             self._agree_on_order()
@@ -178,7 +199,7 @@ class GradientReducer:
         """
         for pending in self._pending:
             pending.left = _UNARMED
-        self._is_armed, self._weight = False, 0.0
+        self._is_armed, self._weight, self._number = False, 0.0, None
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity.
@@ -191,7 +212,7 @@ class GradientReducer:
         if math.isfinite(sum(each.to(device) for each in self._sums)):
             return True
         # Finite numbers may add up to more than a float can hold.
-        return all(bool(bucket.buffer.isfinite().all()) for bucket in self._buckets)
+        return all(bool(bucket.gradients.isfinite().all()) for bucket in self._buckets)
 
     def describe(self) -> str:
         """Return what must be the same on every rank, as a short text; for `check_same`."""
@@ -214,6 +235,7 @@ class GradientReducer:
         self._is_closed = True
         self._on_bucket = _nothing
         self._parameters, self._frozen, self._buckets, self._pending = [], {}, [], []
+        self._carrier = None
         self._works, self._hooks = [], []
 
     def _build(self) -> None:
@@ -229,6 +251,8 @@ class GradientReducer:
             bucket.residual = self._residuals.add(bucket.buffer, places)
             for index in part:
                 self._hooks[index].pending = pending
+        exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
+        self._carrier = exact[-1] if exact else None
 
     def _bucket_ready(self, pending: _Pending, index: int) -> None:
         """Send the buckets that can be, now that this one has the gradients it waited for.
@@ -259,7 +283,7 @@ class GradientReducer:
         self._on_bucket(self._sent == len(self._buckets))
         if callable(self._weight):
             self._weight = float(self._weight())
-        bucket.fill(self._weight)
+        bucket.fill(self._weight, self._number if bucket is self._carrier else None)
         with summing_gradients(bucket.residual):
             work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
         assert work is not None

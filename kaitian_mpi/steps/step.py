@@ -107,10 +107,15 @@ class StepInProgress:
             self._share = self.own_weight / total if total else 0.0
         return self._share
 
+    def own_loss(self) -> torch.Tensor:
+        """Return the mean loss over this rank's share, once all of it is weighed."""
+        first, *others = self._losses
+        return torch.stack(self._losses).sum() if others else first
+
     def mean_loss(self) -> torch.Tensor:
         """Return the mean over the global batch of the loss. Collective."""
         weight = self.weight_of_share()
-        own = torch.stack(self._losses).sum() * weight
+        own = self.own_loss() * weight
         return _AsyncSum(own if weight else torch.zeros_like(own)).value()
 
 

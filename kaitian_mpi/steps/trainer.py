@@ -77,6 +77,8 @@ class Trainer:
         self._gradients = GradientReducer(
             state.model, on_bucket=self._bucket_ready, residuals=state.residuals
         )
+        # One collective less per step; gradients that cross rounded would round it.
+        self._loss_travels = self._gradients.carries_number and config.relay_dtype == "fp32"
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
@@ -203,7 +205,8 @@ class Trainer:
         step = self._step
         loss = step.weigh(loss, index)
         if is_last:
-            self._gradients.arm(step.weight_of_share)
+            loss_of_share = step.own_loss() if self._loss_travels else None
+            self._gradients.arm(step.weight_of_share, loss_of_share)
         scaled = self._computation.scaler.scale(loss)
         if scaled.requires_grad:  # it may not where nothing of the share counts
             scaled.backward()
@@ -218,7 +221,7 @@ class Trainer:
         step = self._step
         self._gradients.finish()
         is_finite = self._gradients.is_finite()
-        mean_loss = step.mean_loss()
+        mean_loss = self._gradients.number if self._loss_travels else step.mean_loss()
         if step.own_samples == 0:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()

@@ -104,6 +104,39 @@ def assert_equal_gradients(ours, theirs, tolerance=1e-12):
 # The sum
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_is_summed_along_with_the_gradients(world, reducer_of, sent, dtype):
+    weights = SHARES[: world.size]
+    model = nn.Linear(4, 4).to(dtype)
+    reducer = reducer_of(model)
+    assert reducer.carries_number
+    for step in range(3):
+        # What a rank with a weight of 0 has computed does not count.
+        number = torch.tensor(world.rank + step if weights[world.rank] else float("nan"))
+        reducer.arm(weights[world.rank], number.bfloat16())
+        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+        reducer.finish()
+        assert reducer.number.item() == sum(w * (rank + step) for rank, w in enumerate(weights))
+        assert reducer.is_finite()
+    assert len(sent) == 3  # one a step
+
+
+def test_a_number_that_is_not_finite_says_nothing_of_the_gradients(world, reducer_of):
+    model = nn.Linear(4, 4)
+    reducer = reducer_of(model)
+    reducer.arm(1.0, torch.tensor(float("nan")))
+    model(torch.ones(1, 4)).sum().backward()
+    reducer.finish()
+    assert reducer.number.isnan()
+    assert reducer.is_finite()
+
+
+def test_gradients_of_few_bits_carry_no_number(world, reducer_of):
+    assert not reducer_of(nn.Linear(4, 4).bfloat16()).carries_number
+    mixed = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    assert reducer_of(mixed).carries_number
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("make", ["sgd", "adamw"])
 def test_uneven_ranks_train_like_one_process(world, reducer_of, make, micro_batches):
@@ -164,8 +197,9 @@ def test_gradients_are_views_of_buckets_alike_on_all_ranks(world, reducer_of, se
         assert_alike(world, model)
     parameters = list(model.parameters())
     assert len(sent) > 1
-    # A number for each parameter is sent beside the gradients.
-    assert sum(sent) == sum(p.numel() for p in parameters) + len(parameters)
+    # Beside the gradients, a number for each parameter is sent, and one with each bucket.
+    numbers = len(parameters) + len(sent)
+    assert sum(sent) == sum(p.numel() for p in parameters) + numbers
     memories = {p.grad.untyped_storage().data_ptr() for p in parameters}
     assert len(memories) == len(sent)
 
@@ -178,7 +212,7 @@ def test_buckets_are_full_at_the_caps_and_hold_one_type_each(reducer_of, sent):
     reducer.arm(1)
     reducer.finish()
     # Of each type, from the last on, a bucket of 800 bytes or more, then of 1700 or more.
-    assert sent == [201, 603, 404, 101, 303, 202, 202]
+    assert sent == [202, 604, 405, 102, 304, 203, 203]
 
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
@@ -212,7 +246,7 @@ def test_a_shared_parameter_is_sent_once(world, reducer_of, sent):
     summed(reducer, model(torch.ones(2, 6)).sum(), 1 / world.size)
     alone(torch.ones(2, 6)).sum().backward()
     assert_equal_gradients(model, alone, 1e-6)
-    assert sent == [37]
+    assert sent == [38]
 
 
 def test_frozen_parameters_are_not_sent(world, reducer_of, sent):
@@ -222,7 +256,7 @@ def test_frozen_parameters_are_not_sent(world, reducer_of, sent):
     reducer = reducer_of(model)
     summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert sum(sent) == sum(p.numel() for p in trained) + len(trained)
+    assert sum(sent) == sum(p.numel() for p in trained) + len(trained) + len(sent)
     assert all(p.grad is None for p in model[:4].parameters())
     assert all(p.grad is not None for p in trained)
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+import torch.distributed as dist
 from samples import BATCH, LENGTH, Points
 from torch import nn
 
@@ -56,9 +57,11 @@ def note_samples(trainer, taken):
     trainer.train = noted
 
 
-def make_trainer(world, shares, micro_batch_size=None, workers=0, layers=(), min_batch=1):
+def make_trainer(
+    world, shares, micro_batch_size=None, workers=0, layers=(), min_batch=1, **settings
+):
     config = TrainConfig(
-        global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1
+        global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1, **settings
     )
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 16), *layers, nn.Tanh(), nn.Linear(16, 4)).double()
@@ -80,6 +83,29 @@ def train(trainer, plans=None):
     trainer.close()
     weights = torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
     return taken, weights
+
+
+@pytest.mark.parametrize(("relay_dtype", "sums"), [("fp32", 1), ("bf16", 2)])
+def test_the_loss_travels_with_the_gradients_unless_these_are_rounded(
+    world, monkeypatch, relay_dtype, sums
+):
+    calls = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: calls.append(a) or all_reduce(*a, **k))
+    shares = shares_of(world, [1, 3, 0][: world.size])
+    trainer = make_trainer(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
+    own = []
+    loss_of = trainer._computation.loss
+    trainer._computation.loss = lambda task, model, batch, counts: (
+        own.append((len(batch[0]), loss_of(task, model, batch, counts))) or own[-1][1]
+    )
+    step = next(trainer.steps())
+    trainer.close()
+    assert len(calls) == sums
+    losses = gather_values(world.comm, [(n, loss.item()) for n, loss in own if n])
+    counted = [pair for rank, pairs in enumerate(losses) if shares[rank] for pair in pairs]
+    expected = sum(n * loss for n, loss in counted) / sum(n for n, _ in counted)
+    assert step.mean_loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def shares_of(world, weights):
