@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import logging
 import math
@@ -19,7 +18,7 @@ import torch
 from kaitian_mpi.checkpoint.folder_lock import writing_in
 from kaitian_mpi.checkpoint.format import (
     Checkpoint,
-    HashingFile,
+    HashingWriter,
     check_loadable,
     describe,
     read,
@@ -31,7 +30,6 @@ from kaitian_mpi.output.tensor_files import UnusableError
 
 _log = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 1 << 20  # each write() and hash releases the GIL and must acquire it again
 _FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
 
 
@@ -203,12 +201,9 @@ class CheckpointFiles:
     def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
         """Write a file atomically; return its size in bytes and its SHA-256 in hex."""
         with replacing(self.folder / file_name, sync=True) as file:
-            hashing = HashingFile(file)
-            with io.BufferedWriter(hashing, _BUFFER_BYTES) as buffered:
-                fill(buffered)
-            if hashing.error is not None:
-                raise hashing.error
-        return hashing.size, hashing.sha256.hexdigest()
+            writer = HashingWriter(file)
+            writer.fill(fill)
+        return writer.size, writer.sha256.hexdigest()
 
     def _files(self) -> list[re.Match[str]]:
         try:

@@ -7,7 +7,6 @@ it describes it, with its size and SHA-256, and has a checksum of its own conten
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections import OrderedDict
@@ -20,7 +19,7 @@ import torch
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import json_bytes
-from kaitian_mpi.output.tensor_files import UnusableError, load_tensors
+from kaitian_mpi.output.tensor_files import TensorFile, TensorWriter, UnusableError, map_tensors
 
 FORMAT_VERSION = 3
 """Version 1 stored all buffers as float64; version 2 had other names for keys."""
@@ -36,8 +35,13 @@ class Checkpoint:
     """The .pt file."""
     description: dict[str, Any]
     """The content of its .json file: the values given to `write`, and those that it added."""
-    state: dict[str, Any]
-    """The state, with tensors in host memory."""
+    file: TensorFile
+    """What holds the state."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state, with tensors in host memory or in the file; not to be changed."""
+        return self.file.content
 
     @property
     def step(self) -> int:
@@ -45,36 +49,16 @@ class Checkpoint:
         return self.description["step"]
 
 
-class HashingFile(io.RawIOBase):
-    """Writes to a file and hashes what it wrote.
-
-    torch.save writes sequentially and never seeks; its writer checks that.
-    """
+class HashingWriter(TensorWriter):
+    """Writes to a file and hashes what it wrote."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.size, self.sha256 = 0, hashlib.sha256()
-        self.error: OSError | None = None
+        super().__init__(file)
+        self.sha256 = hashlib.sha256()
 
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Write data; after an error, which is stored in `error`, discard it.
-
-        torch's C++ writer would turn an OSError raised here into a RuntimeError.
-        """
-        if self.error is not None:
-            return len(data)
-        try:
-            count = os.write(self._file.fileno(), data)
-        except OSError as error:
-            self.error = error
-            return len(data)
-        self.sha256.update(data[:count])
-        self.size += count
-        return count
+    def written(self, data: Any) -> None:
+        """Hash it."""
+        self.sha256.update(data)
 
 
 def check_loadable(value: Any, where: str) -> None:
@@ -167,7 +151,6 @@ def read(path: Path) -> Checkpoint:
                 raise UnusableError(f"{size:,} bytes found, {description['bytes']:,} written")
             if hashlib.file_digest(file, "sha256").hexdigest() != description["sha256"]:
                 raise UnusableError("it was altered after it was written (its SHA-256 differs)")
-            file.seek(0)
-            return Checkpoint(path, description, load_tensors(file))
+        return Checkpoint(path, description, map_tensors(path))
     except OSError as error:
         raise UnusableError(f"it cannot be read: {error.strerror}") from error

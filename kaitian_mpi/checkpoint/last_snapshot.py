@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
-from kaitian_mpi.checkpoint.policy import SnapshotFiles
+from kaitian_mpi.checkpoint.snapshots import SnapshotFiles
 from kaitian_mpi.output.folders import SHM
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
-from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import RunMetadata
+from kaitian_mpi.checkpoint.snapshots import Pace, SnapshotFiles, snapshot_files
 from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.state import TrainingState
@@ -22,49 +22,22 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_bytes, gather_value
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.folders import (
     is_private,
-    make_private,
     remove_private,
     snapshot_folder,
     snapshots_name,
 )
-
-
-class SnapshotFiles(CheckpointFiles):
-    """A job's snapshots in this host's memory; only this user can access them."""
-
-    def __init__(self, folder: Path) -> None:
-        """Create the object only; the folder is not touched."""
-        super().__init__(folder, keep=1)
-
-    def write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
-        """Write a snapshot, as `CheckpointFiles.write`.
-
-        Raises:
-            UserError: other users can access the folder.
-        """
-        make_private(self.folder)
-        return super().write(state, description)
-
-    def newest_good(self) -> Checkpoint | None:
-        """Return the newest intact snapshot, as `CheckpointFiles.newest_good`.
-
-        Raises:
-            UserError: other users can access the folder.
-        """
-        return super().newest_good() if is_private(self.folder) else None
-
-
-def snapshot_files(config: TrainingConfig) -> SnapshotFiles | None:
-    """Return this host's snapshots of a job; None if it keeps none."""
-    name = snapshots_name(config.snapshots, os.environ)
-    return SnapshotFiles(snapshot_folder(name)) if name else None
+from kaitian_mpi.output.tensor_files import tensors_in
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.watchdog import enter_phase
 
 
 class Checkpointing:
     """Saves the state of a run: to the run's folder, and to each host's memory.
 
     World rank 0 of the active ranks writes the files; every rank contributes its own state.
-    Training waits only for a copy in memory.
+    Training waits only for a copy in memory, if the state is at most `--checkpoint-copy-mb`. A
+    larger one is written from where it is, without a copy, and training waits until it is written:
+    on accelerators from a single copy in host memory, in the background.
     """
 
     def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
@@ -85,6 +58,7 @@ class Checkpointing:
         self._saved_step = -1
         self._reported_step: int | None = None
         self._exit_copy: dict[str, Any] | None = None
+        self._pace = Pace()
         self.restart_timer()
 
     def restart_timer(self) -> None:
@@ -134,6 +108,7 @@ class Checkpointing:
         if world.rank == 0:
             rank_states = [from_bytes(content) for content in gathered]
             self._submit(self._writer, state, metadata, rank_states, score)
+        self._wait_for_writers(world, state)
 
     def prepare_exit(self, state: TrainingState) -> None:
         """Copy the state to the host, for `save_at_exit` in a forked process without the device."""
@@ -223,9 +198,10 @@ class Checkpointing:
         metadata: Callable[[], RunMetadata],
         always: bool = False,
     ) -> None:
-        """Save a snapshot in this host's memory, if it is due. Not collective.
+        """Save a snapshot in this host's memory, if it is due. Collective if the state is large.
 
-        Also due after the first step, so that a restarted job needs no benchmark.
+        Also due after the first step, so that a restarted job needs no benchmark. Where training
+        waits for it, it is left out if it would take more than 5% of the time.
 
         Args:
             world: the ranks that train; the first of each host saves.
@@ -236,9 +212,14 @@ class Checkpointing:
         hosts = [info.host for info in world.infos]
         is_first_on_host = hosts.index(world.info.host) == world.rank
         step = state.progress.step
-        due = always or step == 1 or step % self._config.snapshot_every == 0
-        if self._snapshots is not None and due and is_first_on_host:
-            self._submit(self._snapshots, state, metadata(), [], None)
+        is_wanted = always or step == 1
+        if self._snapshots is None or not (is_wanted or step % self._config.snapshot_every == 0):
+            return
+        if is_first_on_host and (is_wanted or self._pace.allows()):
+            begin = time.monotonic()
+            if self._submit(self._snapshots, state, metadata(), [], None):
+                self._pace.took(time.monotonic() - begin)
+        self._wait_for_writers(world, state)
 
     def save_for_restart(self, world: World, state: TrainingState, metadata: RunMetadata) -> bool:
         """Save the state on disk and in every host's memory, and wait for both. Collective.
@@ -299,17 +280,43 @@ class Checkpointing:
             self._snapshots.close()
             remove_private(self._snapshot_files.folder)
 
-    @staticmethod
     def _submit(
+        self,
         writer: BackgroundWriter,
         state: TrainingState,
         metadata: RunMetadata,
         rank_states: list[dict[str, Any]],
         score: float | None,
-    ) -> None:
-        content = copy_to_host(state.shared(), writer.take_spare())
-        content |= {"rank_states": rank_states, "metadata": metadata.to_json()}
-        writer.submit(content, _describe(state, score))
+    ) -> bool:
+        """Have the state written; return whether it is written already, not just copied."""
+        shared, description = state.shared(), _describe(state, score)
+        more = {"rank_states": rank_states, "metadata": metadata.to_json()}
+        if self._is_large(shared, on_host=True):
+            enter_phase("saving a large state", limited=False)
+            writer.write_now(without_copy(shared) | more, description)
+            return True
+        spare = self._only_spare() if self._is_large(shared) else writer.take_spare()
+        writer.submit(copy_to_host(shared, spare) | more, description)
+        return False
+
+    def _is_large(self, shared: dict[str, Any], on_host: bool = False) -> bool:
+        """Return whether a state, or the part of it in host memory, is too large to be copied."""
+        sizes = [each.nbytes for each in tensors_in(shared) if each.is_cpu or not on_host]
+        return sum(sizes) > self._config.checkpoint_copy_mb << 20
+
+    def _only_spare(self) -> dict[str, Any] | None:
+        """Return what any writer keeps, once all are done, so that there is only one copy."""
+        writers = [self._writer] if self._snapshots is None else [self._writer, self._snapshots]
+        for writer in writers:
+            writer.wait()
+        spares = [writer.take_spare() for writer in writers]
+        return next((spare for spare in spares if spare is not None), None)
+
+    def _wait_for_writers(self, world: World, state: TrainingState) -> None:
+        """Wait for the ranks that write a large state, however long they take. Collective."""
+        if self._is_large(state.shared()):
+            enter_phase("waiting for a large state to be saved", waits=True, limited=False)
+            sleeping_barrier(world.comm)
 
 
 def _describe(state: TrainingState, score: float | None) -> dict[str, Any]:

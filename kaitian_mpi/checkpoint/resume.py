@@ -14,8 +14,8 @@ from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.checkpoint.format import Checkpoint
 from kaitian_mpi.checkpoint.metadata import RunMetadata
-from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.checkpoint.resume_rules import Changes, compare_flags
+from kaitian_mpi.checkpoint.snapshots import snapshot_files
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.state_transfer import broadcast_state
@@ -24,6 +24,7 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import warn_rank_0
 from kaitian_mpi.output.folders import is_private
+from kaitian_mpi.output.tensor_files import TensorFile
 from kaitian_mpi.wire.residual import add_up
 
 
@@ -35,8 +36,8 @@ class FoundCheckpoint:
     """The same on every rank; None if there is no checkpoint, or none was wanted."""
     progress: dict[str, Any] = field(default_factory=dict)
     """The fields of `Progress`; the same on every rank."""
-    content: dict[str, Any] | None = None
-    """The checkpoint's state, on the one rank that has read it."""
+    file: TensorFile | None = None
+    """What holds the checkpoint's state, on the one rank that has read it."""
     name: str = ""
     """Its file and host, for messages."""
 
@@ -76,7 +77,7 @@ def find_checkpoint(
     return FoundCheckpoint(
         RunMetadata.from_json(best["metadata"]),
         best["progress"],
-        own.state if own is not None and world.rank == source else None,
+        own.file if own is not None and world.rank == source else None,
         f"{best['name']} on {world.infos[source].host}",
     )
 
@@ -124,45 +125,59 @@ def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     return progress["is_done"] and is_at_end
 
 
-def hand_over(world: World, found: FoundCheckpoint, to: int) -> FoundCheckpoint:
+def hand_over(
+    world: World, found: FoundCheckpoint, to: int, state: TrainingState
+) -> FoundCheckpoint:
     """Move the checkpoint to a rank that will train, if the one that read it will not. Collective.
 
     Args:
         world: all ranks.
         found: the checkpoint.
         to: the rank that receives it.
+        state: this rank's, freshly initialized; on rank `to`, its tensors take the checkpoint's
+            values.
     """
-    holders = [rank for rank, has in enumerate(_have_content(world, found)) if has]
+    holders = [rank for rank, has in enumerate(_have_file(world, found)) if has]
     if not holders or holders == [to]:
         return found
-    content = broadcast_state(world.comm, found.content, holders[0], receives=world.rank == to)
-    return replace(found, content=content)
+    file = found.file or TensorFile(None)
+    receives = world.rank == to
+    content = broadcast_state(
+        *(world.comm, file.content, holders[0], receives),
+        into=state.shared() if receives else None,
+        release=file.release,
+    )
+    return replace(found, file=TensorFile(content) if receives else None)
 
 
 def is_held(world: World, found: FoundCheckpoint) -> bool:
     """Return whether any of these ranks has read the checkpoint. Collective."""
-    return any(_have_content(world, found))
+    return any(_have_file(world, found))
 
 
-def load_content(
-    state: TrainingState, content: dict[str, Any] | None, shares: Sequence[int] | None
-) -> None:
+def load_file(
+    state: TrainingState, file: TensorFile | None, shares: Sequence[int] | None
+) -> list[dict[str, Any]]:
     """Load the checkpoint on the rank that has read it; do nothing elsewhere. Not collective.
 
     Args:
         state: this rank's, freshly initialized.
-        content: the checkpoint's state, or None.
+        file: holds the checkpoint's state; None elsewhere.
         shares: the batch sizes of the ranks that saved it, if other ranks continue: then batch norm
             gets statistics pooled over all their samples. None if the same ranks continue.
+
+    Returns:
+        The states of the ranks that saved it; [] elsewhere.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
-    if content is None:
-        return
-    state.load_shared(content)
-    if shares is not None and len(content["rank_states"]) == len(shares):
-        state.load_pooled_statistics(content["rank_states"], shares)
+    if file is None:
+        return []
+    saved = state.load_file(file)["rank_states"]
+    if shares is not None and len(saved) == len(shares):
+        state.load_pooled_statistics(saved, shares)
+    return saved
 
 
 def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: int) -> None:
@@ -177,15 +192,14 @@ def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: in
     Raises:
         AgreedError: the checkpoint is of another model.
     """
-    metadata, content = found.metadata, found.content
+    metadata, saved = found.metadata, []
     assert metadata is not None
     are_same_ranks = metadata.active_places == [info.place for info in world.infos]
     with agree_on_errors(world.comm):
-        load_content(state, content, None if are_same_ranks else metadata.batch_sizes)
+        saved = load_file(state, found.file, None if are_same_ranks else metadata.batch_sizes)
     source = state.sync_to_latest(world)
     # If the rank that has read the checkpoint were not the source, the run would start at step 0.
     assert state.progress.step == found.progress["step"]
-    saved = [] if content is None else content["rank_states"]
     of_ranks = {
         "rank_states": saved if are_same_ranks else [],
         "residuals": {} if are_same_ranks else add_up(each["residuals"] for each in saved),
@@ -200,8 +214,8 @@ def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: in
             state.residuals.load_state_dict(of_ranks["residuals"])
 
 
-def _have_content(world: World, found: FoundCheckpoint) -> list[bool]:
-    return gather_values(world.comm, found.content is not None)
+def _have_file(world: World, found: FoundCheckpoint) -> list[bool]:
+    return gather_values(world.comm, found.file is not None)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:

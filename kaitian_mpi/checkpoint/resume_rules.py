@@ -102,6 +102,7 @@ RULES: Mapping[str, Rule] = {
     "resume": _APPLIES_SILENTLY,
     "checkpoint_every": _APPLIES,
     "checkpoint_minutes": _APPLIES,
+    "checkpoint_copy_mb": _APPLIES,
     "keep_checkpoints": _APPLIES,
     "spares": _NEW_PLAN,
     "step_timeout": _APPLIES,

@@ -72,6 +72,19 @@ class BackgroundWriter:
         )
         return True
 
+    def write_now(self, state: dict[str, Any], description: dict[str, Any]) -> None:
+        """Write a checkpoint, after those submitted before, and return when it is written.
+
+        Args:
+            state: stays the caller's.
+            description: as in `CheckpointFiles.write`.
+
+        Raises:
+            Exception: a write raised something other than OSError.
+        """
+        self.close()
+        self._write(state, description)
+
     def take_spare(self) -> dict[str, Any] | None:
         """Return a state whose memory can be reused for the next copy; None if there is none."""
         with self._lock:

@@ -25,8 +25,8 @@ SECTIONS = {
     "devices device_map share_device group_by network_interface emulate_kinds emulate_slowdown "
     "parity",
     "optimization": "epochs max_steps precision memory_format sync_bn max_bad_steps check_every",
-    "checkpoints and failures": "resume checkpoint_every checkpoint_minutes keep_checkpoints "
-    "spares step_timeout snapshots snapshot_every",
+    "checkpoints and failures": "resume checkpoint_every checkpoint_minutes checkpoint_copy_mb "
+    "keep_checkpoints spares step_timeout snapshots snapshot_every",
     "seed and output": "seed run_dir export log_interval progress quiet log_level dashboard",
     "metrics in other programs": "tensorboard wandb mlflow",
     "timeline and profile": "timeline timeline_every profile",

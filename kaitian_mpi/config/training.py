@@ -131,6 +131,11 @@ class TrainingConfig:
     checkpoint_minutes: float = setting(
         10.0, "minutes between checkpoints; 0: only by --checkpoint-every and after each epoch"
     )
+    checkpoint_copy_mb: int = setting(
+        256,
+        "a state of up to this many MB is copied in memory, and written while training goes on; a "
+        "larger one is written without a copy, and training waits",
+    )
     keep_checkpoints: int = setting(3, "number of checkpoints to keep, besides the best")
     spares: int = setting(
         0, "number of spare ranks: the last ones stand by, each ready to replace a lost rank"

@@ -14,11 +14,12 @@ from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.engine.state_lock import StateLock
-from kaitian_mpi.engine.state_transfer import broadcast_state, reload
+from kaitian_mpi.engine.state_transfer import broadcast_state, reload, take_over
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.tensor_files import TensorFile
 from kaitian_mpi.wire.residual import Residuals
 
 
@@ -148,6 +149,22 @@ class TrainingState:
             self.progress.total_steps = total_steps
             self.statistics.fractions = None
             self.is_begun = True
+
+    def load_file(self, file: TensorFile) -> dict[str, Any]:
+        """Take over what `shared` returned, from a file. Training must not have begun.
+
+        Returns:
+            The file's content, with tensors in memory of their own or in that of this state.
+
+        Raises:
+            UserError: it belongs to another model.
+        """
+        with self.lock:
+            content = file.content
+            if file.is_mapped:
+                content = take_over(content, self.shared(), file.release)
+            self.load_shared(content)
+        return content
 
     def check_restorable(self) -> None:
         """Save and load the state once, as checkpoints and recoveries will.

@@ -1,16 +1,16 @@
-"""Moves a training state between ranks, a tensor at a time.
+"""Moves a training state between ranks and out of files, a piece of a tensor at a time.
 
-A state may fill most of a host's memory: neither the rank that sends it nor those that receive it
-hold a second copy of more than one tensor.
+A state may fill most of a host's memory: neither the rank that sends or reads it nor those that
+receive it hold a second copy of more than a piece.
 """
 
 from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -49,7 +49,12 @@ def reload(state: Any) -> Any:
 
 
 def broadcast_state(
-    comm: MPI.Intracomm, state: Any, root: int, receives: bool, into: Any = None
+    comm: MPI.Intracomm,
+    state: Any,
+    root: int,
+    receives: bool,
+    into: Any = None,
+    release: Callable[[torch.Tensor], None] | None = None,
 ) -> Any:
     """Send a state of tensors and plain values from one rank to some ranks. Collective.
 
@@ -60,6 +65,7 @@ def broadcast_state(
         receives: whether this rank wants the state.
         into: a state of this rank that may be overwritten: its tensors in host memory are received
             into and become part of the result where shape, strides and dtype match. None for none.
+        release: called on rank `root` with each piece of a tensor that is sent.
 
     Returns:
         The state, with its tensors in host memory; on rank `root`, `state` itself. None if this
@@ -70,7 +76,9 @@ def broadcast_state(
         broadcast_bytes(comm, to_bytes(own.take_out(state)), root)
         for tensor in own.found:
             for piece in _pieces(tensor.cpu()):  # copied one at a time
-                comm.Bcast(piece, root)
+                comm.Bcast(piece.numpy(), root)
+                if release is not None:
+                    release(piece)
         return state if receives else None
     skeleton = from_bytes(broadcast_bytes(comm, None, root))
     tensors: list[torch.Tensor] = []
@@ -81,9 +89,56 @@ def broadcast_state(
         target = _target(place, present) if receives else None
         size = torch.Size(place["shape"]).numel() * getattr(torch, place["dtype"]).itemsize
         for piece in _pieces(unwanted, size) if target is None else _pieces(target):
-            comm.Bcast(piece, root)
+            comm.Bcast(piece.numpy(), root)
         tensors.append(unwanted if target is None else target)
     return _fill(skeleton, tensors) if receives else None
+
+
+@torch.no_grad()
+def take_over(
+    state: Any, into: Any = None, release: Callable[[torch.Tensor], None] | None = None
+) -> Any:
+    """Return a state with its tensors copied: none shares memory with the given state's.
+
+    Args:
+        state: with tensors in host memory.
+        into: a state that may be overwritten: its tensors, on any device, become part of the
+            result where shape, strides and dtype match. None for none.
+        release: called with each piece of a large tensor that is copied.
+    """
+    return _take_over(state, into, release or (lambda piece: None), {})
+
+
+def _take_over(
+    value: Any,
+    present: Any,
+    release: Callable[[torch.Tensor], None],
+    copies: dict[tuple[Any, ...], torch.Tensor],
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        others = (other for _, other in side_by_side(value, present))
+        return _map(value, lambda item: _take_over(item, next(others), release, copies))
+    if not _is_large(value):
+        return value.clone()
+    known = _identity(value)
+    if known not in copies:  # a tied weight is copied once
+        copies[known] = _copy_large(value, present, release)
+    return copies[known]
+
+
+def _copy_large(
+    value: torch.Tensor, present: Any, release: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    if not _is_dense(value):
+        return value.clone()
+    fits = _fits(present, value.dtype, value.shape, value.stride())
+    target = present.detach() if fits else torch.empty_like(value)
+    if target.is_cpu and target.data_ptr() == value.data_ptr():
+        return target
+    for piece, part in zip(_pieces(value), _pieces(target), strict=True):
+        part.copy_(piece)
+        release(piece)
+    return target
 
 
 def side_by_side(state: Any, other: Any) -> Iterator[tuple[Any, Any]]:
@@ -112,7 +167,7 @@ class _Tensors:
         return self._describe(state) if _is_large(state) else _map(state, self.take_out)
 
     def _describe(self, tensor: torch.Tensor) -> dict[str, Any]:
-        known = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        known = _identity(tensor)
         if known not in self._indices:
             self._indices[known] = len(self.found)
             dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
@@ -158,27 +213,37 @@ def _places(skeleton: Any, into: Any) -> Iterator[tuple[dict[str, Any], Any]]:
 def _target(place: dict[str, Any], present: Any) -> torch.Tensor:
     """Return the tensor to receive into: the present one if it matches, or else a new one."""
     dtype, shape, stride = getattr(torch, place["dtype"]), place["shape"], place["stride"]
-    if (
-        _is_large(present)
-        and present.is_cpu
-        and present.dtype == dtype
-        and list(present.shape) == shape
-        and list(present.stride()) == stride
-    ):
+    if _fits(present, dtype, shape, stride) and present.is_cpu:
         return present.detach()
     return torch.empty_strided(shape, stride, dtype=dtype)
 
 
-def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[Any]:
-    """Return a dense tensor's memory in pieces, as arrays of bytes.
+def _fits(
+    present: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> TypeGuard[torch.Tensor]:
+    """Return whether what is present is a large tensor with such a memory."""
+    return (
+        _is_large(present)
+        and present.dtype == dtype
+        and list(present.shape) == list(shape)
+        and list(present.stride()) == list(stride)
+    )
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[torch.Tensor]:
+    """Return a dense tensor's memory in pieces, as flat tensors of bytes.
 
     Args:
-        tensor: in host memory.
+        tensor: on any device.
         size: if given, `tensor` is a single piece, returned repeatedly for this many bytes: a
             buffer for what is not wanted.
     """
-    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    for begin in range(0, flat.size if size is None else size, _PIECE_BYTES):
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+    for begin in range(0, flat.numel() if size is None else size, _PIECE_BYTES):
         yield flat[begin : begin + _PIECE_BYTES] if size is None else flat[: size - begin]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -21,6 +20,7 @@ from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.files import describe_failure, json_bytes, read_json, replacing
 from kaitian_mpi.output.folders import make_new_folder
+from kaitian_mpi.output.tensor_files import TensorWriter
 
 _log = logging.getLogger(__name__)
 
@@ -183,12 +183,9 @@ class DiskFolder:
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Save the model's weights as `checkpoints/model.pt`, atomically."""
-        buffer = io.BytesIO()  # torch.save would raise another type of error for a full disk
-        torch.save(state, buffer)
-        # Released even if an exception keeps this frame alive: Python 3.12.1 crashes when it
-        # collects a cycle with a buffer that is still exported.
-        with buffer.getbuffer() as content:
-            self._replace(self.path / "checkpoints" / "model.pt", content)
+        needed = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
+        target = self.path / "checkpoints" / "model.pt"
+        self._fill(target, needed, lambda file: TensorWriter(file).save(state))
 
     def has(self, name: str) -> bool:
         """Return whether the last content given to this object for a file has been written."""
@@ -207,13 +204,17 @@ class DiskFolder:
         if reason:
             raise StorageError(f"{path} could not be written: {reason}")
 
-    def _replace(self, target: Path, content: bytes | memoryview) -> None:
+    def _replace(self, target: Path, content: bytes) -> None:
+        self._fill(target, len(content), lambda file: file.write(content))
+
+    def _fill(self, target: Path, needed: int, fill: Callable[[IO[bytes]], object]) -> None:
+        """Write a file of about `needed` bytes atomically; an OSError is logged and noted."""
         with _warned(target):
             try:
                 with replacing(target) as file:
-                    file.write(content)
+                    fill(file)
             except OSError as error:
-                self._faults[target] = describe_failure(error, target.parent, len(content))
+                self._faults[target] = describe_failure(error, target.parent, needed)
                 raise
             self._faults[target] = ""
 

@@ -15,6 +15,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import warn_rank_0
 
 _COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
+_MAX_ROWS = 1 << 16  # 32 MB
 
 
 def repair_divergence(world: World, state: TrainingState, sinks: Sinks | None = None) -> list[int]:
@@ -81,4 +82,6 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     bits = flat.view(whole)
     body = bits[: bits.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
     rest = bits[body.numel() :].to(torch.int64)
-    return torch.cat([body.sum(0, dtype=torch.int64), rest])
+    # In pieces, for on CPUs each is copied as integers of 64 bits.
+    sums = (piece.sum(0, dtype=torch.int64) for piece in body.split(_MAX_ROWS))
+    return torch.cat([sum(sums, bits.new_zeros(_COLUMNS, dtype=torch.int64)), rest])

@@ -152,7 +152,7 @@ def _make_run(
     )
     startup_clock.begin("first step")
     state: TrainingState = on_all(partial(make_state, config, setup, profiles))
-    earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection))
+    earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
     membership.put_on_standby(config.spares, selection.excluded_ranks)
     if setup.path is not None:
         page.follow(setup.path, membership.writer, lost=())
@@ -268,11 +268,16 @@ def _export_again(path: str, setup: Setup) -> None:
 
 
 def hand_over_checkpoint(
-    config: TrainingConfig, earlier: EarlierJob, selection: Selection, world: World
+    config: TrainingConfig,
+    earlier: EarlierJob,
+    selection: Selection,
+    state: TrainingState,
+    world: World,
 ) -> EarlierJob:
     """Move the checkpoint to a rank that will train: the one that read it may be excluded."""
     standby = plan_standby(world.infos, config.spares, selection.excluded_ranks)
-    return replace(earlier, found=hand_over(world, earlier.found, standby.active(world.infos)[0]))
+    first = standby.active(world.infos)[0]
+    return replace(earlier, found=hand_over(world, earlier.found, first, state))
 
 
 def summary_of(world: World, setup: Setup, earlier: EarlierJob, selection: Selection) -> Summary:

@@ -360,6 +360,21 @@ def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
     assert contents(folder) == before
 
 
+def test_a_large_state_is_saved_and_resumed_without_a_copy(world, folder, monkeypatch):
+    copies = []
+    monkeypatch.setattr(BackgroundWriter, "submit", lambda *args: copies.append(args))
+    name = gather_values(world.comm, secrets.token_hex(8))[0]
+    large = {"checkpoint_copy_mb": 0, "checkpoint_every": 2, "snapshots": name}
+    reference = folder.with_name("reference")
+    run(world, reference, **large)
+    run(world, folder, **large)
+    cut_back(world, folder, step=4)
+    run(world, folder, **large)
+    assert not copies
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+    assert torch.equal(weights_in(folder), weights_in(reference))
+
+
 def test_no_step_appears_twice_in_the_metrics(world, folder):
     run(world, folder, checkpoint_every=2)
     cut_back(world, folder, step=4)
@@ -392,8 +407,13 @@ class Loaded:
     def __init__(self):
         self.progress, self.content = Progress(0), None
 
-    def load_shared(self, content):
-        self.content, self.progress = content, Progress(**content["progress"])
+    def shared(self):
+        return {"model": {}}
+
+    def load_file(self, file):
+        self.content = file.content
+        self.progress = Progress(**file.content["progress"])
+        return file.content
 
     def load_rank_state(self, own):
         self.own = own
@@ -409,11 +429,10 @@ class Loaded:
 def test_the_rank_that_read_the_checkpoint_sends_it_to_an_active_rank(world, folder):
     run(world, folder, max_steps=3)
     found = find_checkpoint(TrainConfig(), world, folder, "auto")
-    assert [world.rank == 0, 3] == [found.content is not None, found.progress["step"]]
-    last = world.size - 1
-    found = hand_over(world, found, to=last)
-    assert gather_values(world.comm, found.content is not None) == [False] * last + [True]
-    state = Loaded()
+    assert [world.rank == 0, 3] == [found.file is not None, found.progress["step"]]
+    last, state = world.size - 1, Loaded()
+    found = hand_over(world, found, last, state)
+    assert gather_values(world.comm, found.file is not None) == [False] * last + [True]
     restore(world, state, found, seed=0)
     assert state.progress.step == 3
     if world.rank == last:

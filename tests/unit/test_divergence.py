@@ -12,6 +12,7 @@ from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.recipes.image_classification import make_optimizer
+from kaitian_mpi.steps import divergence
 from kaitian_mpi.steps.divergence import fingerprint, split_by_majority
 
 
@@ -121,3 +122,10 @@ def test_positive_and_negative_zero_have_different_fingerprints():
     with torch.no_grad():
         state.model[0].bias[3] = -0.0
     assert fingerprint(state) != before
+
+
+def test_a_large_tensor_is_summed_in_pieces(monkeypatch):
+    state = make_state()
+    before = fingerprint(state)
+    monkeypatch.setattr(divergence, "_MAX_ROWS", 1)
+    assert fingerprint(state) == before

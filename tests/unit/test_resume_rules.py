@@ -78,6 +78,7 @@ APPLIES = {
     "check_every": (5, set(), ""),
     "checkpoint_every": (5, set(), ""),
     "checkpoint_minutes": (1.0, set(), ""),
+    "checkpoint_copy_mb": (5, set(), ""),
     "keep_checkpoints": (5, set(), ""),
     "spares": (1, PLAN, ""),
     "step_timeout": (9.0, set(), ""),

@@ -1,0 +1,178 @@
+"""A large state is saved and loaded without a second copy of it in memory."""
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from kaitian_mpi.checkpoint.policy import Checkpointing
+from kaitian_mpi.checkpoint.snapshots import Pace
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.output import folders
+
+MAX_RATIO = 1.3
+METADATA = SimpleNamespace(to_json=lambda: {})
+
+# A process of its own, with 288 MB of state: half of it weights, half their momentum.
+MEASURE = """
+import ctypes, re, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from torch import nn
+from kaitian_mpi.checkpoint.policy import Checkpointing
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.engine.computation import Computation
+from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.engine.task import Task
+from kaitian_mpi.output import folders
+from kaitian_mpi.output.run_folder import DiskFolder
+from kaitian_mpi.output.tensor_files import map_tensors
+from kaitian_mpi.checkpoint.resume import load_file
+
+WIDTH, LAYERS = 1024, 36
+folder = Path(sys.argv[1])
+folders.SHM = folder
+
+def memory(name):
+    return int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def make_state():
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    task = Task(model=model, data=[0], optimizer=make)
+    return TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
+
+def train(state):
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones(1, 1).expand_as(parameter)  # takes no memory
+    state.optimizers[0].step()
+    state.zero_gradients()
+    state.progress.step_done(1)
+
+checkpoints = Checkpointing(TrainConfig(snapshots="job"), None)
+torch.save(torch.ones(9), folder / "first.pt")  # has torch load what it needs
+map_tensors(folder / "first.pt").release(torch.ones(9))
+empty = memory("VmRSS")
+
+def begin():
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+def show(operation):
+    ratio = (memory("VmHWM") - empty) / (2 * 4 * WIDTH * WIDTH * LAYERS)
+    print(f"{operation}: {ratio:.3f}")
+
+state = make_state()
+train(state)
+begin()
+checkpoints.keep_in_memory(state, SimpleNamespace(to_json=dict))
+show("snapshot")
+begin()
+DiskFolder(folder / "run").save_model(state.weights())
+show("model.pt")
+del state
+
+state = make_state()
+begin()
+load_file(state, checkpoints._snapshot_files.newest_good().file, None)
+assert state.progress.step == 1
+assert len(state.optimizers[0].state) == LAYERS
+show("load")
+"""
+
+
+def test_saving_and_loading_take_little_more_memory_than_the_state(tmp_path):
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ratios = {name: float(ratio) for name, ratio in re.findall(r"(\S+): (\S+)", done.stdout)}
+    assert list(ratios) == ["snapshot", "model.pt", "load"]
+    assert max(ratios.values()) < MAX_RATIO, ratios
+    assert min(ratios.values()) > 0.95
+
+
+def make_state():
+    task = Task(
+        model=nn.Linear(300, 300),
+        data=[0],
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    return TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
+
+
+def change(state):
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Return a function that makes writers wait until it is called, and lists what they write."""
+    from threading import Event
+
+    from kaitian_mpi.checkpoint.files import CheckpointFiles
+
+    may_write, states, write = Event(), [], CheckpointFiles.write
+
+    def write_later(files, state, description):
+        states.append(state)
+        assert may_write.wait(60)
+        return write(files, state, description)
+
+    monkeypatch.setattr(CheckpointFiles, "write", write_later)
+    return SimpleNamespace(go=may_write.set, states=states)
+
+
+@pytest.mark.parametrize("copy_mb", [0, 1])
+def test_a_checkpoint_has_the_values_of_its_step(tmp_path, monkeypatch, held, copy_mb):
+    monkeypatch.setattr(folders, "SHM", tmp_path)
+    checkpoints = Checkpointing(TrainConfig(checkpoint_copy_mb=copy_mb), tmp_path)
+    state = make_state()
+    before = state.model.weight.detach().clone()
+    if copy_mb == 0:  # it is on disk when training goes on
+        held.go()
+    waited = checkpoints._submit(checkpoints._writer, state, METADATA, [], None)
+    assert waited == (copy_mb == 0)
+    assert checkpoints.is_on_disk(0) == waited
+    change(state)
+    held.go()
+    checkpoints.wait()
+    saved = checkpoints._files.newest_good().state
+    assert torch.equal(saved["model"]["weight"], before)
+    is_shared = held.states[0]["model"]["weight"].data_ptr() == state.model.weight.data_ptr()
+    assert is_shared == waited
+    assert (checkpoints._writer.take_spare() is None) == waited  # never reused as a buffer
+
+
+def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypatch, held):
+    monkeypatch.setattr(folders, "SHM", tmp_path)
+    config = TrainConfig(checkpoint_copy_mb=0, snapshots="job")
+    checkpoints, state = Checkpointing(config, tmp_path), make_state()
+    monkeypatch.setattr(checkpoints, "_is_large", lambda shared, on_host=False: not on_host)
+    held.go()
+    for writer in (checkpoints._writer, checkpoints._snapshots, checkpoints._writer):
+        checkpoints._submit(writer, state, METADATA, [], None)
+    checkpoints.wait()
+    copies = {written["model"]["weight"].data_ptr() for written in held.states}
+    assert len(held.states) == 3
+    assert len(copies) == 1
+    assert copies != {state.model.weight.data_ptr()}
+
+
+def test_large_snapshots_take_at_most_a_twentieth_of_the_time():
+    now = [100.0]
+    pace = Pace(clock=lambda: now[0])
+    assert pace.allows()
+    pace.took(3.0)
+    for seconds, allowed in ((0, False), (56, False), (57.1, True), (1000, True)):
+        now[0] = 100.0 + seconds
+        assert pace.allows() == allowed

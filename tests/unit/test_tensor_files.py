@@ -1,0 +1,127 @@
+"""Files whose tensors are mapped, and what is taken over from them."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from kaitian_mpi.engine.state_transfer import take_over
+from kaitian_mpi.output import tensor_files
+from kaitian_mpi.output.tensor_files import TensorFile, UnusableError, map_tensors, tensors_in
+
+LARGE = 5 << 20  # more than a piece
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A state of several types and layouts, and its file."""
+    torch.manual_seed(0)
+    tied = torch.randn(200, 300)
+    state = {
+        "large": torch.arange(LARGE),
+        "tied": [tied, tied],
+        "image": torch.randn(8, 16, 32, 32).to(memory_format=torch.channels_last),
+        "slice": torch.randn(400, 400)[:, ::2],
+        "brief": torch.randn(70_000).to(torch.bfloat16),
+        "small": (torch.tensor(3.5), torch.zeros(0, 5), torch.tensor([True])),
+        "plain": {1: [None, True, "text", 0.25], "ordered": OrderedDict(b=1, a=2)},
+    }
+    torch.save(state, tmp_path / "state.pt")
+    return state, tmp_path / "state.pt"
+
+
+def assert_same(found, needed):
+    pairs = list(zip(tensors_in(found), tensors_in(needed), strict=True))
+    assert len(pairs) == 9
+    for one, other in pairs:
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert found["image"].stride() == needed["image"].stride()
+    assert found["plain"] == needed["plain"]
+
+
+def test_released_values_can_be_read_again(saved):
+    state, path = saved
+    file = map_tensors(path)
+    assert file.is_mapped
+    for _ in range(2):
+        assert_same(file.content, state)
+        for tensor in tensors_in(file.content):
+            file.release(tensor.flatten()[:1000])  # some are copies, which keep their values
+            if tensor.is_contiguous():
+                file.release(tensor)
+    path.unlink()
+    assert_same(file.content, state)
+
+
+def test_memory_that_is_not_the_files_keeps_its_values(saved):
+    state, path = saved
+    file, own = map_tensors(path), torch.arange(LARGE)
+    file.release(own)
+    TensorFile(state).release(state["large"])
+    assert torch.equal(own, state["large"])
+    assert own[-1] == LARGE - 1
+
+
+def test_what_is_taken_over_shares_no_memory_with_the_file(saved):
+    state, path = saved
+    file, released = map_tensors(path), []
+
+    def release(piece):
+        released.append(piece.nbytes)
+        file.release(piece)
+
+    found = take_over(file.content, release=release)
+    assert_same(found, state)
+    assert found["tied"][0] is found["tied"][1]
+    assert type(found["plain"]["ordered"]) is OrderedDict
+    assert max(released) < state["large"].nbytes
+    assert (
+        sum(released) == sum(state[name].nbytes for name in ("large", "image", "brief")) + 240_000
+    )
+    for tensor in tensors_in(found):
+        tensor.zero_()
+    assert_same(file.content, state)
+
+
+def test_large_tensors_are_taken_over_in_place_where_they_match(saved):
+    state, path = saved
+    small = torch.zeros(())
+    own = {
+        "large": torch.zeros(LARGE, dtype=torch.int64),
+        "image": torch.zeros(8, 16, 32, 32),  # of another layout
+        "brief": torch.zeros(70_000),  # of another type
+        "small": (small,),  # may be a setting, which is kept
+        "more": torch.zeros(3),
+    }
+    found = take_over(map_tensors(path).content, own)
+    assert_same(found, state)
+    assert found["large"].data_ptr() == own["large"].data_ptr()
+    assert small == 0
+    assert not own["image"].any()
+    assert "more" not in found
+
+
+def test_a_file_system_that_maps_no_file_is_read(saved, monkeypatch):
+    state, path = saved
+    load = torch.load
+
+    def refuse(*args, mmap=False, **options):
+        if mmap:
+            raise RuntimeError("unable to mmap 41943040 bytes: No such device (19)")
+        return load(*args, **options)
+
+    monkeypatch.setattr(tensor_files.torch, "load", refuse)
+    file = map_tensors(path)
+    assert not file.is_mapped
+    assert_same(file.content, state)
+    file.release(file.content["large"])
+    assert_same(file.content, state)
+
+
+def test_nothing_but_tensors_and_plain_values_is_loaded(tmp_path):
+    torch.save({"path": tmp_path}, tmp_path / "state.pt")
+    with pytest.raises(UnusableError, match="it holds more than tensors and plain values"):
+        map_tensors(tmp_path / "state.pt")
+    with pytest.raises(FileNotFoundError):
+        map_tensors(tmp_path / "missing.pt")
