@@ -270,21 +270,11 @@ def describe_comparison(runs: Sequence[Run]) -> str:
                    if any(r.emulated for r in shown) else "")  # fmt: skip
 
 
-def rate_of(run: Run) -> float | None:
-    """Return the mean samples per second, from the readings if there is no summary yet."""
-    if run.samples_per_sec is not None:
-        return run.samples_per_sec
-    known = [i for i in run.intervals if i.samples_per_sec and i.step_time_sec]
-    seconds = sum(i.steps * (i.step_time_sec or 0.0) for i in known)
-    samples = sum(i.steps * (i.step_time_sec or 0.0) * (i.samples_per_sec or 0.0) for i in known)
-    return samples / seconds if seconds else None
-
-
 def _comparison(runs: Sequence[Run]) -> dict[str, list[float | None]]:
     """Return the values of each run, by the label of the panel."""
     last = [run.evaluations[-1].values if run.evaluations else {} for run in runs]
     panels: dict[str, list[float | None]] = {
-        "rate (samples/s)": [rate_of(run) for run in runs],
+        "rate (samples/s)": [run.rate for run in runs],
         "training time (s)": [
             run.training_time_sec or (run.intervals[-1].at_sec if run.intervals else None)
             for run in runs

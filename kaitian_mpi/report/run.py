@@ -127,6 +127,18 @@ class Run:
     missing: list[str]
     """What could not be read, a sentence each."""
 
+    @property
+    def rate(self) -> float | None:
+        """Mean samples per second, from the readings if the summary has none; None if unknown."""
+        if self.samples_per_sec:
+            return self.samples_per_sec
+        samples = seconds = 0.0
+        for interval in self.intervals:
+            if interval.samples_per_sec and interval.step_time_sec:
+                passed = interval.steps * interval.step_time_sec
+                samples, seconds = samples + interval.samples_per_sec * passed, seconds + passed
+        return samples / seconds if seconds else None
+
 
 def describe_facts(config: dict[str, Any], summary: dict[str, Any]) -> dict[str, str]:
     """Return what the files say of the whole run, by name; only what is known."""

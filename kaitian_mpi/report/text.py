@@ -34,7 +34,7 @@ _Bar = Callable[[float], str]
 
 def _compare(runs: Sequence[Run], bar: _Bar) -> str:
     """Return a table of the runs' rates and results, and how much faster they are."""
-    rates = [_rate(run) for run in runs]
+    rates = [run.rate or 0.0 for run in runs]
     names = _names(runs)
     wide = max(map(len, names))
     results = _common_results(runs)[:1]
@@ -90,7 +90,7 @@ def _describe(run: Run, most: int, bar: _Bar) -> str:
 def _results(run: Run) -> list[str]:
     """Return a line of what the run has reached; none if nothing is known."""
     parts = []
-    if rate := _rate(run):
+    if rate := run.rate:
         parts.append(f"{rate:,.4g} samples/s")
     if run.intervals:
         duration = format_duration(run.training_time_sec)
@@ -99,18 +99,6 @@ def _results(run: Run) -> list[str]:
         found = list(run.evaluations[-1].values.items())
         parts += [f"held-out {name} {value:.4g}" for name, value in found[-2:]]
     return ["  " + ", ".join(parts)] if parts else []
-
-
-def _rate(run: Run) -> float:
-    """Return the samples per second of training; 0 if not known."""
-    if run.samples_per_sec:
-        return run.samples_per_sec
-    samples = seconds = 0.0
-    for interval in run.intervals:
-        if interval.samples_per_sec and interval.step_time_sec:
-            passed = interval.steps * interval.step_time_sec
-            samples, seconds = samples + interval.samples_per_sec * passed, seconds + passed
-    return samples / seconds if seconds else 0.0
 
 
 def _busy(run: Run) -> dict[int, float]:
