@@ -38,8 +38,8 @@ def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mobilenetv2")
-    parser.add_argument("--batch", type=int, default=64, help="samples per step over all ranks")
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--batch", type=int, default=256, help="samples per step over all ranks")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))

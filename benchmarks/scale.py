@@ -8,10 +8,13 @@ Each rank trains 64 KB of parameters with `Training` on a device that sleeps for
 everything that `Training` does in a step. The overhead is a step's time less the sleep.
 
 On one machine the ranks take turns on the cores, so the overhead grows with the CPU time of all of
-them. On a cluster each rank has cores of its own; there its overhead is its own CPU time, which
-grows with the ranks only by what it looks at of each, plus the sum of the gradients, which
-`--latency-us` and `--gbit` describe. What is looked at of each rank is measured at the forecast
-sizes themselves, in one process: the rebalancer is a pure function of all ranks' times.
+them. For comparison, the same ranks train by the shortest loop that does the same: plain torch and
+one allreduce of mpi4py's, waited for by sleeping, without balancing, metrics or a watchdog.
+
+On a cluster each rank has cores of its own; there its overhead is its own CPU time, which grows
+with the ranks only by what it looks at of each, plus the sum of the gradients, which `--latency-us`
+and `--gbit` describe. What is looked at of each rank is measured at the forecast sizes themselves,
+in one process: the rebalancer is a pure function of all ranks' times.
 """
 
 from __future__ import annotations
@@ -83,10 +86,40 @@ def train_here() -> None:
     dist.destroy_process_group()
 
 
-def run(ranks: int) -> dict[str, object]:
+def train_plainly_here() -> None:
+    """Train on this rank by the shortest loop; world rank 0 prints a line of JSON. Collective."""
+    import torch
+    from mpi4py import MPI
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Linear(PARAMETERS, PARAMETERS, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.randn(SAMPLES, PARAMETERS)
+    overheads = []
+    for _ in range(WARM_UP + STEPS):
+        began = time.perf_counter()
+        time.sleep(STEP_SEC)
+        model(data).square().mean().backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        request = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, gradient.numpy())
+        nap_sec = 20e-6
+        while not request.Test():
+            time.sleep(nap_sec)
+            nap_sec = min(1.2 * nap_sec, 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        overheads.append(time.perf_counter() - began - STEP_SEC)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps({"overhead_sec": statistics.median(overheads[WARM_UP:])}))
+
+
+def run(ranks: int, how: str) -> dict[str, object]:
     """Train on some ranks; return what world rank 0 has printed."""
     words = ["mpirun", "--map-by", ":OVERSUBSCRIBE", "-np", str(ranks), "--timeout", "580"]
-    words += [sys.executable, __file__, "--rank"]
+    words += [sys.executable, __file__, "--rank", how]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     result: dict[str, object] = json.loads(lines[-1])
@@ -138,22 +171,25 @@ def main() -> None:
     parser.add_argument("--latency-us", type=float, default=20.0, help="of a message")
     parser.add_argument("--gbit", type=float, default=25.0, help="of a rank's network, per second")
     parser.add_argument("--mb", type=float, default=100.0, help="of gradients in the forecast")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", choices=["training", "plain"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        train_here()
+        (train_here if options.rank == "training" else train_plainly_here)()
         return
-    print("| ranks | overhead of a step, ms | quartiles | CPU time of a rank, ms | samples |")
-    print("|---|---|---|---|---|")
+    print(
+        "| ranks | overhead of a step, ms | quartiles | CPU time of a rank, ms | samples | "
+        "plain loop, ms |"
+    )
+    print("|---|---|---|---|---|---|")
     sizes, cpu = [], []
     for ranks in options.ranks:
-        result = run(ranks)
+        result, plain = run(ranks, "training"), run(ranks, "plain")
         low, middle, high = (1e3 * value for value in result["overhead_sec"])  # type: ignore[attr-defined]
         sizes.append(ranks)
         cpu.append(float(result["cpu_sec"]))  # type: ignore[arg-type]
         print(
             f"| {ranks} | {middle:.1f} | {low:.1f} to {high:.1f} | {1e3 * cpu[-1]:.2f} | "
-            f"{result['batch_sizes']} |",
+            f"{result['batch_sizes']} | {1e3 * float(plain['overhead_sec']):.1f} |",  # type: ignore[arg-type]
             flush=True,
         )
     if len(sizes) < 2:
