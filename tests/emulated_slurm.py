@@ -107,7 +107,7 @@ class EmulatedSlurm:
         slots: Sequence[int],
         features: Sequence[str] = (),
     ) -> None:
-        self._folder, self._hosts = folder, hosts
+        self._folder, self.hosts = folder, hosts
         self._slots, self._features = slots, features
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
@@ -118,7 +118,7 @@ class EmulatedSlurm:
             self._start_munge()
             self._start("slurmctld", "-D", "-c", on=1)
             for number in range(1, len(self._slots) + 1):
-                self._start("slurmd", "-D", "-N", self._hosts.name(number), on=number)
+                self._start("slurmd", "-D", "-N", self.hosts.name(number), on=number)
             self._wait_for_nodes()
         except BaseException:
             self._stop()
@@ -135,11 +135,11 @@ class EmulatedSlurm:
 
     def command(self, *words: str) -> list[str]:
         """Return the command line that runs a command on the first node."""
-        return self._hosts.on_first(*words)
+        return self.hosts.on_first(*words)
 
     def address(self, number: int) -> str:
         """Return a node's address, numbered from 1."""
-        return self._hosts.address(number)
+        return self.hosts.address(number)
 
     def ask(self, *words: str) -> str:
         """Return what one of Slurm's commands prints.
@@ -164,16 +164,16 @@ class EmulatedSlurm:
             (self._folder / name).mkdir()
         nodes = []
         for number, count in enumerate(self._slots, 1):
-            name = self._hosts.name(number)
+            name = self.hosts.name(number)
             for folder in (name, f"tmp-{name}"):
                 (self._folder / folder).mkdir()
-            line = f"NodeName={name} NodeAddr={self._hosts.address(number)} CPUs={count}"
+            line = f"NodeName={name} NodeAddr={self.hosts.address(number)} CPUs={count}"
             if self._features:
                 line += f" Feature={self._features[number - 1]}"
             nodes.append(f"{line} RealMemory=1000 State=UNKNOWN")
         config = _CONFIG.format(
-            first=self._hosts.name(1),
-            address=self._hosts.address(1),
+            first=self.hosts.name(1),
+            address=self.hosts.address(1),
             folder=self._folder,
             nodes="\n".join(nodes),
         )
@@ -198,7 +198,7 @@ class EmulatedSlurm:
         with (self._folder / "daemons.log").open("ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    self._hosts.on(on, str(program), *words[1:]),
+                    self.hosts.on(on, str(program), *words[1:]),
                     env={**os.environ, **self.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

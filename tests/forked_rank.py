@@ -1,6 +1,6 @@
 """Stands for a rank that `fork_server.py` forks: passes on its environment, signals and end.
 
-Its name is `for PID`, with that of the rank. It ends with its launcher, and the rank with it.
+Its name is `for-PID`, with that of the rank. It ends with its launcher, and the rank with it.
 
 python -I -S forked_rank.py SOCKET COMMAND...
 """
@@ -42,7 +42,7 @@ def main():
         socket.send_fds(server, [json.dumps(request).encode()], descriptors)
         rank = int(server.recv(32))
         with open("/proc/self/comm", "w") as name:
-            name.write(f"for {rank}")
+            name.write(f"for-{rank}")
         forward_signals(rank)
         code = int(server.recv(32))
     if code < 0:

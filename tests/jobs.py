@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,16 @@ def forked(command: Sequence[str]) -> list[str]:
     at = next((index for index, word in enumerate(command) if word in programs), len(command))
     rank = [PYTHON, "-I", "-S", str(_HERE / "forked_rank.py"), _fork_server()]
     return [*command[:at], *(rank if at < len(command) else []), *command[at:]]
+
+
+def write_forking_program(folder: Path) -> Path:
+    """Write a kaitian-train that has its process forked, for launchers that find it by PATH."""
+    folder.mkdir()
+    program = folder / "kaitian-train"
+    words = shlex.join(forked([str(SCRIPTS / "kaitian-train")]))
+    program.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 @cache

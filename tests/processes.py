@@ -27,7 +27,7 @@ def rank_of(pid: int) -> int | None:
 def standing_for(pid: int) -> int:
     """Return the rank that a process stands for, see `forked_rank.py`; or else the process."""
     try:
-        found = re.fullmatch(r"for (\d+)\n", Path(f"/proc/{pid}/comm").read_text())
+        found = re.fullmatch(r"for-(\d+)\n", Path(f"/proc/{pid}/comm").read_text())
     except OSError:  # it has ended
         return pid
     return int(found[1]) if found else pid

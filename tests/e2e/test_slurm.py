@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from emulated_hosts import EmulatedHosts
 from emulated_slurm import EmulatedSlurm, has_pmix, reason_to_skip
-from jobs import ENVIRONMENT, LONGEST_SEC, PLANTED, read_readings, steps_saved, summary_of
+from jobs import (
+    ENVIRONMENT,
+    LONGEST_SEC,
+    PLANTED,
+    read_readings,
+    steps_saved,
+    summary_of,
+    write_forking_program,
+)
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 needs_pmix = pytest.mark.skipif(not has_pmix(), reason="needs libpmix.so, for srun --mpi=pmix")
@@ -32,6 +40,12 @@ class Batch:
             "PYTHONPATH": str(PLANTED),
             "RUN_DIR": "run",
         }
+
+    def fork_ranks(self):
+        """Fork the ranks of the jobs that follow; such a rank cannot pause mpirun to save."""
+        if self.slurm.hosts.have_group:
+            program = write_forking_program(self.folder / "forking")
+            self.environment["PATH"] = f"{program.parent}:{self.environment['PATH']}"
 
     def run(self, *words, folder=None):
         return subprocess.run(
@@ -179,6 +193,7 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     assert "--resume auto resumes from it" in job.log
     (first,) = steps_saved(folder)
 
+    batch.fork_ranks()
     job = batch.submit("slurm-srun.sbatch", *ONE_EACH, **common)
     job.wait_for_text("resuming from step")
     job.wait_for_text("step 6/")
@@ -187,6 +202,8 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     assert job.shown()["Restarts"] == "1"
     job.cancel()
     assert max(steps_saved(folder)) > first
+
+    (folder / "hurry").touch()
 
     job = batch.submit("slurm-unlike.sbatch", "--ntasks-per-node=1", "--cpus-per-task=1", **common)
     job.wait_for_state("COMPLETED")
@@ -202,6 +219,7 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
 
 def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
     limited.wait_for_text("--resume auto resumes from it")
+    (limited.folder / "hurry").touch()
     limited.lift_limit()  # else the rest has to be done within the next 30 s
     limited.wait_for_state("COMPLETED", "FAILED")
     assert limited.state() == "COMPLETED", limited.log
