@@ -32,6 +32,7 @@ import socket
 import sys
 import threading
 import types
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +46,8 @@ PRELOADED = (
 )
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 32
+HUGE_PAGE_BYTES = 1 << 21
+MADV_COLLAPSE = 25
 LIBRARY_FOLDERS = sys.path[1:]
 STAND_IN = ("-I", "-S", str(Path(__file__).absolute().with_name("forked_rank.py")))
 
@@ -54,12 +57,28 @@ def main():
         importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules  # each rank starts it
     gc.freeze()  # the forks share the memory of these objects
+    use_huge_pages()
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # what torch's modules hold ends with the process
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(sys.argv[1])
         server.listen(64)
         print("ready", flush=True)
         command = serve(server)
     end(exit_code(command))
+
+
+def use_huge_pages():
+    """Gather this process's own memory in huge pages: a fork copies an entry for each page."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, _, *file = line.split()
+        if rights.startswith("rw") and file in ([], ["[heap]"]):
+            begin, end = (int(address, 16) for address in place.split("-"))
+            begin += -begin % HUGE_PAGE_BYTES
+            for address in range(begin, end - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+                # An older kernel does not know it.
+                madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE)
 
 
 def serve(server):
