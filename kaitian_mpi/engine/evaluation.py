@@ -129,8 +129,12 @@ def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]
     names = list(dict.fromkeys(name for totals in by_rank for name in totals))
     means = {}
     for name in names:
-        sums, counts = zip(*(totals.get(name, (0.0, 0.0)) for totals in by_rank), strict=True)
-        means[name] = sum(sums) / sum(counts) if sum(counts) else float("nan")
+        # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
+        total = count = 0.0
+        for totals in by_rank:
+            of_rank = totals.get(name, (0.0, 0.0))
+            total, count = total + of_rank[0], count + of_rank[1]
+        means[name] = total / count if count else float("nan")
     return means
 
 

@@ -1,4 +1,4 @@
-"""What ranks with another release of Python pickle."""
+"""What ranks with another release of Python pickle, and how they round."""
 
 import pickle
 import platform
@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from kaitian_mpi.backend.python_releases import accept_pickled_paths
+from kaitian_mpi.engine.evaluation import _means
 
 # Of Python 3.13.0: pickle.dumps([Path("/a"), PurePosixPath("b")])
 PICKLED = (
@@ -35,3 +36,9 @@ def test_nothing_changes_with_other_releases(other):
     before = dict(sys.modules)
     accept_pickled_paths([OWN, other])
     assert sys.modules == before
+
+
+def test_results_of_evaluations_are_rounded_alike():
+    """The builtin sum would return 1.0 from Python 3.12 on, and 0.0 before."""
+    by_rank = [{"error": (total, count)} for total, count in ((1e16, 2), (1.0, 0.5), (-1e16, 1.5))]
+    assert _means(by_rank) == {"error": 0.0}
