@@ -32,7 +32,8 @@ from processes import rank_of
 
 _SSHD = "/usr/sbin/sshd"
 _LIMIT_SEC = 10.0
-_SSH = "PRTE_MCA_plm_ssh_agent"  # what mpirun calls for ssh
+_SSH = "PRTE_MCA_plm_ssh_agent"  # what Open MPI's mpirun calls for ssh
+_MPICH_SSH = "HYDRA_LAUNCHER_EXEC"  # the same of MPICH's, without arguments
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
 _BURST = "128kb"  # more than the largest packet that the kernel hands to a link
 _QUEUE = "50ms"
@@ -138,6 +139,7 @@ class EmulatedHosts:
 
     def __init__(self, folder: Path, slots: Sequence[int]) -> None:
         self.hostfile = folder / "hosts.txt"
+        self.mpich_hostfile = folder / "hosts-of-mpich.txt"
         self._folder = folder
         self._tag = f"kt{os.getpid()}"
         self._subnet = f"10.77.{os.getpid() % 256}"
@@ -147,10 +149,9 @@ class EmulatedHosts:
         self._cores = share_cores(sorted(os.sched_getaffinity(0)), slots)
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
         self._group: Path | None = None
-        lines = [
-            f"{self.address(n)} slots={k}\n" for n, k in zip(self._numbers, slots, strict=True)
-        ]
-        self.hostfile.write_text("".join(lines))
+        taken = {self.address(n): k for n, k in zip(self._numbers, slots, strict=True)}
+        self.hostfile.write_text("".join(f"{host} slots={k}\n" for host, k in taken.items()))
+        self.mpich_hostfile.write_text("".join(f"{host}:{k}\n" for host, k in taken.items()))
 
     def __enter__(self) -> Self:
         if reason := why_not():
@@ -167,6 +168,9 @@ class EmulatedHosts:
             f"Host *\n  IdentityFile {self._folder}/key\n  StrictHostKeyChecking no\n"
             "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
         )
+        agent = self._folder / "ssh"
+        agent.write_text(f'#!/bin/sh\nexec ssh -F {self._folder}/ssh_config "$@"\n')
+        agent.chmod(0o700)
         try:
             self._make_group()
             _run("ip", "link", "add", self._tag, "type", "bridge")
@@ -209,7 +213,8 @@ class EmulatedHosts:
         """Return the command line that runs a command on a host."""
         bind = ("taskset", "--cpu-list", ",".join(map(str, self._cores[number - 1])))
         enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
-        settings = f"unset {_POLICY}; export {_SSH}='ssh -F {self._folder}/ssh_config'"
+        agents = f"{_SSH}='ssh -F {self._folder}/ssh_config' {_MPICH_SSH}={self._folder}/ssh"
+        settings = f"unset {_POLICY}; export {agents}"
         script = f'hostname "$0"; {settings}; exec "$@"'
         return [*self._join_group(), *bind, *enter, script, self.name(number), *words]
 

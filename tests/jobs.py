@@ -287,7 +287,8 @@ class HostsJob(Job):
     """The same on emulated hosts; the command has `mpirun` in it, and may begin with another.
 
     Without `on_all`, that other one chooses the hosts. Ranks are forked only if they then share the
-    cores with their host's daemon as fresh ones do, see `emulated_hosts.py`.
+    cores with their host's daemon as fresh ones do, see `emulated_hosts.py`. Without `survives`, or
+    where MPI is not Open MPI, the loss of a rank ends the job.
     """
 
     def __init__(
@@ -297,12 +298,16 @@ class HostsJob(Job):
         cwd: Path,
         on_all: bool = True,
         fresh: bool = False,
+        survives: bool = True,
     ) -> None:
         self._hosts = hosts
-        options = "--with-ft ulfm --bind-to none".split()
-        options += ["--hostfile", str(hosts.hostfile)] if on_all else []
-        for name in (*_AS_ROOT, "PYTHONPATH"):
-            options += ["-x", name]
+        if IS_OPEN_MPI:
+            options = [*(("--with-ft", "ulfm") if survives else ()), "--bind-to", "none"]
+            options += ["--hostfile", str(hosts.hostfile)] if on_all else []
+            for name in (*_AS_ROOT, "PYTHONPATH"):
+                options += ["-x", name]
+        else:
+            options = ["-f", str(hosts.mpich_hostfile)] if on_all else []
         at = command.index("mpirun") + 1
         ranks = forked(command[at:]) if hosts.have_group and not fresh else command[at:]
         words = hosts.on_first(*command[:at], *options, *ranks)

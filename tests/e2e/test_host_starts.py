@@ -94,3 +94,24 @@ def test_ranks_that_are_all_on_the_first_host_are_refused(hosts, tmp_path):
     assert ended.code == 2, ended.text
     assert "all 3 ranks are on host1; mpirun was given (slots)" in ended.err
     assert "Traceback" not in ended.text
+
+
+@pytest.mark.any_mpi
+def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
+    supervised = "-m kaitian_mpi.cli.supervise mpirun -np 3".split()
+    train = f"{SCRIPTS}/kaitian-train --model planted:slow --global-batch-size 24".split()
+    train += [*EVEN, *"--snapshot-every 5 --max-steps 16 --check-every 1".split()]
+    with HostsJob(hosts, PYTHON, *supervised, *train, cwd=tmp_path, survives=False) as job:
+        job.wait_for("start 1 of")
+        job.wait_for("allreduce among 3 ranks on 2 hosts")
+        job.wait_for(r"\| step 7/")
+        job.kill(2)
+        job.wait_for("start 2 of .*: 3 ranks")
+        resumed = int(job.wait_for(r"resuming from step (\d+)")[1])
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    assert resumed >= 5
+    summary = summary_of(tmp_path)
+    assert (summary["finished"], summary["steps"], summary["ranks"]) == (True, 16, [0, 1, 2])
+    topology = json.loads((tmp_path / "run" / "topology.json").read_text())
+    assert [rank["host"] for rank in topology["ranks"]] == ["host1", "host1", "host2"]

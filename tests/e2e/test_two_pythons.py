@@ -50,7 +50,7 @@ def start_job(hosts, folder, *command, pythons):
     tables = [f'["{hosts.address(n)}"]\npython = "{path}"\n' for n, path in enumerate(pythons, 1)]
     (folder / "env.toml").write_text("".join(tables))
     env = (PYTHON, "-m", "kaitian_mpi.cli.env", "env.toml")
-    return HostsJob(hosts, *env, *"mpirun -np 3".split(), *command, cwd=folder)
+    return HostsJob(hosts, *env, *"mpirun -np 3".split(), *command, cwd=folder, fresh=True)
 
 
 def run_job(hosts, folder, *command, pythons):
