@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from kaitian_mpi.output.folders import (
 from kaitian_mpi.output.tensor_files import tensors_in
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
+
+_MIN_BYTES = 64  # releases of torch differ in an optimizer's small tensors, such as its step
 
 
 class Checkpointing:
@@ -288,21 +290,24 @@ class Checkpointing:
         rank_states: list[dict[str, Any]],
         score: float | None,
     ) -> bool:
-        """Have the state written; return whether it is written already, not just copied."""
+        """Have the state written; return whether training has waited, because it is large."""
         shared, description = state.shared(), _describe(state, score)
         more = {"rank_states": rank_states, "metadata": metadata.to_json()}
+        if not self._is_large(shared):
+            writer.submit(copy_to_host(shared, writer.take_spare()) | more, description)
+            return False
+        enter_phase("saving a large state", limited=False)
         if self._is_large(shared, on_host=True):
-            enter_phase("saving a large state", limited=False)
             writer.write_now(without_copy(shared) | more, description)
-            return True
-        spare = self._only_spare() if self._is_large(shared) else writer.take_spare()
-        writer.submit(copy_to_host(shared, spare) | more, description)
-        return False
+        else:
+            writer.submit(copy_to_host(shared, self._only_spare()) | more, description)
+        return True
 
-    def _is_large(self, shared: dict[str, Any], on_host: bool = False) -> bool:
+    def _is_large(self, state: Mapping[str, Any], on_host: bool = False) -> bool:
         """Return whether a state, or the part of it in host memory, is too large to be copied."""
-        sizes = [each.nbytes for each in tensors_in(shared) if each.is_cpu or not on_host]
-        return sum(sizes) > self._config.checkpoint_copy_mb << 20
+        tensors = [each for each in tensors_in(state) if each.is_cpu or not on_host]
+        size = sum(each.nbytes for each in tensors if each.nbytes >= _MIN_BYTES)
+        return size > self._config.checkpoint_copy_mb << 20
 
     def _only_spare(self) -> dict[str, Any] | None:
         """Return what any writer keeps, once all are done, so that there is only one copy."""
@@ -314,7 +319,9 @@ class Checkpointing:
 
     def _wait_for_writers(self, world: World, state: TrainingState) -> None:
         """Wait for the ranks that write a large state, however long they take. Collective."""
-        if self._is_large(state.shared()):
+        shared = state.shared()
+        # These are certain to have the same size on every rank, or some ranks would not wait.
+        if self._is_large({name: shared.get(name) for name in ("model", "optimizers")}):
             enter_phase("waiting for a large state to be saved", waits=True, limited=False)
             sleeping_barrier(world.comm)
 

@@ -160,7 +160,7 @@ def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypat
     monkeypatch.setattr(checkpoints, "_is_large", lambda shared, on_host=False: not on_host)
     held.go()
     for writer in (checkpoints._writer, checkpoints._snapshots, checkpoints._writer):
-        checkpoints._submit(writer, state, METADATA, [], None)
+        assert checkpoints._submit(writer, state, METADATA, [], None)
     checkpoints.wait()
     copies = {written["model"]["weight"].data_ptr() for written in held.states}
     assert len(held.states) == 3
