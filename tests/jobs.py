@@ -286,9 +286,9 @@ class Job:
 class HostsJob(Job):
     """The same on emulated hosts; the command has `mpirun` in it, and may begin with another.
 
-    Without `on_all`, that other one chooses the hosts. Ranks are forked only if they then share the
-    cores with their host's daemon as fresh ones do, see `emulated_hosts.py`. Without `survives`, or
-    where MPI is not Open MPI, the loss of a rank ends the job.
+    Without `on_all`, that other one chooses the hosts. Ranks that need not be fresh are forked if
+    they then share the cores with their host's daemon as fresh ones do, see `emulated_hosts.py`.
+    Without `survives`, or where MPI is not Open MPI, the loss of a rank ends the job.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class HostsJob(Job):
         *command: str,
         cwd: Path,
         on_all: bool = True,
-        fresh: bool = False,
+        fresh: bool = True,
         survives: bool = True,
     ) -> None:
         self._hosts = hosts

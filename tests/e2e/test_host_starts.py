@@ -45,7 +45,7 @@ def test_two_environments_train_one_model(hosts, other_environment, tmp_path):
     train = "--model planted:where --global-batch-size 24 --max-steps 4 --check-every 1".split()
     train += ["--device-map", "map.toml", *EVEN]
     command = (*ENV, "env.toml", "mpirun", "-np", "3", f"{SCRIPTS}/kaitian-train")
-    with HostsJob(hosts, *command, *train, cwd=tmp_path, fresh=True) as job:
+    with HostsJob(hosts, *command, *train, cwd=tmp_path) as job:
         ended = job.finish()
     assert ended.code == 0, ended.text
     assert "differ" not in ended.text  # the weights, compared after each step

@@ -39,7 +39,7 @@ def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
     ranks = [*WIDE, *EVEN, *network, "--wire", wire]
     if wire == "fp32":
         ranks += "--emulate-kinds a,a,b,a --group-by kind-and-host --allreduce leader".split()
-    with HostsJob(hosts, *"mpirun -np 4".split(), *ranks, cwd=tmp_path) as job:
+    with HostsJob(hosts, *"mpirun -np 4".split(), *ranks, cwd=tmp_path, fresh=False) as job:
         if wire == "fp32":
             job.wait_for(r"4 ranks, 3 groups by kind and host")
         job.wait_for(r"allreduce among 4 ranks on 3 hosts: pairwise")
@@ -73,7 +73,7 @@ def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 4".split()
     ranks = [*TRAIN, *"--snapshot-every 5 --max-steps 40".split()]
     lost = []
-    with HostsJob(hosts, PYTHON, *supervised, *ranks, cwd=tmp_path) as job:
+    with HostsJob(hosts, PYTHON, *supervised, *ranks, cwd=tmp_path, fresh=False) as job:
         for number, lose in ((3, hosts.kill), (2, hosts.unplug)):
             before = max(int(job.wait_for(r"\| step (\d+)/")[1]) for _ in range(7))
             lose(number)
@@ -100,7 +100,8 @@ def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
     supervised = f"-m kaitian_mpi.cli.supervise --hosts-file {file} --host-backoff 1".split()
     ranks = [*TRAIN, *"--snapshot-every 5 --max-steps 100".split()]
     changes = {}
-    with HostsJob(hosts, PYTHON, *supervised, "mpirun", *ranks, cwd=tmp_path, on_all=False) as job:
+    command = (PYTHON, *supervised, "mpirun", *ranks)
+    with HostsJob(hosts, *command, cwd=tmp_path, on_all=False, fresh=False) as job:
 
         def see_change(name, since):
             first = int(job.wait_for(r"\| step (\d+)/")[1])
