@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -192,36 +193,43 @@ def test_new_group_times_out_if_a_rank_does_not_arrive(world, last):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda group, size: dist.all_reduce(torch.ones(3), group=group),
-        lambda group, size: dist.all_reduce(torch.ones(300_000), group=group),
-        lambda group, size: dist.all_gather(
+def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, last):
+    """The calls time out side by side, each in a group and a thread of its own."""
+    size = world.size
+    calls = {
+        "short": lambda group: dist.all_reduce(torch.ones(3), group=group),
+        "long": lambda group: dist.all_reduce(torch.ones(300_000), group=group),
+        "all_gather": lambda group: dist.all_gather(
             [torch.zeros(9) for _ in range(size)], torch.ones(9), group=group
         ),
-        lambda group, size: dist.barrier(group),
-    ],
-    ids=["short", "long", "all_gather", "barrier"],
-)
-def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(
-    world, last, one_second_group, call
-):
-    call(one_second_group, world.size)
+        "barrier": dist.barrier,
+    }
+
+    def time_out(name, group):
+        with pytest.raises(
+            CollectiveError, match=rf"waiting for rank {last} of {size}; give the group"
+        ):
+            calls[name](group)
+
+    groups = {name: dist.new_group(timeout=SHORT) for name in calls}
+    for name, group in groups.items():
+        calls[name](group)
     if world.rank == last:
         add()  # after the others have timed out
-        took = seconds_until_error(
-            lambda: call(one_second_group, world.size),
-            rf"^rank {last} of {world.size} arrived too late in \w+ #2: the others timed out",
-        )
-        assert took < SOON_SEC
+        for name, group in groups.items():
+            took = seconds_until_error(
+                lambda call=calls[name], group=group: call(group),
+                rf"^rank {last} of {size} arrived too late in \w+ #2: the others timed out",
+            )
+            assert took < SOON_SEC, name
     else:
-        with pytest.raises(
-            CollectiveError, match=rf"waiting for rank {last} of {world.size}; give the group"
-        ):
-            call(one_second_group, world.size)
+        with ThreadPoolExecutor(len(groups)) as threads:
+            for timed_out in [threads.submit(time_out, *each) for each in groups.items()]:
+                timed_out.result()
         add()
-    assert add() == world.size
+    assert add() == size
+    for group in groups.values():
+        dist.destroy_process_group(group)
 
 
 def test_waiting_for_a_tcp_store_key_does_not_block_a_collective(world, last):
