@@ -1,4 +1,7 @@
-"""The live page of a job that trains, in a real browser: through a lost rank until the job ends."""
+"""The live page of a job that trains, in a real browser: through a lost rank until the job ends.
+
+A browser ends its requests when network interfaces are made: bin/test has no other test make some.
+"""
 
 import io
 import subprocess
@@ -99,7 +102,6 @@ def assert_only_unanswered(browser):
     assert [text for text in browser.complaints if not any(word in text for word in gone)] == []
 
 
-@pytest.mark.serial  # a browser ends its requests when other tests make network interfaces
 def test_a_browser_watches_a_job_through_the_loss_of_rank_0(job, browser, tmp_path):
     url = job.wait_for(r"dashboard: (http://127\.0\.0\.1:\d+/[\w-]{20,}/) ")[1]
     first = find_server(url)
