@@ -101,7 +101,9 @@ def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 3".split()
     train = f"{SCRIPTS}/kaitian-train --model planted:slow --global-batch-size 24".split()
     train += [*EVEN, *"--snapshot-every 5 --max-steps 16 --check-every 1".split()]
-    with HostsJob(hosts, PYTHON, *supervised, *train, cwd=tmp_path, survives=False) as job:
+    with HostsJob(
+        hosts, PYTHON, *supervised, *train, cwd=tmp_path, survives=False, fresh=False
+    ) as job:
         job.wait_for("start 1 of")
         job.wait_for("allreduce among 3 ranks on 2 hosts")
         job.wait_for(r"\| step 7/")
