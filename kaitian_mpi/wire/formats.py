@@ -17,6 +17,8 @@ from kaitian_mpi.errors import UserError
 BLOCK = 256
 """Values that share a scale. A tensor is cut for the ranks at multiples of it."""
 
+_BLOCKS_AT_ONCE = 256  # so many values stay in a core's cache
+
 
 class WireFormat(Protocol):
     """A way to write float32 values as bytes."""
@@ -65,29 +67,52 @@ class Blocks:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return flat float32 values as a flat uint8 tensor of `size` bytes."""
-        if not values.numel():
-            return values.new_empty(0, dtype=torch.uint8)
-        missing = -values.numel() % BLOCK
-        blocks = functional.pad(values, (0, missing)).view(-1, BLOCK)
-        largest = blocks.abs().amax(dim=1, keepdim=True)  # vector_norm takes 7 times as long
-        scale = (largest / self._largest).masked_fill_(~largest.isfinite(), torch.nan)
-        # A block of zeros, or of values too small for a scale, is sent as zeros.
-        inverse = scale.reciprocal().nan_to_num_(0.0, 0.0)
-        numbers = (blocks * inverse).round_().to(torch.int8)
-        if self._bits == 4:
-            half = BLOCK // 2
-            numbers = (numbers[:, :half] & 15) | (numbers[:, half:] << 4)
-        return torch.cat([part.reshape(-1).view(torch.uint8) for part in (scale, numbers)])
+        encoded = values.new_empty(self.size(values.numel()), dtype=torch.uint8)
+        scales, numbers = self._parts(encoded, values.numel())
+        for piece, scale, number in zip(
+            values.split(BLOCK * _BLOCKS_AT_ONCE),
+            scales.split(_BLOCKS_AT_ONCE),
+            numbers.split(_BLOCKS_AT_ONCE),
+            strict=True,
+        ):
+            self._encode(piece, scale, number)
+        return encoded
 
     def decode(self, encoded: torch.Tensor, count: int) -> torch.Tensor:
         """Return the values as a new float32 tensor."""
+        scales, numbers = self._parts(encoded, count)
+        values = encoded.new_empty((len(scales), BLOCK), dtype=torch.float32)
+        for value, scale, number in zip(
+            *(part.split(_BLOCKS_AT_ONCE) for part in (values, scales, numbers)), strict=True
+        ):
+            if self._bits == 4:
+                half = BLOCK // 2
+                # An arithmetic shift keeps the sign.
+                torch.mul((number << 4) >> 4, scale, out=value[:, :half])
+                torch.mul(number >> 4, scale, out=value[:, half:])
+            else:
+                torch.mul(number, scale, out=value)
+        return values.view(-1)[:count]
+
+    def _parts(self, encoded: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales and the numbers of so many values, a row for each block."""
         blocks = -(-count // BLOCK)
-        scale = encoded[: 4 * blocks].view(torch.float32).view(-1, 1)
-        numbers = encoded[4 * blocks :].view(torch.int8).view(blocks, BLOCK * self._bits // 8)
+        scales = encoded[: 4 * blocks].view(torch.float32).view(-1, 1)
+        return scales, encoded[4 * blocks :].view(torch.int8).view(blocks, BLOCK * self._bits // 8)
+
+    def _encode(self, values: torch.Tensor, scale: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Write the scales and numbers of some whole blocks, of which the last may be shorter."""
+        blocks = functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+        largest = blocks.abs().amax(dim=1, keepdim=True)  # vector_norm takes 7 times as long
+        torch.div(largest, self._largest, out=scale).masked_fill_(~largest.isfinite(), torch.nan)
+        # A block of zeros, or of values too small for a scale, is sent as zeros.
+        inverse = scale.reciprocal().nan_to_num_(0.0, 0.0)
+        rounded = (blocks * inverse).round_()
         if self._bits == 4:
-            low = (numbers << 4) >> 4  # an arithmetic shift keeps the sign
-            numbers = torch.cat([low, numbers >> 4], dim=1)
-        return (numbers * scale).view(-1)[:count]
+            small, half = rounded.to(torch.int8), BLOCK // 2
+            torch.bitwise_or(small[:, :half] & 15, small[:, half:] << 4, out=numbers)
+        else:
+            numbers.copy_(rounded)
 
 
 FORMATS: dict[str, WireFormat] = {"bf16": BFloat16(), "int8": Blocks(8), "int4": Blocks(4)}
