@@ -4,8 +4,9 @@
 
 Two emulated hosts with a core each train MobileNetV2 for 32x32 images on random samples. Needs
 root: each host is a network namespace with an sshd, and the kernel's token bucket filter gives its
-link a speed, in each direction. Jobs with and without it alternate; in one job, the formats do.
-Times are medians of steps.
+link a speed, in each direction. In one job, a few steps in fp32 over links that are not slowed
+alternate with a few over slowed ones, in each of the formats: a core's speed may change by a third
+within a minute. A ratio is of two such neighbours; times are medians of steps.
 """
 
 from __future__ import annotations
@@ -34,96 +35,145 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link-mbit", type=float, default=100.0, help="of each link, each way")
     parser.add_argument("--batch", type=int, default=16, help="samples of each rank and step")
-    parser.add_argument("--rounds", type=int, default=4, help="of all formats, in each job")
-    parser.add_argument("--pairs", type=int, default=2, help="of jobs")
+    parser.add_argument("--rounds", type=int, default=6, help="of all formats")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser
 
 
-def train(wires: list[str], batch: int, rounds: int) -> dict[str, float]:
-    """Return the median step of each format, in seconds, on this rank."""
+def train(links: Links, options: argparse.Namespace) -> list[dict[str, object]]:
+    """Train on this rank; return the seconds of a step in each format and with each link."""
     import torch
+    import torch.distributed as dist
     from torch.nn import functional
 
     import kaitian_mpi
     from kaitian_mpi.backend.reducer import GradientReducer
     from kaitian_mpi.models import build_model
+    from kaitian_mpi.wire.formats import FORMATS
     from kaitian_mpi.wire.residual import Residuals
 
-    kaitian_mpi.init()
+    world = kaitian_mpi.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = build_model("mobilenetv2", 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
-    seconds: dict[str, list[float]] = {wire: [] for wire in wires}
-    for _ in range(rounds):
-        for wire in wires:
-            residuals = Residuals(wire)
-            reducer = GradientReducer(model, residuals=residuals)
-            for step in range(_WARM_UP_STEPS + _STEPS_AT_ONCE):
-                began = time.perf_counter()
-                optimizer.zero_grad()
-                reducer.arm(0.5)
-                functional.cross_entropy(model(x), y).backward()
-                reducer.finish()
-                residuals.keep()
-                optimizer.step()
-                if step >= _WARM_UP_STEPS:
-                    seconds[wire].append(time.perf_counter() - began)
-            reducer.close()
-    return {wire: statistics.median(each) for wire, each in seconds.items()}
+    x, y = torch.randn(options.batch, 3, 32, 32), torch.randint(10, (options.batch,))
+
+    def step_sec(wire: str, is_slow: bool) -> float:
+        """Return the median step."""
+        if world.rank == 0:
+            links.ask(is_slow)
+        dist.barrier()
+        residuals, seconds = Residuals(wire), []
+        reducer = GradientReducer(model, residuals=residuals)
+        for _ in range(_WARM_UP_STEPS + _STEPS_AT_ONCE):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            reducer.arm(0.5)
+            functional.cross_entropy(model(x), y).backward()
+            reducer.finish()
+            residuals.keep()
+            optimizer.step()
+            seconds.append(time.perf_counter() - began)
+        reducer.close()
+        return statistics.median(seconds[_WARM_UP_STEPS:])
+
+    return [
+        {"wire": wire, "free": step_sec("fp32", False), "slow": step_sec(wire, True)}
+        for _ in range(options.rounds)
+        for wire in ("fp32", *FORMATS)
+    ]
+
+
+class Links:
+    """How a rank has the links slowed down, by files that it shares with the benchmark."""
+
+    def __init__(self, folder: Path) -> None:
+        """Use two files of a folder that all hosts can read."""
+        self._wanted, self._is = folder / "wanted", folder / "is"
+
+    def ask(self, is_slow: bool) -> None:
+        """Have the links slowed down, or not, and wait until they are. On one rank."""
+        _write(self._wanted, str(is_slow))
+        while _read(self._is) != str(is_slow):
+            time.sleep(0.01)
+
+    def obey(self, hosts: EmulatedHosts, mbit_per_sec: float) -> None:
+        """Do what the rank has asked for, if anything is to be done."""
+        wanted = _read(self._wanted)
+        if wanted and wanted != _read(self._is):
+            if wanted == str(True):
+                hosts.set_link_speed(mbit_per_sec)
+            elif _read(self._is):
+                hosts.lift_link_speed()
+            _write(self._is, wanted)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _write(path: Path, text: str) -> None:
+    whole = path.with_suffix(".new")
+    whole.write_text(text)
+    whole.replace(path)
 
 
 def run_job(
-    hosts: EmulatedHosts, wires: list[str], options: argparse.Namespace
-) -> dict[str, float]:
-    """Run one job on the hosts; return what its rank 0 has measured."""
-    launch = ["mpirun", "--timeout", "200", "-np", "2", "--hostfile", str(hosts.hostfile)]
+    hosts: EmulatedHosts, folder: Path, options: argparse.Namespace
+) -> list[dict[str, object]]:
+    """Run the job on the hosts; return what its rank 0 has measured."""
+    launch = ["mpirun", "--timeout", "500", "-np", "2", "--hostfile", str(hosts.hostfile)]
     launch += ["--bind-to", "none", *[word for name in _AS_ROOT for word in ("-x", f"{name}=1")]]
-    command = [sys.executable, os.path.abspath(__file__), "--worker", ",".join(wires)]
+    command = [sys.executable, os.path.abspath(__file__), "--worker", str(folder)]
     command += [f"--batch={options.batch}", f"--rounds={options.rounds}"]
-    ended = subprocess.run(
+    links = Links(folder)
+    with subprocess.Popen(
         hosts.on_first(*launch, *command),
         env={**os.environ, **dict.fromkeys(_AS_ROOT, "1")},
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    result: dict[str, float] = json.loads(lines[-1])
+    ) as job:
+        while job.poll() is None:
+            links.obey(hosts, options.link_mbit)
+            time.sleep(0.02)
+        assert job.stdout is not None
+        lines = [line for line in job.stdout if line.startswith("[")]
+    if job.returncode:
+        sys.exit(f"slow_link.py: the job ended with code {job.returncode}")
+    result: list[dict[str, object]] = json.loads(lines[-1])
     return result
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Run the pairs of jobs, and print what each format reaches."""
-    from kaitian_mpi.wire.formats import FORMATS
-
-    wires = ["fp32", *FORMATS]
-    ratios: dict[str, list[float]] = {wire: [] for wire in wires}
+    """Run the job, and print what each format reaches."""
     with (
-        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
-        EmulatedHosts(Path(folder), [1, 1]) as hosts,
+        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
+        EmulatedHosts(Path(name), [1, 1]) as hosts,
     ):
-        for _ in range(options.pairs):
-            hosts.set_link_speed(options.link_mbit)
-            slowed = run_job(hosts, wires, options)
-            hosts.lift_link_speed()
-            free = run_job(hosts, ["fp32"], options)["fp32"]
-            print(f"link not slowed, fp32: {1e3 * free:.0f} ms a step", flush=True)
-            for wire, seconds in slowed.items():
-                ratios[wire].append(free / seconds)
-                print(f"{options.link_mbit:g} Mbit/s, {wire}: {1e3 * seconds:.0f} ms a step")
-    print("samples/s over those of fp32 on the link that is not slowed:")
-    for wire, values in ratios.items():
-        print(f"{wire}: {', '.join(f'{value:.2f}' for value in values)}")
+        rows = run_job(hosts, Path(name), options)
+    print(
+        f"| gradients cross as | ms a step at {options.link_mbit:g} Mbit/s | samples/s over fp32's"
+    )
+    for wire in dict.fromkeys(str(row["wire"]) for row in rows):
+        of_wire = [row for row in rows if row["wire"] == wire]
+        slow = [1e3 * float(row["slow"]) for row in of_wire]  # type: ignore[arg-type]
+        ratios = [float(row["free"]) / float(row["slow"]) for row in of_wire]  # type: ignore[arg-type]
+        print(f"| {wire} | {_spread(slow, '.0f')} | {_spread(ratios, '.2f')} |")
+    free = [1e3 * float(row["free"]) for row in rows]  # type: ignore[arg-type]
+    print(f"fp32 over links that are not slowed: {_spread(free, '.0f')} ms a step")
+
+
+def _spread(values: list[float], how: str) -> str:
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:{how}} ({low:{how}} to {high:{how}})"
 
 
 def main() -> None:
     """Compare, or be one of the ranks."""
     options = make_parser().parse_args()
     if options.worker:
-        result = train(options.worker.split(","), options.batch, options.rounds)
+        result = train(Links(Path(options.worker)), options)
         if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
             print(json.dumps(result), flush=True)
         return
