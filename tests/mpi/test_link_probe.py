@@ -8,14 +8,14 @@ SLOW_RANK = 1
 
 
 class SlowLinks:
-    """A communicator whose messages are some milliseconds late on the slow rank."""
+    """A communicator whose messages are later on the slow rank than a busy machine makes them."""
 
     def __init__(self, comm):
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
 
     def Sendrecv(self, *args, **kwargs):  # noqa: N802
         if self.rank == SLOW_RANK:
-            time.sleep(0.02)
+            time.sleep(0.1)
         self._comm.Sendrecv(*args, **kwargs)
 
     def __getattr__(self, name):

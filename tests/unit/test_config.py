@@ -60,7 +60,7 @@ DEFAULTS = {
     "--resume": "",
     "--checkpoint-every": 0,
     "--checkpoint-minutes": 10.0,
-    "--checkpoint-copy-mb": 256,
+    "--checkpoint-copy-mb": 1024,
     "--keep-checkpoints": 3,
     "--spares": 0,
     "--step-timeout": 0.0,

@@ -16,6 +16,7 @@ from kaitian_mpi.metrics.reading import Evaluated, Event, Logged
 from kaitian_mpi.metrics.tensorboard import TensorBoardSink
 from kaitian_mpi.metrics.wandb import WandbSink, check_login
 from kaitian_mpi.output.run_folder import DiskFolder
+from kaitian_mpi.runtime.polling import wait_until
 
 BLOCK, WHOLE, LAST = 32768, 1, 4  # of LevelDB's log format
 
@@ -138,6 +139,8 @@ def test_weights_and_biases_offline(offline):
     sink.close(True)
     assert (sys.exit, sys.excepthook) == hooks
     (kept,) = (offline.path / "wandb").glob("offline-run-*/run-*.wandb")
+    # A process of wandb's writes the file; on a busy machine, it may not be done yet.
+    assert wait_until(lambda: len(rows_in(kept)) >= 3, 20)
     rows = rows_in(kept)
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert [row["loss/train"] for row in rows] == [1.0, 2.0, 3.0]
