@@ -132,7 +132,7 @@ class TrainingConfig:
         10.0, "minutes between checkpoints; 0: only by --checkpoint-every and after each epoch"
     )
     checkpoint_copy_mb: int = setting(
-        256,
+        1024,
         "a state of up to this many MB is copied in memory, and written while training goes on; a "
         "larger one is written without a copy, and training waits",
     )
