@@ -57,7 +57,7 @@ def train(state):
     state.zero_gradients()
     state.progress.step_done(1)
 
-checkpoints = Checkpointing(TrainConfig(snapshots="job"), None)
+checkpoints = Checkpointing(TrainConfig(snapshots="job", checkpoint_copy_mb=256), None)
 torch.save(torch.ones(9), folder / "first.pt")  # has torch load what it needs
 map_tensors(folder / "first.pt").release(torch.ones(9))
 empty = memory("VmRSS")
