@@ -218,12 +218,12 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
 
 
 def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
-    limited.wait_for_text("--resume auto resumes from it")
-    (limited.folder / "hurry").touch()
+    limited.wait_until(lambda: int(limited.shown()["Restarts"]) >= 1, "never requeued")
+    assert "--resume auto resumes from it" in limited.log
+    (limited.folder / "hurry").touch()  # not before, or the job ends before its limit does
     limited.lift_limit()  # else the rest has to be done within the next 30 s
     limited.wait_for_state("COMPLETED", "FAILED")
     assert limited.state() == "COMPLETED", limited.log
-    assert int(limited.shown()["Restarts"]) >= 1
     assert "resuming from step" in limited.log
     check_steps(limited.folder, 64)
     assert summary_of(limited.folder)["finished"] is True
