@@ -203,6 +203,7 @@ class CopyEngine:
                 return
             _move(target, source)
             self._sec_per_byte = (time.perf_counter() - awake_at) / max(1, source.nbytes)
+            sleep_until(self._free_at)  # this copy was faster than the last one, say on a busy core
 
 
 def set_bandwidth(out: float = float("inf"), back: float | None = None) -> None:
