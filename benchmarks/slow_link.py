@@ -36,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--link-mbit", type=float, default=100.0, help="of each link, each way")
     parser.add_argument("--batch", type=int, default=16, help="samples of each rank and step")
     parser.add_argument("--rounds", type=int, default=6, help="of all formats")
+    parser.add_argument("--formats", default="fp32,bf16,int8,int4", help="of --wire, with commas")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser
 
@@ -49,7 +50,6 @@ def train(links: Links, options: argparse.Namespace) -> list[dict[str, object]]:
     import kaitian_mpi
     from kaitian_mpi.backend.reducer import GradientReducer
     from kaitian_mpi.models import build_model
-    from kaitian_mpi.wire.formats import FORMATS
     from kaitian_mpi.wire.residual import Residuals
 
     world = kaitian_mpi.init()
@@ -81,7 +81,7 @@ def train(links: Links, options: argparse.Namespace) -> list[dict[str, object]]:
     return [
         {"wire": wire, "free": step_sec("fp32", False), "slow": step_sec(wire, True)}
         for _ in range(options.rounds)
-        for wire in ("fp32", *FORMATS)
+        for wire in options.formats.split(",")
     ]
 
 
@@ -127,6 +127,7 @@ def run_job(
     launch += ["--bind-to", "none", *[word for name in _AS_ROOT for word in ("-x", f"{name}=1")]]
     command = [sys.executable, os.path.abspath(__file__), "--worker", str(folder)]
     command += [f"--batch={options.batch}", f"--rounds={options.rounds}"]
+    command += [f"--formats={options.formats}"]
     links = Links(folder)
     with subprocess.Popen(
         hosts.on_first(*launch, *command),

@@ -39,7 +39,7 @@ _MIN_PART_BYTES = 16 << 10
 _MAX_ROUND_BYTES = 4 << 20
 _LEAST_ROUNDS = 8
 _ROUNDS_AT_ONCE = 4  # by lane
-_MIN_ENCODED, _MAX_ENCODED = 16 * BLOCK, 256 * BLOCK  # elements; these are encoded in the cache
+_ENCODED_PART = 256 * BLOCK  # elements: enough for a call to pay off, and few enough for the cache
 _WIDE_ELEMENTS = 4 << 20  # converted to a wider dtype at once: 16 MB of float32
 
 
@@ -84,11 +84,12 @@ class HostAllreduce:
             start: where in it the tensor begins.
         """
         wide = tensor.float()
-        length = _encoded_part(wide.numel(), self._hosts.size) * self._hosts.size
+        length = _ENCODED_PART * self._hosts.size
         rounds = (
             self._round(
                 *(number, chunk, SUM, 0),
                 partial(encoded.allreduce, residual=residual, start=start + number * length),
+                unit=BLOCK,
             )
             for number, chunk in enumerate(wide.split(length))
         )
@@ -103,6 +104,7 @@ class HostAllreduce:
         op: Reduction,
         lane_number: int,
         algorithm: Algorithm,
+        unit: int = 1,
     ) -> Round:
         lane = self._hosts.lane(lane_number)
         tag = tags.NETWORK[number % len(tags.NETWORK)]
@@ -112,7 +114,7 @@ class HostAllreduce:
             yield [self._comm.Irecv(as_raw_buffer(chunk), leader, tag)]
             return
         members = [rank for rank in self._here if rank != leader]
-        share = -(-chunk.numel() // len(lane))
+        share = -(-chunk.numel() // (len(lane) * unit)) * unit
         with self._scratch(chunk.dtype, share * len(lane)) as scratch:
             yield from self._reduce_here(chunk, members, tag, op, scratch)
             parts = [chunk[host * share : (host + 1) * share] for host in range(len(lane))]
@@ -156,12 +158,6 @@ def round_elements(tensor: torch.Tensor, hosts: int, lanes: int = 1) -> int:
     part = tensor.nbytes // (hosts * lanes * _LEAST_ROUNDS)
     part = min(max(part, _MIN_PART_BYTES), _MAX_PART_BYTES, max(16, _MAX_ROUND_BYTES // hosts))
     return part // tensor.element_size() * hosts
-
-
-def _encoded_part(elements: int, hosts: int) -> int:
-    """Return the elements of an encoded part: a multiple of a block."""
-    part = elements // (hosts * _LEAST_ROUNDS)
-    return min(max(part, _MIN_ENCODED), _MAX_ENCODED) // BLOCK * BLOCK
 
 
 def _algorithm_for(dtype: torch.dtype, route: Route) -> str:

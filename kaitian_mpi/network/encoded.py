@@ -1,9 +1,9 @@
 """The sum of gradients between hosts in a format of fewer bits than float32.
 
-As in `pairwise`, each host sums up one part, which the others send to it, in float32, and sends the
-sum to all. Both messages are encoded, and what the format rounds off stays in the sender's
-residual. Every host takes the decoded sum, the one that has computed it, too: so the results are
-the same bit by bit.
+Among many hosts, as in `pairwise`, each sums up one part, which the others send to it, in float32,
+and sends the sum to all. Two hosts send each other all they have: as many bytes, in half the
+messages, and each value is rounded once. What the format rounds off stays in the sender's residual.
+Every host takes what it sends as it arrives elsewhere, so the results are the same bit by bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from kaitian_mpi.network.crossing import Crossing
+from kaitian_mpi.wire.formats import WireFormat
 from kaitian_mpi.wire.residual import Residual
 
 
@@ -29,33 +30,59 @@ def allreduce(
         residual: of the buffer that the parts are of.
         start: where in it the first one begins; the others follow it.
     """
-    wire, own = residual.wire, parts[crossing.host]
-    starts = list(itertools.accumulate(map(len, parts[:-1]), initial=start))
-
-    def encode(host: int) -> torch.Tensor:
-        part = parts[host]
-        encoded = wire.encode(part)
-        residual.note(part - wire.decode(encoded, len(part)), starts[host])
-        return encoded
-
+    starts = itertools.accumulate(map(len, parts[:-1]), initial=start)
+    noted = []
     for part, at in zip(parts, starts, strict=True):
         residual.add_to(part, at)
-    arrived = {host: _room(residual, own) for host in sorted(crossing.others)}
-    requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
-    leaving = {host: encode(host) for host in crossing.others}  # kept until MPI has sent them
-    requests += [crossing.start_send(encoded, host) for host, encoded in leaving.items()]
+        noted.append(residual.room(at, len(part)))
+    exchange = _between_two if crossing.size == 2 else _among_many
+    yield from exchange(crossing, parts, residual.wire, noted)
+
+
+def _between_two(
+    crossing: Crossing,
+    parts: Sequence[torch.Tensor],
+    wire: WireFormat,
+    noted: Sequence[torch.Tensor],
+) -> Iterator[Sequence[MPI.Request]]:
+    [other] = crossing.others
+    arrived = [_room(wire, part) for part in parts]
+    requests = [crossing.start_receive(room, other) for room in arrived]
+    leaving = [wire.encode(part, lost) for part, lost in zip(parts, noted, strict=True)]
+    requests += [crossing.start_send(encoded, other) for encoded in leaving]
     yield requests
+    for part, room in zip(parts, arrived, strict=True):
+        part += _decoded(wire, room, part)
+
+
+def _among_many(
+    crossing: Crossing,
+    parts: Sequence[torch.Tensor],
+    wire: WireFormat,
+    noted: Sequence[torch.Tensor],
+) -> Iterator[Sequence[MPI.Request]]:
+    own = parts[crossing.host]
+    arrived = {host: _room(wire, own) for host in sorted(crossing.others)}
+    requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
+    leaving = {host: wire.encode(parts[host], noted[host]) for host in crossing.others}
+    requests += [crossing.start_send(encoded, host) for host, encoded in leaving.items()]
+    yield requests  # MPI has sent what is leaving
     for room in arrived.values():
-        own += wire.decode(room, len(own))
-    encoded = encode(crossing.host)
-    own.copy_(wire.decode(encoded, len(own)))
-    arrived = {host: _room(residual, parts[host]) for host in crossing.others}
+        own += _decoded(wire, room, own)
+    encoded = wire.encode(own, noted[crossing.host])
+    arrived = {host: _room(wire, parts[host]) for host in crossing.others}
     requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
     requests += [crossing.start_send(encoded, host) for host in crossing.others]
     yield requests
     for host, room in arrived.items():
-        parts[host].copy_(wire.decode(room, len(parts[host])))
+        wire.decode(room, parts[host])
 
 
-def _room(residual: Residual, part: torch.Tensor) -> torch.Tensor:
-    return torch.empty(residual.wire.size(len(part)), dtype=torch.uint8)
+def _room(wire: WireFormat, part: torch.Tensor) -> torch.Tensor:
+    return torch.empty(wire.size(len(part)), dtype=torch.uint8)
+
+
+def _decoded(wire: WireFormat, encoded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    values = torch.empty_like(like)
+    wire.decode(encoded, values)
+    return values

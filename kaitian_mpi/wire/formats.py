@@ -7,6 +7,7 @@ NaN or an infinity arrives as NaN throughout, so that the ranks see that the ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -27,12 +28,20 @@ class WireFormat(Protocol):
         """Return the bytes of so many values."""
         ...
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return flat float32 values as a flat uint8 tensor of `size` bytes."""
+    def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+        """Encode values, and replace them by what `decode` will return.
+
+        Args:
+            values: flat, in float32.
+            lost: becomes what the format rounds off; as long, in float32.
+
+        Returns:
+            `size` bytes, a flat uint8 tensor.
+        """
         ...
 
-    def decode(self, encoded: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the values as a new float32 tensor."""
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what was encoded to a flat float32 tensor."""
         ...
 
 
@@ -43,13 +52,16 @@ class BFloat16:
         """Return the bytes of so many values."""
         return 2 * count
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return flat float32 values as a flat uint8 tensor of `size` bytes."""
-        return values.to(torch.bfloat16).view(torch.uint8)
+    def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+        """Encode values; see `WireFormat.encode`."""
+        encoded = values.to(torch.bfloat16)
+        torch.sub(values, encoded, out=lost)
+        values.copy_(encoded)
+        return encoded.view(torch.uint8)
 
-    def decode(self, encoded: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the values as a new float32 tensor."""
-        return encoded.view(torch.bfloat16).float()
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what was encoded to a flat float32 tensor."""
+        values.copy_(encoded.view(torch.bfloat16))
 
 
 class Blocks:
@@ -65,54 +77,64 @@ class Blocks:
         blocks = -(-count // BLOCK)
         return blocks * (BLOCK * self._bits // 8 + 4)
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return flat float32 values as a flat uint8 tensor of `size` bytes."""
+    def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+        """Encode values; see `WireFormat.encode`."""
         encoded = values.new_empty(self.size(values.numel()), dtype=torch.uint8)
-        scales, numbers = self._parts(encoded, values.numel())
-        for piece, scale, number in zip(
-            values.split(BLOCK * _BLOCKS_AT_ONCE),
-            scales.split(_BLOCKS_AT_ONCE),
-            numbers.split(_BLOCKS_AT_ONCE),
-            strict=True,
-        ):
-            self._encode(piece, scale, number)
+        self._each_piece(self._encode, encoded, values, lost)
         return encoded
 
-    def decode(self, encoded: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the values as a new float32 tensor."""
-        scales, numbers = self._parts(encoded, count)
-        values = encoded.new_empty((len(scales), BLOCK), dtype=torch.float32)
-        for value, scale, number in zip(
-            *(part.split(_BLOCKS_AT_ONCE) for part in (values, scales, numbers)), strict=True
-        ):
-            if self._bits == 4:
-                half = BLOCK // 2
-                # An arithmetic shift keeps the sign.
-                torch.mul((number << 4) >> 4, scale, out=value[:, :half])
-                torch.mul(number >> 4, scale, out=value[:, half:])
-            else:
-                torch.mul(number, scale, out=value)
-        return values.view(-1)[:count]
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what was encoded to a flat float32 tensor."""
+        self._each_piece(self._decode, encoded, values)
 
-    def _parts(self, encoded: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales and the numbers of so many values, a row for each block."""
-        blocks = -(-count // BLOCK)
+    def _each_piece(
+        self, work: Callable[..., None], encoded: torch.Tensor, *flat: torch.Tensor
+    ) -> None:
+        """Call `work` with the scales, the numbers and the values of some blocks at a time."""
+        whole, rest = divmod(flat[0].numel(), BLOCK)
+        blocks = whole + bool(rest)
         scales = encoded[: 4 * blocks].view(torch.float32).view(-1, 1)
-        return scales, encoded[4 * blocks :].view(torch.int8).view(blocks, BLOCK * self._bits // 8)
+        numbers = encoded[4 * blocks :].view(torch.int8).view(blocks, BLOCK * self._bits // 8)
+        rows = [each[: whole * BLOCK].view(-1, BLOCK) for each in flat]
+        for at in range(0, whole, _BLOCKS_AT_ONCE):
+            piece = slice(at, min(at + _BLOCKS_AT_ONCE, whole))
+            work(scales[piece], numbers[piece], *(each[piece] for each in rows))
+        if rest:
+            ends = [each[whole * BLOCK :] for each in flat]
+            padded = [functional.pad(end, (0, BLOCK - rest)) for end in ends]
+            work(scales[whole:], numbers[whole:], *(each.view(1, BLOCK) for each in padded))
+            for end, longer in zip(ends, padded, strict=True):
+                end.copy_(longer[:rest])
 
-    def _encode(self, values: torch.Tensor, scale: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Write the scales and numbers of some whole blocks, of which the last may be shorter."""
-        blocks = functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    def _encode(
+        self,
+        scales: torch.Tensor,
+        numbers: torch.Tensor,
+        blocks: torch.Tensor,
+        lost: torch.Tensor,
+    ) -> None:
         largest = blocks.abs().amax(dim=1, keepdim=True)  # vector_norm takes 7 times as long
-        torch.div(largest, self._largest, out=scale).masked_fill_(~largest.isfinite(), torch.nan)
+        # Infinity less itself is a NaN.
+        torch.add(largest - largest, largest, alpha=1 / self._largest, out=scales)
         # A block of zeros, or of values too small for a scale, is sent as zeros.
-        inverse = scale.reciprocal().nan_to_num_(0.0, 0.0)
-        rounded = (blocks * inverse).round_()
+        rounded = (blocks * scales.reciprocal().nan_to_num_(0.0, 0.0)).round_()
+        rounded += 0.0  # there is no -0.0 among whole numbers
         if self._bits == 4:
             small, half = rounded.to(torch.int8), BLOCK // 2
-            torch.bitwise_or(small[:, :half] & 15, small[:, half:] << 4, out=numbers)
+            torch.add(small[:, :half], small[:, half:], alpha=16, out=numbers)
         else:
             numbers.copy_(rounded)
+        torch.addcmul(blocks, rounded, scales, value=-1, out=lost)
+        torch.mul(rounded, scales, out=blocks)
+
+    def _decode(self, scales: torch.Tensor, numbers: torch.Tensor, blocks: torch.Tensor) -> None:
+        if self._bits == 4:
+            half = BLOCK // 2
+            upper = (numbers + 8) >> 4  # from -7 to 7, as is what it leaves
+            torch.mul(torch.sub(numbers, upper, alpha=16), scales, out=blocks[:, :half])
+            torch.mul(upper, scales, out=blocks[:, half:])
+        else:
+            torch.mul(numbers, scales, out=blocks)
 
 
 FORMATS: dict[str, WireFormat] = {"bf16": BFloat16(), "int8": Blocks(8), "int4": Blocks(4)}

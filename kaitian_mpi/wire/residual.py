@@ -47,11 +47,14 @@ class Residual:
         if self._kept is not None:
             values += self._kept[start : start + values.numel()]
 
-    def note(self, lost: torch.Tensor, start: int) -> None:
-        """Note what is rounded off the gradients from `start` on, until `keep` or the next step."""
+    def room(self, start: int, count: int) -> torch.Tensor:
+        """Return where to note what is rounded off so many gradients from `start` on.
+
+        It counts from `keep` on; the next step begins anew.
+        """
         if self._next is None:
             self._next = torch.zeros(self.count)
-        self._next[start : start + lost.numel()] = lost
+        return self._next[start : start + count]
 
     def keep(self) -> None:
         """Keep what was noted: the step is done. A NaN or an infinity is not kept."""
