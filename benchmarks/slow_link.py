@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -41,8 +42,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(links: Links, options: argparse.Namespace) -> list[dict[str, object]]:
-    """Train on this rank; return the seconds of a step in each format and with each link."""
+class Pair(NamedTuple):
+    """The seconds of a step in fp32 over free links, and of one in a format over slow ones."""
+
+    wire: str
+    free: float
+    slow: float
+
+
+def train(links: Links, options: argparse.Namespace) -> list[Pair]:
+    """Train on this rank; return all pairs, round by round."""
     import torch
     import torch.distributed as dist
     from torch.nn import functional
@@ -85,7 +94,7 @@ def train(links: Links, options: argparse.Namespace) -> list[dict[str, object]]:
         return statistics.median(seconds[_WARM_UP_STEPS:])
 
     return [
-        {"wire": wire, "free": step_sec("fp32", False), "slow": step_sec(wire, True)}
+        Pair(wire, step_sec("fp32", False), step_sec(wire, True))
         for _ in range(options.rounds)
         for wire in options.formats.split(",")
     ]
@@ -125,9 +134,7 @@ def _write(path: Path, text: str) -> None:
     whole.replace(path)
 
 
-def run_job(
-    hosts: EmulatedHosts, folder: Path, options: argparse.Namespace
-) -> list[dict[str, object]]:
+def run_job(hosts: EmulatedHosts, folder: Path, options: argparse.Namespace) -> list[Pair]:
     """Run the job on the hosts; return what its rank 0 has measured."""
     launch = ["mpirun", "--timeout", "500", "-np", "2", "--hostfile", str(hosts.hostfile)]
     launch += ["--bind-to", "none", *[word for name in _AS_ROOT for word in ("-x", f"{name}=1")]]
@@ -148,8 +155,7 @@ def run_job(
         lines = [line for line in job.stdout if line.startswith("[")]
     if job.returncode:
         sys.exit(f"slow_link.py: the job ended with code {job.returncode}")
-    result: list[dict[str, object]] = json.loads(lines[-1])
-    return result
+    return [Pair(*each) for each in json.loads(lines[-1])]
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -158,16 +164,16 @@ def compare(options: argparse.Namespace) -> None:
         tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
         EmulatedHosts(Path(name), [1, 1]) as hosts,
     ):
-        rows = run_job(hosts, Path(name), options)
+        pairs = run_job(hosts, Path(name), options)
     print(
         f"| gradients cross as | ms a step at {options.link_mbit:g} Mbit/s | samples/s over fp32's"
     )
-    for wire in dict.fromkeys(str(row["wire"]) for row in rows):
-        of_wire = [row for row in rows if row["wire"] == wire]
-        slow = [1e3 * float(row["slow"]) for row in of_wire]  # type: ignore[arg-type]
-        ratios = [float(row["free"]) / float(row["slow"]) for row in of_wire]  # type: ignore[arg-type]
+    for wire in dict.fromkeys(pair.wire for pair in pairs):
+        of_wire = [pair for pair in pairs if pair.wire == wire]
+        slow = [1e3 * pair.slow for pair in of_wire]
+        ratios = [pair.free / pair.slow for pair in of_wire]
         print(f"| {wire} | {_spread(slow, '.0f')} | {_spread(ratios, '.2f')} |")
-    free = [1e3 * float(row["free"]) for row in rows]  # type: ignore[arg-type]
+    free = [1e3 * pair.free for pair in pairs]
     print(f"fp32 over links that are not slowed: {_spread(free, '.0f')} ms a step")
 
 

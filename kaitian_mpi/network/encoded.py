@@ -22,7 +22,7 @@ from kaitian_mpi.wire.residual import Residual
 def allreduce(
     crossing: Crossing, parts: Sequence[torch.Tensor], residual: Residual, start: int
 ) -> Iterator[Sequence[MPI.Request]]:
-    """Sum the parts over all hosts, in place; part h is summed on host h.
+    """Sum the parts over all hosts, in place; there are as many as hosts.
 
     Args:
         crossing: the messages.

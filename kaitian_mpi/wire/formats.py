@@ -18,8 +18,6 @@ from kaitian_mpi.errors import UserError
 BLOCK = 256
 """Values that share a scale. A tensor is cut for the ranks at multiples of it."""
 
-_BLOCKS_AT_ONCE = 256  # so many values stay in a core's cache
-
 
 class WireFormat(Protocol):
     """A way to write float32 values as bytes."""
@@ -80,25 +78,24 @@ class Blocks:
     def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
         """Encode values; see `WireFormat.encode`."""
         encoded = values.new_empty(self.size(values.numel()), dtype=torch.uint8)
-        self._each_piece(self._encode, encoded, values, lost)
+        self._in_blocks(self._encode, encoded, values, lost)
         return encoded
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
         """Write what was encoded to a flat float32 tensor."""
-        self._each_piece(self._decode, encoded, values)
+        self._in_blocks(self._decode, encoded, values)
 
-    def _each_piece(
+    def _in_blocks(
         self, work: Callable[..., None], encoded: torch.Tensor, *flat: torch.Tensor
     ) -> None:
-        """Call `work` with the scales, the numbers and the values of some blocks at a time."""
+        """Call `work` with scales, numbers and values, in rows of a block; a shorter one apart."""
         whole, rest = divmod(flat[0].numel(), BLOCK)
         blocks = whole + bool(rest)
         scales = encoded[: 4 * blocks].view(torch.float32).view(-1, 1)
         numbers = encoded[4 * blocks :].view(torch.int8).view(blocks, BLOCK * self._bits // 8)
-        rows = [each[: whole * BLOCK].view(-1, BLOCK) for each in flat]
-        for at in range(0, whole, _BLOCKS_AT_ONCE):
-            piece = slice(at, min(at + _BLOCKS_AT_ONCE, whole))
-            work(scales[piece], numbers[piece], *(each[piece] for each in rows))
+        rows = (each[: whole * BLOCK].view(-1, BLOCK) for each in flat)
+        if whole:
+            work(scales[:whole], numbers[:whole], *rows)
         if rest:
             ends = [each[whole * BLOCK :] for each in flat]
             padded = [functional.pad(end, (0, BLOCK - rest)) for end in ends]

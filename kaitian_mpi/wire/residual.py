@@ -50,7 +50,7 @@ class Residual:
     def room(self, start: int, count: int) -> torch.Tensor:
         """Return where to note what is rounded off so many gradients from `start` on.
 
-        It counts from `keep` on; the next step begins anew.
+        It counts from `keep` on; the next step overwrites what has not been kept.
         """
         if self._next is None:
             self._next = torch.zeros(self.count)
