@@ -93,8 +93,9 @@ def kill_reason(now: float, report: Report, restarted: float, state: str = "") -
     if not report.limited:
         return None
     if not report.waits and lasted > report.limit:
+        how = f" ({_STATES[state]})" if state in _STATES else ""
         limit = seconds(report.limit)
-        return f"{seconds(lasted)} in {report.where}, the limit is {limit} (--step-timeout)"
+        return f"{seconds(lasted)} in {report.where}{how}, the limit is {limit} (--step-timeout)"
     # A rank that hangs is killed by its own watchdog within this time: so nothing will arrive.
     if report.waits and lasted > 2 * report.limit + _WAITING_EXTRA_SEC:
         return (
