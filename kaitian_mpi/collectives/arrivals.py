@@ -14,7 +14,7 @@ from kaitian_mpi.errors import (
 )
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
 from kaitian_mpi.runtime.ulfm import may_be_loss
-from kaitian_mpi.tracing import recorder
+from kaitian_mpi.tracing.collectives import part
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +60,12 @@ class ArrivalTracker:
         arrived_at = time.monotonic()
         self._calls += 1
         request = self._comm.Ibarrier()
-        if not wait_request(request, self._record_after_sec):
-            self._wait_long(request, ())
+        with part("wait for all ranks"):
+            if not wait_request(request, self._record_after_sec):
+                self._wait_long(request, ())
         # Other ranks cannot have waited for this one since before its previous arrival. A blocking
         # call follows, for which no rank may have given up.
         self._done_at = time.monotonic()
-        if recorder.current is not None:
-            recorder.current.part("wait for all ranks", self._done_at - arrived_at)
         if self._done_at - self._arrived_at > self._late_sec:
             self._confirm()
         self._arrived_at = arrived_at

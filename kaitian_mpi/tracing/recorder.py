@@ -164,24 +164,19 @@ class Recorder:
         else:
             self.dropped += 1
 
-    def part(self, name: str, elapsed_sec: float) -> None:
-        """Record a part, which has just ended, of the collective that this thread carries out.
-
-        Does nothing if this thread carries out none, or one that is not recorded.
-
-        Args:
-            name: what this part did.
-            elapsed_sec: how long it took.
-        """
-        if self._thread.lane is not None:
-            end = self.now()
-            self.add(self._thread.lane, name, end - elapsed_sec, end)
-
     @contextmanager
     def part_of_collective(
         self, name: str, lane: str | None, args: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Record the block as `part` does, in a lane of choice."""
+        """Record the block as a part of the collective that this thread carries out.
+
+        Does nothing if this thread carries out none, or one that is not recorded.
+
+        Args:
+            name: what this part does.
+            lane: where it is shown; None for the collective's own lane.
+            args: what else to show for it.
+        """
         start = self.now()
         yield
         if self._thread.lane is not None:

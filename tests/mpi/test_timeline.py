@@ -63,6 +63,8 @@ def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock
         for step in (1, 2):
             for _ in range(3):
                 sleeping_barrier(world.comm)
+                if world.rank == 1:
+                    time.sleep(0.1)  # the others wait for it
                 dist.all_reduce(torch.ones(1 << 16))
                 time.sleep(0.01)
             dist.all_reduce(torch.ones(4), async_op=True).wait()
