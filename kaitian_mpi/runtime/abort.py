@@ -6,14 +6,17 @@ Otherwise the other ranks would wait forever for the one that failed.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import socket
+import stat
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +26,7 @@ from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
 
 _PR_SET_PDEATHSIG = 1
+_READ_OUTPUT_SEC = 2.0
 _FORWARD_OUTPUT_SEC = 0.1
 _WAIT_FOR_RANK_0_SEC = 2.0
 
@@ -133,11 +137,10 @@ def abort_with_traceback(what: str = "") -> None:
 
 def abort_job(code: int) -> None:
     """End every rank of the job with this exit code; does not return."""
+    _let_launcher_forward_output()
     if is_mpi_running():
         from mpi4py import MPI
 
-        # Give the launcher time to forward our message before it prints its own.
-        time.sleep(_FORWARD_OUTPUT_SEC)
         if shutdown.is_listening():
             shutdown.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
@@ -155,12 +158,26 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
     if launch.world_size > 1 and not isinstance(error, AgreedError):
         if started:
             abort_job(error.exit_code)
+        _let_launcher_forward_output()
         end_job_before_mpi(os.environ, error.exit_code)
     # Imported here because it imports numpy; the watchdog imports this module and must start first.
     from kaitian_mpi.runtime.lifecycle import exit_after_loss
 
     exit_after_loss(error.exit_code)
     sys.exit(error.exit_code)
+
+
+def _let_launcher_forward_output() -> None:
+    """Wait until the launcher has read and forwarded what this process has printed.
+
+    MPICH's ends the job with this process's message unread if it is told to first.
+    """
+    give_up = time.monotonic() + _READ_OUTPUT_SEC
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(2).st_mode):
+            while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < give_up:
+                time.sleep(0.005)
+    time.sleep(_FORWARD_OUTPUT_SEC)
 
 
 def _let_rank_0_print() -> None:
