@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, agree_on_settings
 from kaitian_mpi.mpi.topology import split_into_groups, subset, translate_ranks
 from kaitian_mpi.mpi.world import _exchange_visible, join_world
 from kaitian_mpi.runtime.polling import sleeping_barrier
+
+LONG_TURN_NS = 100_000_000
 
 
 def test_every_rank_knows_every_rank(world):
@@ -153,3 +158,13 @@ def test_what_ranks_see_is_ordered_by_local_rank(world):
 def test_values_of_unlike_lengths_are_gathered(world, last, length):
     values = ["x" * length if rank == last else rank for rank in range(world.size)]
     assert gather_values(world.comm, values[world.rank]) == values
+
+
+def test_ranks_take_long_turns_on_their_core_only_if_they_are_more_than_the_cores(world):
+    try:
+        lines = Path(f"/proc/self/task/{os.getpid()}/sched").read_text().splitlines()
+        [turn] = [line.partition(" : ")[2] for line in lines if line.startswith("se.slice")]
+    except (OSError, ValueError):
+        pytest.skip("the kernel does not show how long a thread's turns are")
+    cores = set().union(*gather_values(world.comm, sorted(os.sched_getaffinity(0))))
+    assert (float(turn) == LONG_TURN_NS) == (world.size > len(cores))
