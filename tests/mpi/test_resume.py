@@ -293,6 +293,7 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
     assert saved in (2, 3)
     in_memory = SnapshotFiles(snapshot_folder(name))
     assert in_memory.steps() == [saved]
+    world.comm.Barrier()  # all have read the files
     if world.rank == 0:
         shutil.rmtree(folder / "checkpoints")
     world.comm.Barrier()
