@@ -57,12 +57,14 @@ class BackgroundWriter:
         self._raise_bug()
         step = description["step"]
         with self._lock:
+            if self._thread is None:
+                first = state, description
+                thread = threading.Thread(target=self._work, args=first, name="checkpoint-writer")
+                thread.start()
+                self._thread, self._writing = thread, step
+                return False
             replaced, self._waiting = self._waiting, (state, description)
             writing = self._writing
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name="checkpoint-writer")
-                thread.start()  # it waits for the lock
-                self._thread = thread
         if replaced is None:
             return False
         self._spare = replaced[0]
@@ -115,20 +117,19 @@ class BackgroundWriter:
         if bug is not None:
             raise bug
 
-    def _work(self) -> None:
+    def _work(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         while True:
-            with self._lock:
-                if self._waiting is None:
-                    self._thread = self._writing = None
-                    return
-                (state, description), self._waiting = self._waiting, None
-                self._writing = description["step"]
             try:
                 self._write(state, description)
             except BaseException as error:  # raised again in the thread that submits
                 self._bug = error
             with self._lock:
                 self._spare = state
+                if self._waiting is None:
+                    self._thread = self._writing = None
+                    return
+                (state, description), self._waiting = self._waiting, None
+                self._writing = description["step"]
 
     def _write(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         step = description["step"]

@@ -649,6 +649,29 @@ def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     assert_same(files.newest_good().state, small(3))
 
 
+def test_a_submission_is_not_replaced_because_the_thread_has_not_begun_yet(
+    tmp_path, monkeypatch, caplog
+):
+    class Late(threading.Thread):
+        """Begins only when it is waited for, as it may on a busy machine."""
+
+        def start(self):
+            pass
+
+        def join(self, timeout=None):
+            super().start()
+            super().join(timeout)
+
+    monkeypatch.setattr("kaitian_mpi.checkpoint.writer.threading.Thread", Late)
+    files = CheckpointFiles(tmp_path, keep=5)
+    writer = BackgroundWriter(files)
+    assert writer.submit(small(1), {"step": 1}) is False
+    assert writer.submit(small(2), {"step": 2}) is False
+    writer.wait()
+    assert files.steps() == [1, 2]
+    assert not caplog.messages
+
+
 def test_a_full_disk_logs_a_warning_each_time(tmp_path, monkeypatch, caplog):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
     with monkeypatch.context() as context:

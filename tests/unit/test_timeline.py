@@ -193,6 +193,14 @@ def test_memory_is_bounded_and_what_is_missing_is_counted():
     assert [event.name for event in made.take()] == ["forward"]
 
 
+def test_collectives_are_recorded_however_many_phases_a_rank_has_entered(recording):
+    made, _ = recording
+    for _ in range(2000):  # of a benchmark; a slower rank has entered fewer
+        enter_phase("the benchmark")
+    recorded(lambda: None, "all_reduce", GROUP, 1)()
+    assert "all_reduce" in [event.name for event in made.take()]
+
+
 def test_nothing_is_recorded_without_a_timeline():
     assert recorder.current is None
     with part("wait"):
