@@ -180,13 +180,23 @@ class Rank:
     def __init__(self, body: str, limit: float = 0.5, options: str = ", follow_launcher=False"):
         script = RANK.format(limit=limit, options=options, body=body)
         self.process = start(script)
-        self.pid, self.watchdog = map(int, self.process.stdout.readline().split())
+        self.pid, self.watchdog = map(int, read_line(self.process).split())
 
     def wait(self) -> tuple[int, str, str]:
         """Return the exit code and the output; fail if rank or watchdog keeps running."""
         out, err = self.process.communicate(timeout=LONGEST_SEC)
         wait_until(lambda: is_gone(self.watchdog))
         return self.process.returncode, out, err
+
+
+def read_line(process: subprocess.Popen) -> str:
+    """Return the next line; not by `stdout`, for what that reads ahead `communicate` would miss."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(process.stdout.fileno(), 1)
+        assert byte, line
+        line += byte
+    return line.decode()
 
 
 def start(script: str) -> subprocess.Popen:
@@ -231,7 +241,7 @@ def rank():
 
 def test_a_stopped_rank_is_killed(rank):
     stopped = rank("watchdog.enter('forward', step=12)\nprint('entered', flush=True)\n" + STEPS)
-    assert stopped.process.stdout.readline() == "entered\n"
+    assert read_line(stopped.process) == "entered\n"
     os.kill(stopped.pid, signal.SIGSTOP)
     began = time.monotonic()
     code, _, err = stopped.wait()
@@ -330,7 +340,7 @@ if worker == 0:
 print(worker, flush=True)
 """
     killed = rank(body + STEPS)
-    worker = int(killed.process.stdout.readline())
+    worker = int(read_line(killed.process))
     os.kill(killed.pid, signal.SIGKILL)
     try:
         assert killed.wait() == (-signal.SIGKILL, "", "")
@@ -432,7 +442,7 @@ print("left", flush=True)
     options = f", follow_launcher={follows}"
     script = RANK.format(limit=1, options=options, body=body)
     launcher = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])")
-    pid, watchdog = map(int, launcher.stdout.readline().split())
+    pid, watchdog = map(int, read_line(launcher).split())
     wait_until(lambda: is_up(watchdog))
     launcher.kill()
     out, err = launcher.communicate(timeout=LONGEST_SEC)
