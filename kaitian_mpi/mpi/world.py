@@ -323,28 +323,19 @@ def survivors_of(world: World) -> World:
     return replace(world, comm=comm, infos=infos)
 
 
-def share_cores(comm: MPI.Comm) -> int:
-    """Return how many threads each rank of this host should compute with: cores / local ranks.
+def share_cores(comm: MPI.Comm) -> float:
+    """Return how many of this host's cores there are for each of its ranks; may be below 1.
 
-    Collective.
-    """
-    cores, ranks = _count_cores(comm)
-    return max(1, cores // ranks)
-
-
-def _count_cores(comm: MPI.Comm) -> tuple[int, int]:
-    """Return the cores of this host, and the ranks that share them. Collective.
-
-    The cores counted are those that the ranks of this host may run on together, so that it is right
-    whether the launcher bound each rank to its own cores or to none.
+    Collective. The cores counted are those that the ranks of this host may run on together, so
+    that it is right whether the launcher bound each rank to its own cores or to none.
     """
     from mpi4py import MPI
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = set().union(*gather_values(local, sorted(os.sched_getaffinity(0))))
-    ranks: int = local.size
+    share: float = len(cores) / local.size
     local.Free()
-    return len(cores), ranks
+    return share
 
 
 def _use_cores(comm: MPI.Intracomm, device: Device) -> int:
@@ -352,10 +343,10 @@ def _use_cores(comm: MPI.Intracomm, device: Device) -> int:
 
     Collective. A number of threads that the script has set stays.
     """
-    cores, ranks = _count_cores(comm)
-    if device.is_host and ranks > cores:
+    cores = share_cores(comm)
+    if device.is_host and cores < 1:
         take_long_turns()
-    return set_default_threads(max(1, cores // ranks))
+    return set_default_threads(max(1, int(cores)))
 
 
 def _host_name() -> str:

@@ -137,6 +137,15 @@ def abort_with_traceback(what: str = "") -> None:
 
 def abort_job(code: int) -> None:
     """End every rank of the job with this exit code; does not return."""
+    _end_other_ranks(code)
+    os._exit(code)
+
+
+def _end_other_ranks(code: int) -> None:
+    """End the job with this exit code.
+
+    Returns only where MPI has not been started and the launcher ends the job when this rank exits.
+    """
     _let_launcher_forward_output()
     if is_mpi_running():
         from mpi4py import MPI
@@ -145,21 +154,16 @@ def abort_job(code: int) -> None:
             shutdown.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
     end_job_before_mpi(os.environ, code)
-    os._exit(code)
 
 
 def _exit_on_user_error(program: str, error: UserError) -> None:
     launch = read_launch(os.environ)
-    started = is_mpi_running()
-    if not started:
+    if not is_mpi_running():
         _let_rank_0_print()
     if launch.world_rank == 0 or not isinstance(error, AgreedError):
         print_to_stderr(f"{program}: error: {error}")
     if launch.world_size > 1 and not isinstance(error, AgreedError):
-        if started:
-            abort_job(error.exit_code)
-        _let_launcher_forward_output()
-        end_job_before_mpi(os.environ, error.exit_code)
+        _end_other_ranks(error.exit_code)
     # Imported here because it imports numpy; the watchdog imports this module and must start first.
     from kaitian_mpi.runtime.lifecycle import exit_after_loss
 
@@ -170,7 +174,7 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
 def _let_launcher_forward_output() -> None:
     """Wait until the launcher has read and forwarded what this process has printed.
 
-    MPICH's ends the job with this process's message unread if it is told to first.
+    MPICH's launcher ends the job as soon as it is asked to, even if it has not read the message.
     """
     give_up = time.monotonic() + _READ_OUTPUT_SEC
     with suppress(OSError):

@@ -121,17 +121,12 @@ class Recorder:
         """End the main thread's phase and begin the next."""
         now = self.now()
         self._end_phase(now)
-        is_kept = True
-        if step is None:
-            # Ranks may enter unlike numbers of phases, but record the same collectives.
-            self.is_recording = True
-            self._phases_since_step += 1
-            is_kept = self._phases_since_step <= _MAX_PHASES_BETWEEN_STEPS
-            self.dropped += not is_kept
-        else:
-            self._phases_since_step = 0
-            self.is_recording = self._sampling.includes(step)
-        if self.is_recording and is_kept:
+        self._phases_since_step = self._phases_since_step + 1 if step is None else 0
+        # Ranks may enter unlike numbers of phases between steps, but record the same collectives.
+        self.is_recording = step is None or self._sampling.includes(step)
+        if self._phases_since_step > _MAX_PHASES_BETWEEN_STEPS:
+            self.dropped += 1
+        elif self.is_recording:
             self._phase = phase, now, step
 
     def add(

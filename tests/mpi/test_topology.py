@@ -1,8 +1,8 @@
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from turns import LONG_TURN_NS, turn_ns
 
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
@@ -11,8 +11,6 @@ from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, agree_on_settings
 from kaitian_mpi.mpi.topology import split_into_groups, subset, translate_ranks
 from kaitian_mpi.mpi.world import _exchange_visible, join_world
 from kaitian_mpi.runtime.polling import sleeping_barrier
-
-LONG_TURN_NS = 100_000_000
 
 
 def test_every_rank_knows_every_rank(world):
@@ -161,10 +159,6 @@ def test_values_of_unlike_lengths_are_gathered(world, last, length):
 
 
 def test_ranks_take_long_turns_on_their_core_only_if_they_are_more_than_the_cores(world):
-    try:
-        lines = Path(f"/proc/self/task/{os.getpid()}/sched").read_text().splitlines()
-        [turn] = [line.partition(" : ")[2] for line in lines if line.startswith("se.slice")]
-    except (OSError, ValueError):
-        pytest.skip("the kernel does not show how long a thread's turns are")
+    turn = turn_ns(os.getpid())
     cores = set().union(*gather_values(world.comm, sorted(os.sched_getaffinity(0))))
-    assert (float(turn) == LONG_TURN_NS) == (world.size > len(cores))
+    assert (turn == LONG_TURN_NS) == (world.size > len(cores))
