@@ -33,7 +33,7 @@ from kaitian_mpi.mpi.topology import (
 )
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
-from kaitian_mpi.runtime.threads import set_default_threads, take_long_turns
+from kaitian_mpi.runtime.threads import set_default_threads
 from kaitian_mpi.runtime.ulfm import shrink, track_comm
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def join_world(
     open_job_store(own)
     _log_emulation(emulation, own.rank)
     slowdown = ScriptSlowdown(emulation.schedules[own.rank], _needs_training(emulation))
-    threads, size = _use_cores(own, device), own.size
+    threads, size = _use_cores(own), own.size
     return World(own, infos, device, index, threads, size, emulation, slowdown, relay)
 
 
@@ -308,9 +308,7 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
         comm.Free()
         return None
     infos = tuple(world.infos[rank] for rank in ranks)
-    return replace(
-        world, comm=track_comm(comm), infos=infos, threads=_use_cores(comm, world.device_kind)
-    )
+    return replace(world, comm=track_comm(comm), infos=infos, threads=_use_cores(comm))
 
 
 def survivors_of(world: World) -> World:
@@ -323,8 +321,8 @@ def survivors_of(world: World) -> World:
     return replace(world, comm=comm, infos=infos)
 
 
-def share_cores(comm: MPI.Comm) -> float:
-    """Return how many of this host's cores there are for each of its ranks; may be below 1.
+def share_cores(comm: MPI.Comm) -> int:
+    """Return how many threads each rank of this host should compute with: cores / local ranks.
 
     Collective. The cores counted are those that the ranks of this host may run on together, so
     that it is right whether the launcher bound each rank to its own cores or to none.
@@ -333,20 +331,17 @@ def share_cores(comm: MPI.Comm) -> float:
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = set().union(*gather_values(local, sorted(os.sched_getaffinity(0))))
-    share: float = len(cores) / local.size
+    threads = max(1, len(cores) // local.size)
     local.Free()
-    return share
+    return threads
 
 
-def _use_cores(comm: MPI.Intracomm, device: Device) -> int:
+def _use_cores(comm: MPI.Intracomm) -> int:
     """Compute with this rank's part of the host's cores, and return how many threads that is.
 
     Collective. A number of threads that the script has set stays.
     """
-    cores = share_cores(comm)
-    if device.is_host and cores < 1:
-        take_long_turns()
-    return set_default_threads(max(1, int(cores)))
+    return set_default_threads(share_cores(comm))
 
 
 def _host_name() -> str:

@@ -1,8 +1,5 @@
-import os
-
 import pytest
 import torch
-from turns import LONG_TURN_NS, turn_ns
 
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
@@ -156,9 +153,3 @@ def test_what_ranks_see_is_ordered_by_local_rank(world):
 def test_values_of_unlike_lengths_are_gathered(world, last, length):
     values = ["x" * length if rank == last else rank for rank in range(world.size)]
     assert gather_values(world.comm, values[world.rank]) == values
-
-
-def test_ranks_take_long_turns_on_their_core_only_if_they_are_more_than_the_cores(world):
-    turn = turn_ns(os.getpid())
-    cores = set().union(*gather_values(world.comm, sorted(os.sched_getaffinity(0))))
-    assert (turn == LONG_TURN_NS) == (world.size > len(cores))

@@ -95,7 +95,7 @@ class Suite:
         import torch
         from torch.testing._internal import common_distributed
 
-        torch.set_num_threads(max(1, int(share_cores(comm))))
+        torch.set_num_threads(share_cores(comm))
         # torch wants 8 ranks here; ranks 0 to 2 are all that these tests name.
         common_distributed.skip_if_small_worldsize = unittest.skipIf(comm.size < 3, "needs 3 ranks")
         if backend == "kaitian":
