@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
@@ -120,17 +121,21 @@ def train_plainly_here() -> None:
     by_rank = MPI.COMM_WORLD.gather(own)
     if by_rank is not None:
         computing, summing = (statistics.mean(part) for part in zip(*by_rank, strict=True))
-        result = {"overhead_sec": statistics.median(overheads[WARM_UP:])}
-        print(json.dumps({**result, "computing_sec": computing, "summing_sec": summing}))
+        result = {
+            "overhead_sec": statistics.median(overheads[WARM_UP:]),
+            "computing_sec": computing,
+            "summing_sec": summing,
+        }
+        print(json.dumps(result))
 
 
-def run(ranks: int, how: str) -> dict[str, object]:
+def run(ranks: int, how: str) -> dict[str, Any]:
     """Train on some ranks; return what world rank 0 has printed."""
     words = ["mpirun", "--map-by", ":OVERSUBSCRIBE", "-np", str(ranks), "--timeout", "580"]
     words += [sys.executable, __file__, "--rank", how]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    result: dict[str, object] = json.loads(lines[-1])
+    result: dict[str, Any] = json.loads(lines[-1])
     return result
 
 
@@ -192,10 +197,10 @@ def main() -> None:
     sizes, cpu = [], []
     for ranks in options.ranks:
         result, plain = run(ranks, "training"), run(ranks, "plain")
-        low, middle, high = (1e3 * value for value in result["overhead_sec"])  # type: ignore[attr-defined]
-        plain_ms = {name: 1e3 * float(value) for name, value in plain.items()}  # type: ignore[arg-type]
+        low, middle, high = (1e3 * value for value in result["overhead_sec"])
+        plain_ms = {name: 1e3 * value for name, value in plain.items()}
         sizes.append(ranks)
-        cpu.append(float(result["cpu_sec"]))  # type: ignore[arg-type]
+        cpu.append(result["cpu_sec"])
         print(
             f"| {ranks} | {middle:.1f} | {low:.1f} to {high:.1f} | {1e3 * cpu[-1]:.2f} | "
             f"{result['batch_sizes']} | {plain_ms['overhead_sec']:.1f} | "
