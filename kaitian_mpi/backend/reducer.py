@@ -95,7 +95,7 @@ class GradientReducer:
         self._number: torch.Tensor | None = None
         self._works: list[dist.Work] = []
         self._sums: list[torch.Tensor] = []
-        self._sent = 0
+        self._filled = 0
         self._is_armed = self._is_backward_done = self._is_stale = self._is_closed = False
         # Gradients usually become ready in the reverse order of the parameters.
         self._order = list(reversed(range(len(self._parameters))))
@@ -157,13 +157,13 @@ class GradientReducer:
         if self._is_stale or self._works:
             self._build()  # what is still being summed keeps its buffers
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
-            pending.is_ready = pending.is_sent = False
+            pending.is_ready = pending.is_filled = False
             pending.left = (
                 set(bucket.indices)
                 if self._seen is None
                 else _RecordedSet(bucket.indices, self._seen)
             )
-        self._weight, self._number, self._sent, self._sums = weight, number, 0, []
+        self._weight, self._number, self._filled, self._sums = weight, number, 0, []
         self._is_armed, self._is_backward_done = True, False
 
     def finish(self) -> None:
@@ -180,10 +180,13 @@ class GradientReducer:
             raise RuntimeError("finish() without arm()")
         try:
             with self._lock:
-                while self._sent < len(self._buckets):
-                    self._send_next()
-            for bucket, work in zip(self._buckets, self._works, strict=True):
-                work.wait()
+                while self._filled < len(self._buckets):
+                    self._fill_next()
+            if self._is_alone:
+                self._sum(self._buckets[0], in_background=False)
+            for index, bucket in enumerate(self._buckets):
+                if not self._is_alone:
+                    self._works[index].wait()
                 # One number in which whatever is not finite shows; while the next is summed.
                 self._sums.append(bucket.gradients.sum().float())
                 bucket.settle()
@@ -255,39 +258,53 @@ class GradientReducer:
         self._carrier = exact[-1] if exact else None
 
     def _bucket_ready(self, pending: _Pending, index: int) -> None:
-        """Send the buckets that can be, now that this one has the gradients it waited for.
+        """Fill the buckets that can be, now that this one has the gradients it waited for.
 
         Args:
             pending: of the bucket.
             index: the parameter that was the last.
         """
         with self._lock:
-            if pending.is_sent:
+            if pending.is_filled:
                 self.reset()
                 raise UnsupportedError(
                     f"{self._names[index]} got a gradient after its bucket was sent: by a second "
                     "backward(), which needs finish() and arm() before it, or by reentrant "
                     "checkpointing; checkpoint with use_reentrant=False"
                 )
-            if self._sent == 0:
+            if self._filled == 0:
                 engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
                 engine.queue_callback(self._backward_done)
             pending.is_ready = True
-            while self._sent < len(self._buckets) and self._pending[self._sent].is_ready:
-                self._send_next()
+            while self._filled < len(self._buckets) and self._pending[self._filled].is_ready:
+                self._fill_next()
 
-    def _send_next(self) -> None:
-        bucket, pending = self._buckets[self._sent], self._pending[self._sent]
-        self._sent += 1
-        pending.is_sent = True
-        self._on_bucket(self._sent == len(self._buckets))
+    def _fill_next(self) -> None:
+        """Fill a bucket, and let it be summed unless it is the only one."""
+        bucket, pending = self._buckets[self._filled], self._pending[self._filled]
+        self._filled += 1
+        pending.is_filled = True
+        self._on_bucket(self._filled == len(self._buckets))
         if callable(self._weight):
             self._weight = float(self._weight())
         bucket.fill(self._weight, self._number if bucket is self._carrier else None)
+        if not self._is_alone:
+            self._sum(bucket, in_background=True)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is only one bucket.
+
+        Nothing is left to compute while it is summed, so `finish` does that in the caller's thread,
+        which saves two thread switches.
+        """
+        return len(self._buckets) == 1
+
+    def _sum(self, bucket: Bucket, *, in_background: bool) -> None:
         with summing_gradients(bucket.residual):
-            work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
-        assert work is not None
-        self._works.append(work)
+            work = dist.all_reduce(bucket.buffer, group=self._group, async_op=in_background)
+        if work is not None:
+            self._works.append(work)
 
     def _backward_done(self) -> None:
         self._is_backward_done = True
@@ -307,11 +324,11 @@ class GradientReducer:
 class _Pending:
     """The parameters of a bucket whose gradients are not ready."""
 
-    __slots__ = ("is_ready", "is_sent", "left", "reducer")
+    __slots__ = ("is_filled", "is_ready", "left", "reducer")
 
     def __init__(self, reducer: GradientReducer) -> None:
         self.left = _UNARMED
-        self.is_ready = self.is_sent = False
+        self.is_ready = self.is_filled = False
         # A parameter owns its hook: a strong reference would be a cycle.
         self.reducer = weakref.ref(reducer)
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 import zlib
@@ -367,6 +368,26 @@ def test_buckets_are_sent_in_order_while_backward_computes(world, reducer_of):
         assert len(events) > 3
         assert events.index("end of backward") >= len(events) - 2  # the first layer's may follow
         assert [e for e in events if e != "end of backward"] == [False] * (len(events) - 2) + [True]
+
+
+@pytest.mark.parametrize(("caps", "threads"), [(None, 0), (SMALL, 1)])
+def test_one_bucket_is_summed_by_the_caller(world, reducer_of, caps, threads):
+    before, group = threading.active_count(), dist.new_group()
+    events = []
+    model = network()
+    reducer = reducer_of(model, group=group, bucket_caps=caps, on_bucket=events.append)
+    for _ in range(2):
+        reducer.arm(1.0)
+        model(torch.ones(2, 3, 8, 8)).sum().backward()
+        assert events[-1:] == [True]  # all gradients are ready
+        events.clear()
+        with pytest.raises(UnsupportedError, match="got a gradient after its bucket was sent"):
+            model(torch.ones(2, 3, 8, 8)).sum().backward()
+        model.zero_grad()
+        summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())
+        events.clear()
+    assert threading.active_count() - before == threads
+    dist.destroy_process_group(group)
 
 
 def test_buckets_follow_the_order_of_rank_0(world, reducer_of):
