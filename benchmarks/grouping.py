@@ -108,7 +108,7 @@ def report_steps(world, steps: int) -> None:
     import torch.distributed as dist
     from torch.nn import functional
 
-    from kaitian_mpi.backend.reducer import GradientReducer
+    from kaitian_mpi.gradients.reducer import GradientReducer
     from kaitian_mpi.models import build_model
 
     torch.set_num_threads(1)

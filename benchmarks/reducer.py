@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum, init
-from kaitian_mpi.backend.reducer import GradientReducer
+from kaitian_mpi.gradients.reducer import GradientReducer
 from kaitian_mpi.models.mobilenetv2 import MobileNetV2
 
 

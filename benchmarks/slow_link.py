@@ -57,7 +57,7 @@ def train(links: Links, options: argparse.Namespace) -> list[Pair]:
     from torch.nn import functional
 
     import kaitian_mpi
-    from kaitian_mpi.backend.reducer import GradientReducer
+    from kaitian_mpi.gradients.reducer import GradientReducer
     from kaitian_mpi.models import build_model
     from kaitian_mpi.wire.residual import Residuals
 

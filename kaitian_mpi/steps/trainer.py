@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.backend.reducer import GradientReducer
 from kaitian_mpi.backend.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainingConfig
@@ -23,6 +22,7 @@ from kaitian_mpi.engine.evaluation import Evaluation, evaluate
 from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.gradients.reducer import GradientReducer
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.steps.step import Step, StepInProgress

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from torch import nn
 
 import kaitian_mpi
-from kaitian_mpi.backend.reducer import GradientReducer
+from kaitian_mpi.gradients.reducer import GradientReducer
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.relay_settings import RelaySettings

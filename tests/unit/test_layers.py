@@ -29,6 +29,7 @@ FLOORS = (
     "metrics",
     "output",
     "data",
+    "gradients",
     "backend",
     "collectives",
     "relay",

@@ -6,16 +6,16 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.backend.buckets import Bucket, partition
 from kaitian_mpi.collectives.compiler import not_compiled
 from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.gradients.buckets import Bucket, partition
+from kaitian_mpi.gradients.readiness import Readiness, ReadyHook
 from kaitian_mpi.relay.gradients import summing_gradients
 from kaitian_mpi.wire.residual import Residuals
 
@@ -24,7 +24,6 @@ _CAPS = (1 << 20, 25 << 20)
 # Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
 _CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
 _EXACT = torch.float32, torch.float64
-_UNARMED = {-1}  # never empty, whatever is discarded from it
 
 
 def _nothing(is_last: bool) -> None:
@@ -105,8 +104,8 @@ class GradientReducer:
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
         self._caps = bucket_caps or suited
-        self._pending: list[_Pending] = []
-        self._hooks = [_Hook(index) for index in range(len(self._parameters))]
+        self._readiness: list[Readiness] = []  # a bucket's each
+        self._hooks = [ReadyHook(index) for index in range(len(self._parameters))]
         self._build()
         handles = [
             parameter.register_post_accumulate_grad_hook(hook.ready)
@@ -156,13 +155,8 @@ class GradientReducer:
             )
         if self._is_stale or self._works:
             self._build()  # what is still being summed keeps its buffers
-        for bucket, pending in zip(self._buckets, self._pending, strict=True):
-            pending.is_ready = pending.is_filled = False
-            pending.left = (
-                set(bucket.indices)
-                if self._seen is None
-                else _RecordedSet(bucket.indices, self._seen)
-            )
+        for bucket, readiness in zip(self._buckets, self._readiness, strict=True):
+            readiness.arm(bucket.indices, self._seen)
         self._weight, self._number, self._filled, self._sums = weight, number, 0, []
         self._is_armed, self._is_backward_done = True, False
 
@@ -200,8 +194,8 @@ class GradientReducer:
 
         The gradients are left as they are; set them to None before the next backward.
         """
-        for pending in self._pending:
-            pending.left = _UNARMED
+        for readiness in self._readiness:
+            readiness.disarm()
         self._is_armed, self._weight, self._number = False, 0.0, None
 
     def is_finite(self) -> bool:
@@ -237,7 +231,7 @@ class GradientReducer:
         self._remove_hooks()
         self._is_closed = True
         self._on_bucket = _nothing
-        self._parameters, self._frozen, self._buckets, self._pending = [], {}, [], []
+        self._parameters, self._frozen, self._buckets, self._readiness = [], {}, [], []
         self._carrier = None
         self._works, self._hooks = [], []
 
@@ -246,26 +240,26 @@ class GradientReducer:
         self._works, self._buckets, self._is_stale = [], [], False
         self._residuals.clear()
         parts = partition(self._order, self._parameters, self._caps)
-        self._pending = [_Pending(self) for _ in parts]
-        for part, pending in zip(parts, self._pending, strict=True):
+        self._readiness = [Readiness(self._bucket_ready) for _ in parts]
+        for part, readiness in zip(parts, self._readiness, strict=True):
             bucket = Bucket({index: self._parameters[index] for index in part})
             self._buckets.append(bucket)
             places = {self._names[index]: place for index, place in bucket.places.items()}
             bucket.residual = self._residuals.add(bucket.buffer, places)
             for index in part:
-                self._hooks[index].pending = pending
+                self._hooks[index].readiness = readiness
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 
-    def _bucket_ready(self, pending: _Pending, index: int) -> None:
+    def _bucket_ready(self, readiness: Readiness, index: int) -> None:
         """Fill the buckets that can be, now that this one has the gradients it waited for.
 
         Args:
-            pending: of the bucket.
+            readiness: of the bucket.
             index: the parameter that was the last.
         """
         with self._lock:
-            if pending.is_filled:
+            if readiness.is_filled:
                 self.reset()
                 raise UnsupportedError(
                     f"{self._names[index]} got a gradient after its bucket was sent: by a second "
@@ -275,15 +269,15 @@ class GradientReducer:
             if self._filled == 0:
                 engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
                 engine.queue_callback(self._backward_done)
-            pending.is_ready = True
-            while self._filled < len(self._buckets) and self._pending[self._filled].is_ready:
+            readiness.is_ready = True
+            while self._filled < len(self._buckets) and self._readiness[self._filled].is_ready:
                 self._fill_next()
 
     def _fill_next(self) -> None:
         """Fill a bucket, and let it be summed unless it is the only one."""
-        bucket, pending = self._buckets[self._filled], self._pending[self._filled]
+        bucket, readiness = self._buckets[self._filled], self._readiness[self._filled]
         self._filled += 1
-        pending.is_filled = True
+        readiness.is_filled = True
         self._on_bucket(self._filled == len(self._buckets))
         if callable(self._weight):
             self._weight = float(self._weight())
@@ -319,51 +313,6 @@ class GradientReducer:
         dist.broadcast(order, group=self._group, group_src=0)
         self._order, self._seen = order.cpu().tolist(), None
         self._is_stale = True  # until the next arm(), when the gradients in them may be gone
-
-
-class _Pending:
-    """The parameters of a bucket whose gradients are not ready."""
-
-    __slots__ = ("is_filled", "is_ready", "left", "reducer")
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self.left = _UNARMED
-        self.is_ready = self.is_filled = False
-        # A parameter owns its hook: a strong reference would be a cycle.
-        self.reducer = weakref.ref(reducer)
-
-
-@not_compiled
-class _Hook:
-    """Notes that a parameter's gradient is ready; called by autograd for each of them."""
-
-    __slots__ = ("index", "pending")
-
-    pending: _Pending
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def ready(self, _: torch.Tensor) -> None:
-        left = self.pending.left
-        left.discard(self.index)
-        if not left:
-            reducer = self.pending.reducer()
-            if reducer is not None:
-                reducer._bucket_ready(self.pending, self.index)
-
-
-class _RecordedSet(set[int]):
-    """A set that records in which order its members are discarded."""
-
-    def __init__(self, members: Iterable[int], order: dict[int, None]) -> None:
-        super().__init__(members)
-        self._order = order
-
-    def discard(self, member: Any) -> None:
-        """Discard a member."""
-        self._order[member] = None
-        super().discard(member)
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
