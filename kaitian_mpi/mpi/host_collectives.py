@@ -6,6 +6,7 @@ besides MPI's own copies, except through scratch buffers of a few megabytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,7 @@ from kaitian_mpi.mpi.datatypes import (
     as_raw_buffer,
     separate,
 )
+from kaitian_mpi.runtime.mpi_libraries import loaded_library, reduces_in_place
 
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
 _LONG_BYTES = 8 << 20
@@ -91,11 +93,20 @@ def reduce_pieces(
 def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
     for piece in tensor.split(max(1, _PIECE_BYTES // tensor.element_size())):
         if comm.rank == root:
-            comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
+            if root == 0 or _in_place_at_any_root():
+                comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
+            else:
+                own = piece.clone()
+                comm.Reduce(as_buffer(own), as_buffer(piece), op.mpi_op, root)
         else:
             comm.Reduce(as_buffer(piece), None, op.mpi_op, root)
     if comm.rank == root:
         op.divide_average(tensor, comm.size)
+
+
+@functools.cache
+def _in_place_at_any_root() -> bool:
+    return reduces_in_place(loaded_library())
 
 
 def reduce_scatter(

@@ -129,6 +129,7 @@ _YIELDS = f"OMPI_MCA_{YIELDS}"
 _ANSWER_SEC, _LONGEST_ANSWER, _KILLED_WITHIN_SEC = 5.0, 1024, 1.0
 _INT_BYTES = 4
 _MPICH_YIELDS_SINCE = 5
+_MPICH_REDUCES_SINCE = (4, 3)
 _MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
 
 YIELD_ADVICE = f"unset {_YIELDS}, which kaitian-mpi then sets to 1"
@@ -220,6 +221,21 @@ def always_yields(library: str) -> bool:
     # MPICH 4.3.2 never calls sched_yield.
     match = re.fullmatch(rf"{MPICH.name} (\d+)\..*", library)
     return match is not None and int(match[1]) >= _MPICH_YIELDS_SINCE
+
+
+def reduces_in_place(library: str) -> bool:
+    """Return whether `MPI_Reduce` may be in place at another root than rank 0.
+
+    Releases of MPICH before 4.2.1, among them Debian 12's, read from the address that stands for
+    in place if the ranks are on one host, and crash (pmodels/mpich#6540, #6893).
+
+    Args:
+        library: its name and release.
+    """
+    name, _, release = library.rpartition(" ")
+    if name == MPICH.name:
+        return tuple(int(number) for number in re.findall(r"\d+", release)) >= _MPICH_REDUCES_SINCE
+    return name == OPEN_MPI.name  # Intel MPI is made from MPICH
 
 
 def settings_for(

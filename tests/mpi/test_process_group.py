@@ -5,6 +5,8 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.runtime.mpi_libraries import loaded_library, reduces_in_place
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -33,6 +35,19 @@ def test_all_reduce_of_any_length(world, length):
     tensor = torch.arange(length, dtype=torch.float64) * (world.rank + 1)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.arange(length, dtype=torch.float64) * total(world))
+
+
+@pytest.mark.parametrize("length", [10_007, 700_001])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_reduce_to_every_rank(world, length, in_place, monkeypatch):
+    monkeypatch.setattr(host_collectives, "_in_place_at_any_root", lambda: in_place)
+    if in_place and not reduces_in_place(loaded_library()):
+        pytest.skip("this MPI library would crash")
+    for root in range(world.size):
+        tensor = torch.arange(length, dtype=torch.float64) * (world.rank + 1)
+        dist.reduce(tensor, root)
+        times = total(world) if world.rank == root else world.rank + 1
+        assert torch.equal(tensor, torch.arange(length, dtype=torch.float64) * times)
 
 
 def test_all_reduce_of_an_empty_tensor_and_a_scalar(world):

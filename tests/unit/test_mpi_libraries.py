@@ -17,6 +17,7 @@ from kaitian_mpi.runtime.mpi_libraries import (
     OPEN_MPI,
     always_yields,
     launched_by,
+    reduces_in_place,
     report_to_launcher,
     survival_advice,
     survival_requested,
@@ -91,6 +92,21 @@ def test_advice_on_the_loss_of_a_rank_fits_the_library(library, advice):
 )
 def test_whether_a_library_yields_in_any_case(library, always):
     assert always_yields(library) == always
+
+
+@pytest.mark.parametrize(
+    ("library", "works"),
+    [
+        ("MPICH 4.0.2", False),
+        ("MPICH 4.2.0", False),
+        ("MPICH 4.3.2", True),
+        ("MPICH 5.0.2", True),
+        ("Open MPI 4.1.4", True),
+        ("Intel MPI 2021.13.0", False),
+    ],
+)
+def test_whether_every_rank_may_be_the_root_in_place(library, works):
+    assert reduces_in_place(library) == works
 
 
 def test_the_agent_of_mpichs_launcher_is_found():
