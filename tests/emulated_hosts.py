@@ -32,7 +32,8 @@ from processes import rank_of
 
 _SSHD = "/usr/sbin/sshd"
 _LIMIT_SEC = 10.0
-_SSH = "PRTE_MCA_plm_ssh_agent"  # what Open MPI's mpirun calls for ssh
+# What mpirun of Open MPI 5 and of Open MPI 4 calls for ssh.
+_SSH = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 _MPICH_SSH = "HYDRA_LAUNCHER_EXEC"  # the same of MPICH's, without arguments
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
 _BURST = "128kb"  # more than the largest packet that the kernel hands to a link
@@ -213,7 +214,8 @@ class EmulatedHosts:
         """Return the command line that runs a command on a host."""
         bind = ("taskset", "--cpu-list", ",".join(map(str, self._cores[number - 1])))
         enter = ("ip", "netns", "exec", self._namespace(number), "unshare", "--uts", "sh", "-c")
-        agents = f"{_SSH}='ssh -F {self._folder}/ssh_config' {_MPICH_SSH}={self._folder}/ssh"
+        ssh = " ".join(f"{name}='ssh -F {self._folder}/ssh_config'" for name in _SSH)
+        agents = f"{ssh} {_MPICH_SSH}={self._folder}/ssh"
         settings = f"unset {_POLICY}; export {agents}"
         script = f'hostname "$0"; {settings}; exec "$@"'
         return [*self._join_group(), *bind, *enter, script, self.name(number), *words]
