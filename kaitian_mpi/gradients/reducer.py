@@ -104,7 +104,7 @@ class GradientReducer:
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
         self._caps = bucket_caps or suited
-        self._readiness: list[Readiness] = []  # a bucket's each
+        self._readiness: list[Readiness] = []  # one for each bucket
         self._hooks = [ReadyHook(index) for index in range(len(self._parameters))]
         self._build()
         handles = [
@@ -176,10 +176,10 @@ class GradientReducer:
             with self._lock:
                 while self._filled < len(self._buckets):
                     self._fill_next()
-            if self._is_alone:
-                self._sum(self._buckets[0], in_background=False)
             for index, bucket in enumerate(self._buckets):
-                if not self._is_alone:
+                if self._has_one_bucket:
+                    self._all_reduce(bucket, in_background=False)
+                else:
                     self._works[index].wait()
                 # One number in which whatever is not finite shows; while the next is summed.
                 self._sums.append(bucket.gradients.sum().float())
@@ -282,19 +282,19 @@ class GradientReducer:
         if callable(self._weight):
             self._weight = float(self._weight())
         bucket.fill(self._weight, self._number if bucket is self._carrier else None)
-        if not self._is_alone:
-            self._sum(bucket, in_background=True)
+        if not self._has_one_bucket:
+            self._all_reduce(bucket, in_background=True)
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether there is only one bucket.
+    def _has_one_bucket(self) -> bool:
+        """Whether all gradients are in one bucket.
 
         Nothing is left to compute while it is summed, so `finish` does that in the caller's thread,
         which saves two thread switches.
         """
         return len(self._buckets) == 1
 
-    def _sum(self, bucket: Bucket, *, in_background: bool) -> None:
+    def _all_reduce(self, bucket: Bucket, *, in_background: bool) -> None:
         with summing_gradients(bucket.residual):
             work = dist.all_reduce(bucket.buffer, group=self._group, async_op=in_background)
         if work is not None:

@@ -92,14 +92,13 @@ def reduce_pieces(
 
 def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
     for piece in tensor.split(max(1, _PIECE_BYTES // tensor.element_size())):
-        if comm.rank == root:
-            if root == 0 or _in_place_at_any_root():
-                comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
-            else:
-                own = piece.clone()
-                comm.Reduce(as_buffer(own), as_buffer(piece), op.mpi_op, root)
-        else:
+        if comm.rank != root:
             comm.Reduce(as_buffer(piece), None, op.mpi_op, root)
+        elif root == 0 or _in_place_at_any_root():
+            comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
+        else:
+            own = piece.clone()  # as_buffer keeps no tensor alive
+            comm.Reduce(as_buffer(own), as_buffer(piece), op.mpi_op, root)
     if comm.rank == root:
         op.divide_average(tensor, comm.size)
 

@@ -128,8 +128,8 @@ _SURVIVES = f"OMPI_MCA_{SURVIVES}"  # what `mpirun --with-ft ulfm` sets
 _YIELDS = f"OMPI_MCA_{YIELDS}"
 _ANSWER_SEC, _LONGEST_ANSWER, _KILLED_WITHIN_SEC = 5.0, 1024, 1.0
 _INT_BYTES = 4
-_MPICH_YIELDS_SINCE = 5
-_MPICH_REDUCES_SINCE = (4, 3)
+_MPICH_YIELDS_SINCE = (5,)
+_MPICH_REDUCES_SINCE = (4, 3)  # 4.2.1 has not been tried
 _MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
 
 YIELD_ADVICE = f"unset {_YIELDS}, which kaitian-mpi then sets to 1"
@@ -204,9 +204,8 @@ def survival_advice(library: str) -> str:
     Args:
         library: its name and release, such as `MPICH 5.0.2`.
     """
-    name, _, release = library.rpartition(" ")
+    name, numbers = _name_and_release(library)
     known = next((each for each in LIBRARIES if each.name == name), None)
-    numbers = tuple(int(number) for number in re.findall(r"\d+", release))
     if known and known.survives_since and numbers >= known.survives_since:
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
@@ -219,8 +218,8 @@ def always_yields(library: str) -> bool:
         library: its name and release.
     """
     # MPICH 4.3.2 never calls sched_yield.
-    match = re.fullmatch(rf"{MPICH.name} (\d+)\..*", library)
-    return match is not None and int(match[1]) >= _MPICH_YIELDS_SINCE
+    name, numbers = _name_and_release(library)
+    return name == MPICH.name and numbers >= _MPICH_YIELDS_SINCE
 
 
 def reduces_in_place(library: str) -> bool:
@@ -232,10 +231,16 @@ def reduces_in_place(library: str) -> bool:
     Args:
         library: its name and release.
     """
-    name, _, release = library.rpartition(" ")
+    name, numbers = _name_and_release(library)
     if name == MPICH.name:
-        return tuple(int(number) for number in re.findall(r"\d+", release)) >= _MPICH_REDUCES_SINCE
+        return numbers >= _MPICH_REDUCES_SINCE
     return name == OPEN_MPI.name  # Intel MPI is made from MPICH
+
+
+def _name_and_release(library: str) -> tuple[str, tuple[int, ...]]:
+    """Split the likes of `MPICH 5.0.2`."""
+    name, _, release = library.rpartition(" ")
+    return name, tuple(int(number) for number in re.findall(r"\d+", release))
 
 
 def settings_for(
