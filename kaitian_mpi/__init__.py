@@ -14,8 +14,11 @@ Installing the package registers the backend `kaitian` and the rendezvous `mpi:/
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kaitian_mpi.runtime import RANK_VARIABLE
 
 if TYPE_CHECKING:
     from kaitian_mpi.backend.data_parallel import data_parallel
@@ -55,8 +58,11 @@ _MODULES = {
 }
 
 
-# multiprocessing imports the script once more, in a process that loads data.
-if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+# multiprocessing imports the script once more, in a process that loads data. Only a rank of ours has
+# set the variable: torch imports this package in every process, also in those of other programs.
+if RANK_VARIABLE in os.environ and getattr(
+    multiprocessing.process.current_process(), "_inheriting", False
+):
     import_module("kaitian_mpi.data.worker_process")
 
 

@@ -29,19 +29,44 @@ def register() -> None:
     if BACKEND in dist.Backend.backend_list:
         dist.Backend.backend_capability[BACKEND] = device_types()
         return
+    defaults = dict(dist.Backend.default_device_backend_map)
+    dist.Backend._plugins = _WithOurs(dist.Backend._plugins)
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
     # Do not become any device type's default backend: that is the vendor's own.
-    defaults = dist.Backend.default_device_backend_map
-    for device_type in [name for name, backend in defaults.items() if backend == BACKEND]:
-        del defaults[device_type]
+    dist.Backend.default_device_backend_map.clear()
+    dist.Backend.default_device_backend_map.update(defaults)
     register_rendezvous_handler(SCHEME, _rendezvous)
     record_default_threads()
-    extend_monitored_barrier()
+
+
+class _WithOurs(dict[str, Any]):
+    """torch's registered backends; ours is found by its name, but not listed.
+
+    With any listed, torch gives a group such as `cpu:gloo,cuda:gloo` no default backend
+    (github.com/pytorch/pytorch/issues/167305), also in scripts that never ask for ours.
+    """
+
+    _ours: Any = None
+
+    def __setitem__(self, name: str, plugin: Any) -> None:
+        if name == BACKEND.upper():
+            self._ours = plugin
+        else:
+            super().__setitem__(name, plugin)
+
+    def __contains__(self, name: object) -> bool:
+        return name == BACKEND.upper() or super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name == BACKEND.upper():
+            return self._ours
+        raise KeyError(name)
 
 
 def _create(options: Any, _: Any = None) -> Any:
     from kaitian_mpi.backend.creation import create
 
+    extend_monitored_barrier()
     return create(options)
 
 
@@ -57,20 +82,27 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
 
 
 def replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Replace a function in every loaded module of torch.distributed that refers to it.
+    """Replace a function in every loaded module that refers to it by its name.
 
-    For example, `device_mesh` has its own reference to `new_group`.
+    For example, `device_mesh` has its own reference to `new_group`, and a script may have imported
+    `monitored_barrier`.
     """
-    for place, module in list(sys.modules.items()):
-        if place.startswith("torch.distributed") and vars(module).get(old.__name__) is old:
-            vars(module)[old.__name__] = new
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get(old.__name__) is old:
+            names[old.__name__] = new
 
 
 def extend_monitored_barrier() -> None:
-    """Make `torch.distributed.monitored_barrier` accept our groups; torch accepts only gloo's."""
+    """Make `torch.distributed.monitored_barrier` accept our groups; torch accepts only gloo's.
+
+    Not before there is such a group, so that other scripts keep torch's own function.
+    """
     import torch.distributed as dist
 
-    original = dist.monitored_barrier
+    original: Any = dist.monitored_barrier
+    if hasattr(original, "accepts_ours"):
+        return
 
     @functools.wraps(original)
     def monitored_barrier(
@@ -82,4 +114,5 @@ def extend_monitored_barrier() -> None:
         ours: Any = group or dist.group.WORLD
         return ours.monitored_barrier(timeout, wait_all_ranks)
 
+    vars(monitored_barrier)["accepts_ours"] = True
     replace(original, monitored_barrier)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.runtime import shutdown, ulfm
+from kaitian_mpi.runtime import RANK_VARIABLE, shutdown, ulfm
 from kaitian_mpi.runtime.launcher import (
     different_mpi,
     is_from_srun,
@@ -48,6 +48,7 @@ def initialize_mpi() -> MPI.Intracomm:
             "the script was imported again by a data-loading process, and started to train there; "
             'put the training under if __name__ == "__main__":, or set workers=0'
         )
+    os.environ[RANK_VARIABLE] = "1"
     launch = read_launch(os.environ)
     reduce_timer_slack()
     prepare_environment(os.environ, launch, usable_cores())

@@ -78,7 +78,7 @@ print(json.dumps([types, dist.Backend.default_device_backend_map == before]))
 
 def run(code, **env):
     ended = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *([code] if code.endswith(".py") else ["-c", code])],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -145,3 +145,109 @@ def test_registering_twice_is_harmless():
     registration.register()
     assert dist.Backend.backend_list == before
     assert before.count("kaitian") == 1
+
+
+# What a program that never asks for the backend can see of it. Its objects are described by name.
+ELSEWHERE = """
+import atexit, gc, json, logging, multiprocessing, os, signal, sys, threading, warnings
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+
+def outcome(call):
+    try:
+        return call()
+    except Exception as error:
+        return str(error).splitlines()[0]
+
+
+def starts_mpi(answer):
+    import mpi4py
+
+    answer.put(mpi4py.rc.initialize)
+
+
+def in_child(method):
+    context = multiprocessing.get_context(method)
+    answer = context.SimpleQueue()
+    child = context.Process(target=starts_mpi, args=(answer,))
+    child.start()
+    return answer.get()
+
+
+def in_group(backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group, part = dist.group.WORLD, dist.new_group([0])
+    seen = {
+        "backend": dist.get_backend(),
+        "names": [group.name(), part.name()],
+        "default": outcome(lambda: str(group._get_backend_name())),
+        "number": outcome(part._get_sequence_number_for_group),
+        "hooks": outcome(group._has_hooks),
+        "hook": outcome(lambda: group._register_on_completion_hook(print)),
+        "pending": outcome(group._wait_for_pending_works),
+        "barrier": outcome(dist.monitored_barrier),
+        "reduced": outcome(lambda: dist.all_reduce(torch.ones(2))),
+    }
+    dist.destroy_process_group()
+    return seen
+
+
+def process():
+    return {
+        "modules": sorted(name for name in sys.modules if not name.startswith("kaitian_mpi")),
+        "variables": sorted(os.environ),
+        "threads": [torch.get_num_threads(), len(os.listdir("/proc/self/task"))],
+        "files": len(os.listdir("/proc/self/fd")),
+        "signals": [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
+        "hooks": [sys.excepthook.__module__, threading.excepthook.__module__, atexit._ncallbacks()],
+        "rest": [str(warnings.filters), gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()],
+        "logs": [str(logging.root.handlers), sorted(map(str, logging.root.manager.loggerDict))],
+    }
+
+
+if __name__ == "__main__":
+    backend = dist.Backend
+    seen = {"process": process()}
+    functions = {name: value for name, value in vars(dist).items() if callable(value)}
+    seen["functions"] = {n: hasattr(f, "__wrapped__") for n, f in sorted(functions.items())}
+    seen["registered"] = [list(backend._plugins), len(backend._plugins), bool(backend._plugins)]
+    seen["defaults"] = dict(backend.default_device_backend_map)
+    seen["mpi"] = in_child("spawn")
+    for name in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None):
+        seen[f"group {name}"] = in_group(name)
+    seen["unknown"] = outcome(lambda: in_group("cpu:unknown"))
+    backend.register_backend("own", print, devices=["acme"])
+    seen["own"] = [backend.default_device_backend_map["acme"], list(backend._plugins)]
+    ours = ("kaitian", "mpi", "KAITIAN")
+    places = (backend.backend_list, backend.backend_type_map, backend.backend_capability)
+    for number, place in enumerate((*places, vars(backend), _rendezvous_handlers)):
+        seen[f"names {number}"] = [str(name) for name in place if name not in ours]
+    print(json.dumps(seen))
+"""
+
+
+def test_a_program_that_never_asks_for_the_backend_sees_no_difference(tmp_path):
+    script = tmp_path / "elsewhere.py"
+    script.write_text(ELSEWHERE)
+    without, with_ours = (
+        json.loads(run(str(script), TORCH_DEVICE_BACKEND_AUTOLOAD=autoload).stdout)
+        for autoload in ("0", "1")
+    )
+    assert without["group cpu:gloo,cuda:gloo"]["names"] == ["gloo", "gloo"]
+    assert with_ours == without
+
+
+FAKE_FIRST = """
+import torch.distributed as dist
+dist.Backend.default_device_backend_map["cpu"] = "fake"  # as torch's own for tests does
+from kaitian_mpi.backend.registration import register
+register()
+print(dist.Backend.default_device_backend_map["cpu"])
+"""
+
+
+def test_a_default_that_others_may_take_stays():
+    assert run(FAKE_FIRST, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "fake\n"
