@@ -58,8 +58,8 @@ _MODULES = {
 }
 
 
-# multiprocessing imports the script once more, in a process that loads data. Only a rank of ours has
-# set the variable: torch imports this package in every process, also in those of other programs.
+# multiprocessing imports the script once more, in a process that loads data. Only a rank of ours
+# sets the variable: torch imports this package in every process, also in those of other programs.
 if RANK_VARIABLE in os.environ and getattr(
     multiprocessing.process.current_process(), "_inheriting", False
 ):
