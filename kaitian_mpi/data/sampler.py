@@ -111,6 +111,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         self.epoch = 0
         self.position = 0
         self._ran_to_end = False
+        self._plans: list[tuple[int, list[int]]] = []  # each with its first position
         self.set_plan(batch_sizes)
 
     @property
@@ -145,6 +146,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
                 f"{self.min_batch}"
             )
         self._batch_sizes = list(batch_sizes)
+        self._plans.append((self.position, self._batch_sizes))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of another epoch; does nothing if it is the current one."""
@@ -158,10 +160,14 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         left = len(self.dataset) - self.position
         return steps_per_epoch(left, self.global_batch_size, self.min_batch)
 
-    def samples_of_step(self, position: int) -> int:
-        """Return how many samples all ranks together take in the step at `position`."""
-        left = len(self.dataset) - position
-        return samples_of_step(left, self.global_batch_size, self.min_batch)
+    def shares_at(self, position: int) -> list[int]:
+        """Return how many samples each rank takes in the step at `position`.
+
+        Of a step that a loader with workers has fetched ahead, by the plan of that time.
+        """
+        made = (plan for first, plan in reversed(self._plans) if first <= position)
+        sizes = next(made, self._batch_sizes)
+        return shares_of_step(len(self.dataset) - position, sizes, self.min_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each step, from the position to the epoch's end."""
@@ -169,6 +175,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             self.position = 0
             self._ran_to_end = False
         order = self._permutation()
+        self._plans = [(self.position, self._batch_sizes)]
         while self.position < len(order):
             own, self.position = self._share_at(order, self.position)
             yield own

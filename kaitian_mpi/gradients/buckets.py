@@ -65,23 +65,25 @@ class Bucket:
         """What slow links round off the gradients; None if these cross as they are."""
 
     @torch.no_grad()
-    def fill(self, weight: float, number: torch.Tensor | None = None) -> None:
+    def fill(self, weight: float | None, number: torch.Tensor | None = None) -> None:
         """Write the weighted gradients to the buffer, of which the parameters' become views.
 
-        With a weight of 0 there are none, whatever autograd has computed: not even a NaN is left.
+        With a weight of 0 they are zero, whatever autograd has computed: not even a NaN is left.
 
         Args:
-            weight: of the gradients and of `number`.
+            weight: of the gradients and of `number`; None: this rank has no gradients.
             number: of one element, any dtype and device; None: 0.
 
         Raises:
             UnsupportedError: a gradient is sparse.
         """
-        if weight == 0:
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not weight:
             self.buffer.zero_()
+            if weight is not None:
+                self._used.copy_(torch.tensor([float(grad is not None) for grad in gradients]))
             self._undecided = list(range(len(self._views)))
             return
-        gradients = [parameter.grad for parameter in self._parameters]
         self._undecided = [place for place, grad in enumerate(gradients) if grad is None]
         if self._undecided:
             self._used.copy_(torch.tensor([float(grad is not None) for grad in gradients]))

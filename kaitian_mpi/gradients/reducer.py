@@ -48,7 +48,7 @@ class GradientReducer:
     gradients are sent, and with them a number of the caller's, such as the loss.
 
     The gradients travel in buckets, in the order in which they became ready in rank 0's first armed
-    backward. A rank that computes nothing calls `arm(0)` and `finish()`.
+    backward. A rank that computes nothing calls `arm(None)` and `finish()`.
 
     The caller makes sure that `describe()` is the same on every rank, and that so are the values of
     the parameters.
@@ -90,7 +90,7 @@ class GradientReducer:
             )
         self._group, self._on_bucket = group, on_bucket
         self._lock = threading.RLock()  # devices have a thread each in backward
-        self._weight: float | Callable[[], float] = 1.0
+        self._weight: float | None | Callable[[], float | None] = 1.0
         self._number: torch.Tensor | None = None
         self._works: list[dist.Work] = []
         self._sums: list[torch.Tensor] = []
@@ -130,13 +130,18 @@ class GradientReducer:
         assert self._carrier is not None
         return self._carrier.number.clone()
 
-    def arm(self, weight: float | Callable[[], float], number: torch.Tensor | None = None) -> None:
+    def arm(
+        self,
+        weight: float | None | Callable[[], float | None],
+        number: torch.Tensor | None = None,
+    ) -> None:
         """Let the next backward sum over the ranks. Not collective.
 
         Args:
             weight: of this rank's gradients. A callable is called once, when the first bucket is
-                ready, and may wait for a collective that was started before. With 0, whatever
-                this rank has computed is ignored, as if it had not used any parameter.
+                ready, and may wait for a collective that was started before. With 0, they are
+                zero, even where this rank has computed a NaN; with None, whatever it has computed
+                is ignored, as if it had not used any parameter.
             number: of one element; summed where `carries_number`. None counts as 0.
 
         Raises:
@@ -280,7 +285,7 @@ class GradientReducer:
         readiness.is_filled = True
         self._on_bucket(self._filled == len(self._buckets))
         if callable(self._weight):
-            self._weight = float(self._weight())
+            self._weight = self._weight()
         bucket.fill(self._weight, self._number if bucket is self._carrier else None)
         if not self._has_one_bucket:
             self._all_reduce(bucket, in_background=True)

@@ -25,7 +25,7 @@ class Step:
     samples: int
     """All ranks' samples."""
     batch_sizes: list[int]
-    """The plan that the step was made by: samples of each rank."""
+    """Samples of each rank, which add up to `samples`."""
     mean_loss: torch.Tensor
     """The mean over the global batch, where it was computed, the same on all ranks."""
     own_samples: int
@@ -61,6 +61,8 @@ class StepInProgress:
         self.data_sec = data_sec
         self.samples = 0
         """All ranks' samples."""
+        self.batch_sizes: list[int] = []
+        """Samples of each rank."""
         self.own_samples = 0
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
@@ -69,15 +71,16 @@ class StepInProgress:
         self._share: float | None = None
         self._losses: list[torch.Tensor] = []
 
-    def begin(self, task: Task, parts: Sequence[MicroBatch], samples: int) -> None:
+    def begin(self, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]) -> None:
         """Begin with this rank's share.
 
         Args:
             task: weighs the batches.
             parts: the share.
-            samples: all ranks' samples.
+            batch_sizes: samples of each rank.
         """
-        self.samples, self.own_samples = samples, sum(part.samples for part in parts)
+        self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
+        self.own_samples = sum(part.samples for part in parts)
         self.weights = [
             task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
         ]
@@ -94,18 +97,23 @@ class StepInProgress:
             loss: the mean over the micro-batch.
             index: which of the share's micro-batches.
         """
-        part = self.weights[index] / self.own_weight if self.own_weight else 1.0
-        if part != 1.0:
-            loss = loss * part
+        weight = self.weights[index]
+        if self.own_weight and not weight:
+            return loss  # perhaps NaN; the caller makes a gradient of zero of it
+        if weight != self.own_weight:
+            loss = loss * (weight / self.own_weight)
         self._losses.append(loss.detach())
         return loss
 
-    def weight_of_share(self) -> float:
-        """Return this rank's part of the global batch, once all ranks have begun."""
+    def weight_of_share(self) -> float | None:
+        """Return this rank's part of the global batch, once all ranks have begun.
+
+        0 if none of its samples counts, None if it has no samples.
+        """
         if self._share is None:
             total = self._global_weight.value().item() if self._global_weight else self.samples
             self._share = self.own_weight / total if total else 0.0
-        return self._share
+        return self._share if self.own_samples else None
 
     def own_loss(self) -> torch.Tensor:
         """Return the mean loss over this rank's share, once all of it is weighed."""
@@ -114,7 +122,7 @@ class StepInProgress:
 
     def mean_loss(self) -> torch.Tensor:
         """Return the mean over the global batch of the loss. Collective."""
-        weight = self.weight_of_share()
+        weight = self.weight_of_share() or 0.0
         own = self.own_loss() * weight
         return _AsyncSum(own if weight else torch.zeros_like(own)).value()
 

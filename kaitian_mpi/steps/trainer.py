@@ -143,25 +143,29 @@ class Trainer:
         """Train on this rank's share of the next global batch.
 
         A share that is larger than what fits the memory is taken in micro-batches, whose gradients
-        add up to exactly that of the share. Only the last sums over the ranks.
+        add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
+        come first: their gradient is zero and not missing, as it is in a batch with others.
 
         Args:
             parts: the share, as `fetch` returned it.
         """
         self.begin(parts)
-        counted = [i for i, weight in enumerate(self._step.weights) if weight] or [0]
-        for index in counted:
-            batch = self.place(parts[index])
-            loss = self._computation.loss(self._task, self.state.model, batch, self.counts)
+        weights = self._step.weights
+        order = [i for i in range(len(parts)) if weights[i] > 0] or [0]
+        for index in order:
+            batch, counts = self.place(parts[index]), weights[index] > 0
+            loss = self._computation.loss(self._task, self.state.model, batch, counts)
             enter_phase("backward", step=self.progress.step + 1)
-            self.backward(loss, index, is_last=index == counted[-1])
+            self.backward(loss, index, is_last=index == order[-1])
+            if not counts and index != order[-1]:
+                self._zero_gradients()
         return self.finish()
 
     def begin(self, parts: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's share of the global batch."""
-        samples = self.sampler.samples_of_step(self.progress.position)
         step = self._step
-        step.begin(self._task, parts, samples)
+        step.begin(self._task, parts, self.sampler.shares_at(self.progress.position))
+        samples = step.samples
         self._sync_bn.begin_step(self.progress.step + 1)
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
@@ -238,13 +242,19 @@ class Trainer:
             number=self.progress.step,
             epoch=epoch,
             samples=step.samples,
-            batch_sizes=self.sampler.batch_sizes,
+            batch_sizes=step.batch_sizes,
             mean_loss=mean_loss,
             own_samples=step.own_samples,
             is_finite=is_finite,
             times=times,
             data_sec=step.data_sec,
         )
+
+    def _zero_gradients(self) -> None:
+        """Leave nothing of the gradients but that there are some."""
+        for parameter in self.state.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def evaluate(self) -> Evaluation:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.

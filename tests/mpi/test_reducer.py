@@ -313,17 +313,20 @@ def test_only_what_no_rank_has_used_has_no_gradient(world, last, reducer_of):
         assert_alike(world, model)
 
 
-def test_a_rank_with_a_weight_of_zero_uses_nothing(world, last, reducer_of):
+@pytest.mark.parametrize("nothing", [None, 0.0])
+def test_a_weight_of_zero_is_a_gradient_of_zero_and_none_is_none(world, last, reducer_of, nothing):
     model = Branches()
     reducer = reducer_of(model)
-    weight = 0.0 if world.rank == last else 1.0
+    weight = nothing if world.rank == last else 1.0
     summed(
         reducer,
         model.through([0, 1 if world.rank == last else 2], torch.ones(1, 20).double()).sum(),
         weight,
     )
-    assert model.layers[1].weight.grad is None
-    assert (model.layers[2].weight.grad is None) == (world.size == 1)
+    unused, other = model.layers[1].weight.grad, model.layers[2].weight.grad
+    assert unused is None if nothing is None else not unused.any()
+    assert (other is None) == (world.size == 1)
+    assert_alike(world, model)
 
 
 def test_gradients_of_earlier_micro_batches_alone_are_summed(world, reducer_of):

@@ -3,7 +3,7 @@
 import collections
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +149,8 @@ def check_exact(world, task, loss=None, **settings):
     assert gather_values(world.comm, found.tolist()) == [found.tolist()] * world.size
     assert [step.number for step in steps] == list(range(1, 22))
     assert [step.samples for step in steps] == [*[BATCH] * 6, 6] * EPOCHS
+    taken = gather_values(world.comm, [step.own_samples for step in steps])
+    assert [step.batch_sizes for step in steps] == [list(each) for each in zip(*taken, strict=True)]
     return steps
 
 
@@ -163,6 +165,39 @@ def test_token_weighted_adamw_with_clipping_is_exact(world, micro_batch_size):
 @ALSO_ALONE
 def test_the_open_form_is_exact(world):
     check_exact(world, language(loss=None), token_loss)
+
+
+class Experts(nn.Module):
+    """Each sample uses one of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ParameterList(nn.Parameter(torch.ones(1).double()) for _ in range(2))
+
+    def forward(self, which):
+        used = [(which == i, each) for i, each in enumerate(self.experts) if (which == i).any()]
+        return sum(chosen * each for chosen, each in used)
+
+
+@ALSO_ALONE
+@pytest.mark.parametrize(("micro_batch_size", "is_open"), [(0, False), (1, False), (0, True)])
+def test_samples_of_weight_zero_give_a_gradient_of_zero(world, micro_batch_size, is_open):
+    # Adam moves a parameter with a gradient of zero, and leaves one that has none. The mean over
+    # samples of weight 0 only is NaN.
+    samples = [(i % 2, float(i % 2 == 0 or i < 4)) for i in range(LENGTH)]
+
+    def loss(model, batch):
+        which, weights = batch
+        return (model(which).square() * weights).sum() / weights.sum()
+
+    task = Task(
+        model=Experts(), data=samples, loss=loss, weight=lambda batch: batch[1].sum(),
+        optimizer=lambda model: AdamW(model.parameters(), lr=0.02),
+    )  # fmt: skip
+    if is_open:
+        check_exact(world, replace(task, loss=None), loss)
+    else:
+        check_exact(world, task, micro_batch_size=micro_batch_size)
 
 
 def test_equal_shares_are_exact(world):

@@ -98,7 +98,7 @@ def test_no_batch_is_below_the_minimum(min_batch: int) -> None:
             sizes = [len(part) for part in step]
             assert all(size == 0 or size >= min_batch for size in sizes)
             assert all(size < most + min_batch for size, most in zip(sizes, plan, strict=True))
-            assert sum(sizes) == samplers[0].samples_of_step(position)
+            assert sizes == samplers[0].shares_at(position)
             position += sum(sizes)
 
 
@@ -159,6 +159,11 @@ def test_a_new_plan_applies_from_the_next_step() -> None:
                 sampler.set_plan(plan)
                 assert sampler.global_batch_size == sum(plan)
         assert flat(taken) == flat(take(make_ranks(length, [length])))
+        position = 0  # what was fetched by earlier plans is still known
+        for step in taken:
+            sizes = [len(part) for part in step]
+            assert samplers[-1].shares_at(position) == sizes
+            position += sum(sizes)
 
 
 def test_an_epoch_restarts_after_its_end_and_continues_after_a_break() -> None:
