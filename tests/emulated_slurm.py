@@ -26,6 +26,7 @@ from emulated_hosts import why_not as why_no_hosts
 
 _NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 _STARTING_SEC = 20.0
+_BINDING = "task/affinity\nTaskPluginParam=autobind=cores"
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost={first}({address})
@@ -42,7 +43,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={binding}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
@@ -98,6 +99,7 @@ class EmulatedSlurm:
         hosts: its nodes, which must be up; they end its processes.
         slots: how many CPUs each node is said to have.
         features: the features of each node, for `--constraint`.
+        binds: whether tasks are bound to their cores, which the machine must have then.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class EmulatedSlurm:
         hosts: EmulatedHosts,
         slots: Sequence[int],
         features: Sequence[str] = (),
+        *,
+        binds: bool = False,
     ) -> None:
-        self._folder, self.hosts = folder, hosts
+        self._folder, self.hosts, self._binds = folder, hosts, binds
         self._slots, self._features = slots, features
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
@@ -176,6 +180,7 @@ class EmulatedSlurm:
             address=self.hosts.address(1),
             folder=self._folder,
             nodes="\n".join(nodes),
+            binding=_BINDING if self._binds else "task/none",
         )
         (self._folder / "slurm.conf").write_text(config)
         (self._folder / "plugstack.conf").write_text("")
@@ -236,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", default="2,1", help="the CPUs of each node")
     parser.add_argument("--features", default="", help="the features of each node")
+    parser.add_argument("--bind", action="store_true", help="bind tasks to their cores")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     slots = [int(word) for word in options.slots.split(",")]
@@ -248,7 +254,11 @@ def main() -> int:
         with (
             EmulatedHosts(folder / "hosts", slots) as hosts,
             EmulatedSlurm(
-                folder / "slurm", hosts, slots, options.features.split(",") * bool(options.features)
+                folder / "slurm",
+                hosts,
+                slots,
+                options.features.split(",") * bool(options.features),
+                binds=options.bind,
             ) as slurm,
         ):
             environment = {**os.environ, **slurm.environment}

@@ -1,8 +1,10 @@
 """The files of examples/cluster on a real Slurm, whose nodes are emulated hosts."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -215,6 +217,30 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     done = batch.run_as_pbs_would(folder, "--max-steps 18")
     assert done.returncode == 0, done.stderr
     check_steps(folder, 18)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@needs_pmix
+@pytest.mark.parametrize("name", ["slurm-srun.sbatch", "slurm-unlike.sbatch"])
+def test_a_task_gets_all_its_cpus(tmp_path, name):
+    program = tmp_path / "kaitian-train"
+    program.write_text("#!/bin/sh\nunset OMP_NUM_THREADS OMP_THREAD_LIMIT\nnproc\n")
+    program.chmod(0o755)
+    slurm = [sys.executable, str(PLANTED.parent / "emulated_slurm.py"), "--slots=2,2", "--bind"]
+    both = ["--nodes=1" if "unlike" in name else "--nodes=2", "--ntasks-per-node=1"]
+    done = subprocess.run(
+        [*slurm, f"--features={','.join(KINDS)}", "--", "sbatch", "--wait", *both]
+        + ["--cpus-per-task=2", "--output=log", str(EXAMPLES / name)],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SEC,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text().split() == ["2", "2"]
 
 
 def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):

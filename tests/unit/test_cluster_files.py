@@ -131,7 +131,7 @@ def test_the_scripts_start_commands_with_flags_that_exist(name):
         for line in text.splitlines()
         if "kaitian-train" in line and not line.lstrip().startswith("#")
     ]
-    words = shlex.split(line.replace("${arguments[@]}", "$@").removesuffix("&"))
+    words = shlex.split(line.replace("${arguments[@]}", "$@").rstrip("&)"))
     at = next(index for index, word in enumerate(words) if word.endswith("kaitian-train"))
     flags = [word for word in words[at + 1 :] if word != "$@"]
     TrainConfig(**vars(PARSERS["kaitian-train"].parse_args(flags)))
