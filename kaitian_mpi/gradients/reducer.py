@@ -90,7 +90,7 @@ class GradientReducer:
             )
         self._group, self._on_bucket = group, on_bucket
         self._lock = threading.RLock()  # devices have a thread each in backward
-        self._weight: float | None | Callable[[], float | None] = 1.0
+        self._weight: float | Callable[[], float | None] | None = 1.0
         self._number: torch.Tensor | None = None
         self._works: list[dist.Work] = []
         self._sums: list[torch.Tensor] = []
@@ -132,7 +132,7 @@ class GradientReducer:
 
     def arm(
         self,
-        weight: float | None | Callable[[], float | None],
+        weight: float | Callable[[], float | None] | None,
         number: torch.Tensor | None = None,
     ) -> None:
         """Let the next backward sum over the ranks. Not collective.

@@ -151,7 +151,7 @@ class Trainer:
         """
         self.begin(parts)
         weights = self._step.weights
-        order = [i for i in range(len(parts)) if weights[i] > 0] or [0]
+        order = sorted(range(len(parts)), key=lambda index: weights[index] > 0)
         for index in order:
             batch, counts = self.place(parts[index]), weights[index] > 0
             loss = self._computation.loss(self._task, self.state.model, batch, counts)
