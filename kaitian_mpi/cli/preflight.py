@@ -18,7 +18,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.launch.device_map import devices_for, parse_device_map
 from kaitian_mpi.launch.probe import is_local
 from kaitian_mpi.mpi.emulation import agree_on_emulation
-from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
@@ -74,11 +74,13 @@ def _read_device_map(path: str) -> str:
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
-    """Check a config against the number of ranks and the files on each host. Collective.
+    """Check a config against the other ranks', their number and the files on each host. Collective.
 
     Raises:
-        AgreedError: a value does not match the number of ranks, or a folder is missing on a host.
+        AgreedError: a value differs between ranks or does not match their number, or a folder is
+            missing on a host.
     """
+    check_same(comm, config.shared_values(), SAME_SETTINGS)
     with agree_on_errors(comm):
         if comm.rank == 0:
             _check_placement()

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kaitian_mpi.config.profile import parse_profile
-from kaitian_mpi.config.values import PATHS, RANGES, flag_name, out_of_range, setting, wrong_type
+from kaitian_mpi.config.values import (
+    MAY_DIFFER,
+    PATHS,
+    RANGES,
+    flag_name,
+    out_of_range,
+    setting,
+    wrong_type,
+)
 from kaitian_mpi.errors import UserError
 
 
@@ -269,3 +277,20 @@ class TrainingConfig:
     def choose_folder(self) -> Path | None:
         """Return the folder for results; None where nothing is to be written."""
         return Path(self.run_dir) if self.run_dir else None
+
+    def shared_values(self) -> dict[str, str]:
+        """Return the settings that must be the same on every rank, as texts by flag.
+
+        Of a path, which may be another one on each host, only whether it is given.
+        """
+        table = getattr(self, "set", {})
+        values = {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
+        named = {flag_name(name): _text(value, name in PATHS) for name, value in values.items()}
+        named |= {f"--set {key}": _text(each, os.sep in str(each)) for key, each in table.items()}
+        return named | {"--set": ", ".join(sorted(table)) or "not given"}
+
+
+def _text(value: object, is_path: bool) -> str:
+    if value == "":
+        return "not given"
+    return "a path" if is_path and value != "auto" else str(value)

@@ -42,6 +42,15 @@ PATHS = (
     "device_map",
 )
 """The fields that name a file or folder."""
+MAY_DIFFER = frozenset(
+    (
+        *("config", "devices", "device_map", "share_device", "network_interface", "data_dir"),
+        *("workers", "micro_batch_size", "memory_format", "relay_memory_mb"),
+        *("progress", "quiet", "log_level", "tensorboard", "wandb", "mlflow"),
+    )
+)
+"""The fields that may differ between ranks: a host's devices and places, its memory and workers,
+and what is shown. All others are compared before a job does anything."""
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:

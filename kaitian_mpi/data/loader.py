@@ -84,8 +84,7 @@ def _exit_with_rank(_: int) -> None:
 def steps_ahead(workers: int) -> int:
     """Return how many steps ahead of training a loader with these workers fetches batches.
 
-    A plan that is set between two steps takes effect after the batches fetched ahead: on every
-    rank from the same step on, as all ranks load in the same way.
+    A plan that is set between two steps takes effect after the batches fetched ahead.
     """
     return workers * _BATCHES_PER_WORKER
 

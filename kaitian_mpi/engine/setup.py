@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_lim
 _log = logging.getLogger(__name__)
 
 MakeTask = Callable[[], Task]
+_OWN_TO_DEVICE = ("params", "foreach", "fused", "capturable")
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,17 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
         set_phase_limit(setup_limit(config.step_timeout))
         enter_phase("making the task")
         task = make_task()
+        parts = describe_parts(task)
         if config.sync_bn:
             _synchronize_batch_norms(task.model)
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
     setup = Setup(task, NoFolder(), slowdowns, dataset_size=_describe_length(task))
-    check_same(world.comm, "the dataset", setup.dataset_size, "give every host the same files")
+    check_same(world.comm, {"the dataset": setup.dataset_size}, "give every host the same files")
     for name, part in (("training", setup.train), ("validation", setup.validation)):
         if part is not None:
             check_same_samples(world, name, part)
-    check_same(world.comm, "the model", describe_model(task.model), "give every host the same code")
+    parts["the model"] = describe_model(task.model)
+    check_same(world.comm, parts, "give every rank the same code and settings")
     broadcast_model(task.model)
     # From here on random numbers differ between ranks: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
@@ -162,7 +166,7 @@ def check_same_samples(world: World, name: str, data: Any) -> None:
         if len({text for text, _ in by_rank}) > 1:
             advice = "give every host the same files, in the same order"
             own, _ = by_rank[world.rank]
-            check_same(world.comm, f"the {name} data", own, advice)
+            check_same(world.comm, {f"the {name} data": own}, advice)
     differing = sum(len({digest for _, digest in by_rank}) > 1 for by_rank in same_samples)
     if differing and world.rank == 0:
         _log.warning(
@@ -192,3 +196,35 @@ def describe_model(model: nn.Module) -> str:
     rows += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{count} parameters, layout {hashlib.sha256(repr(rows).encode()).hexdigest()[:8]}"
+
+
+def describe_parts(task: Task) -> dict[str, str]:
+    """Return what of a task besides model and data must be the same on every rank, as texts."""
+    names = "loss", "weight", "scheduler", "validation", "metrics", "extra_state"
+    given = {f"Task({name}=...)": getattr(task, name) is not None for name in names}
+    parts = {name: "given" if is_given else "not given" for name, is_given in given.items()}
+    parts["Task(clip_norm=...)"] = str(task.clip_norm)
+    try:
+        optimizers = task.make_optimizers(task.model)
+    except UserError:
+        raise
+    except Exception:  # it may need a model on the device; those of other ranks are compared
+        return parts
+    parts["the optimizer"] = ", ".join(type(one).__name__ for one in optimizers)
+    groups = [group for one in optimizers for group in one.param_groups]
+    for index, group in enumerate(groups):
+        where = f" of parameter group {index}" if len(groups) > 1 else ""
+        parts[f"the number of parameters{where}"] = str(len(group["params"]))
+        for name, value in group.items():
+            if name not in _OWN_TO_DEVICE and (text := _describe_value(value)):
+                parts[f"the optimizer's {name}{where}"] = text
+    return parts
+
+
+def _describe_value(value: Any) -> str:
+    """Return a hyperparameter as text; empty if it is no number, text or tuple of these."""
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_describe_value, value))
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return str(value) if isinstance(value, Real | str) else ""

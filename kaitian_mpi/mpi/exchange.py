@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kaitian_mpi.checks.verdict import by_value
 from kaitian_mpi.errors import AgreedError, CollectiveError, UserError
 from kaitian_mpi.runtime.polling import wait_request
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
 _LENGTH_BYTES = 8
+_MAX_FAULTS = 4
+SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
+"""What to do about settings that differ between ranks."""
 _SMALL_BYTES = 256  # what is no longer is sent together with its length
 
 
@@ -111,18 +115,26 @@ def join_errors(faults: list[str]) -> str:
     return "; ".join(f"{_ranks(faults, text)}: {text}" for text in dict.fromkeys(faults) if text)
 
 
-def check_same(comm: MPI.Comm, what: str, value: str, advice: str) -> None:
-    """Check that every rank has the same value.
+def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
+    """Check that every rank has the same values. Collective.
 
-    Collective.
+    Args:
+        comm: the ranks.
+        values: by what they are called; one that only some ranks have is compared among these.
+        advice: what to do if they differ.
 
     Raises:
-        AgreedError: the values differ; it names the ranks and the values.
+        AgreedError: some differ; it names the ranks and the values.
     """
-    values = gather_values(comm, value)
-    if len(set(values)) > 1:
-        held = ", ".join(f"{text} on {_ranks(values, text)}" for text in dict.fromkeys(values))
-        raise AgreedError(f"{what} differs between ranks: {held}; {advice}")
+    by_rank = gather_values(comm, dict(values))
+    faults = []
+    for name in dict.fromkeys(name for each in by_rank for name in each):
+        held = {rank: each[name] for rank, each in enumerate(by_rank) if name in each}
+        if len(set(held.values())) > 1:
+            faults.append(f"{name} differs between ranks: {by_value(held)}")
+    if faults:
+        more = f"; {len(faults) - _MAX_FAULTS} more differ" if len(faults) > _MAX_FAULTS else ""
+        raise AgreedError(f"{'; '.join(faults[:_MAX_FAULTS])}{more}; {advice}")
 
 
 def _ranks(values: list[str], value: str) -> str:

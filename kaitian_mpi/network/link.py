@@ -111,7 +111,7 @@ class Link:
                 self.choice = known.with_lanes(self._hosts.lanes)
         if self.choice is None:
             forced = self._settings.network_allreduce
-            check_same(self._comm, "--network-allreduce", forced, "give every rank the same")
+            check_same(self._comm, {"--network-allreduce": forced}, "give every rank the same")
             self.choice = self._measure() if forced == "auto" else Choice(Route(forced))
             if self._comm.rank == 0:
                 where = f"{self._comm.size} ranks on {self._hosts.size} hosts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 from typing import Self
 
@@ -9,6 +10,7 @@ from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.data.loader import steps_ahead
 from kaitian_mpi.metrics.sink import Sinks
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.run_folder import RunFolder
 from kaitian_mpi.steps.bad_steps import BadSteps
@@ -47,6 +49,9 @@ class StepFollowUp:
         """
         sinks = sinks or Sinks()
         self._trainer = trainer
+        most_workers = max(gather_values(world.comm, config.workers))
+        self._delay = steps_ahead(most_workers) - steps_ahead(config.workers)
+        self._plans: list[tuple[int, list[int]]] = []
         self._exchange = StepExchange(world.comm)
         self._bad_steps = BadSteps(config, world, folder, sinks)
         samples = len(trainer.sampler.dataset)
@@ -57,7 +62,7 @@ class StepFollowUp:
             plan.batch_sizes,
             plan.costs,
             adaptive=config.balance == "adaptive",
-            steps_ahead=steps_ahead(config.workers),
+            steps_ahead=steps_ahead(most_workers),
             min_batch=plan.min_batch,
             has_micro_batches=trainer.has_micro_batches,
             sinks=sinks,
@@ -95,15 +100,22 @@ class StepFollowUp:
         self._bad_steps.observe(step, self._trainer.progress, self._trainer.sampler)
         reports = self._exchange.swap(step.report(wants_checkpoint))
         if reports is not None:
-            self._adopt_plan(step, reports)
+            self._note_plan(step, reports)
+        self._set_plans(step.number)
         self.metrics.observe(step, self._trainer.progress)
         return reports is not None and bool(reports.wants_checkpoint.any())
 
     def epoch_done(self) -> None:
-        """Write the metrics of the steps since the last line."""
+        """Write the metrics of the steps since the last line; the next epoch has the last plan."""
+        self._set_plans(math.inf)
         self.metrics.read(self._trainer.progress)
 
-    def _adopt_plan(self, step: Step, reports: StepReports) -> None:
+    def _note_plan(self, step: Step, reports: StepReports) -> None:
         plan = self.balancing.observe(step.number, reports)
-        if plan is not None:
-            self._trainer.sampler.set_plan(plan)
+        if plan is not None:  # a rank that fetches less far ahead has to wait with it
+            self._plans.append((step.number + self._delay, plan))
+
+    def _set_plans(self, step: float) -> None:
+        """Give the sampler the plans that are due after a step."""
+        while self._plans and self._plans[0][0] <= step:
+            self._trainer.sampler.set_plan(self._plans.pop(0)[1])

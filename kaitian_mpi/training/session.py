@@ -32,7 +32,7 @@ from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.metrics.sink import MetricsSink
-from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0, show_topology
@@ -110,14 +110,24 @@ def _check_request(config: TrainingConfig, membership: Membership, page: LivePag
     """Check what needs neither device, data nor model. Collective.
 
     Raises:
-        AgreedError: a rank cannot do what is asked for.
+        AgreedError: a rank cannot do what is asked for, or is asked for something else.
     """
+    membership.attempt(partial(check_settings, config))
     membership.attempt(partial(check_run_folder, config))
     membership.attempt(partial(check_initial_file, config))
     membership.attempt(partial(check_export, config))
     membership.attempt(page.reserve)
     membership.attempt(partial(check_profile, config.profile))
     membership.attempt(partial(check_sinks, config))
+
+
+def check_settings(config: TrainingConfig, world: World) -> None:
+    """Check that every rank has the same settings, except those that may differ. Collective.
+
+    Raises:
+        AgreedError: they differ.
+    """
+    check_same(world.comm, config.shared_values(), SAME_SETTINGS)
 
 
 def _make_run(

@@ -8,11 +8,13 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.utils.data import IterableDataset
 
 from kaitian_mpi import Task, Training
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.cli.preflight import check_before_loading
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import AgreedError, UserError
 
 pytestmark = pytest.mark.sizes(2)
 
@@ -223,3 +225,56 @@ def test_models_that_differ_between_ranks_are_a_mistake(world):
     with pytest.raises(UserError, match="the model differs between ranks"):
         train(model=nn.Linear(2, 3 + world.rank))
     assert train() == 3
+
+
+DIFFERING = {
+    "seed": lambda rank: set_to(seed=rank),
+    "epochs": lambda rank: set_to(epochs=1 + rank),
+    "global-batch-size": lambda rank: set_to(global_batch_size=4 + rank),
+    "max-steps": lambda rank: set_to(max_steps=1 + rank),
+    "log-interval": lambda rank: set_to(log_interval=60.0 + rank),
+    "checkpoint-every": lambda rank: set_to(checkpoint_every=rank),
+    "spares": lambda rank: set_to(spares=rank),
+    "resume": lambda rank: set_to(resume=["auto", "a/file.pt"][rank], run_dir="a"),
+    "run-dir": lambda rank: set_to(run_dir=["", "a/folder"][rank]),
+    "optimizer's lr": lambda rank: train(optimizer=lambda m: SGD(m.parameters(), lr=1.0 + rank)),
+    "optimizer": lambda rank: train(optimizer=lambda m: [SGD, Adam][rank](m.parameters(), lr=0.1)),
+    "number of parameters": lambda rank: train(
+        optimizer=lambda m: SGD(list(m.parameters())[rank:], lr=0.1)
+    ),
+    "Task(weight=...)": lambda rank: train(weight=[None, len][rank]),
+    "Task(clip_norm=...)": lambda rank: train(clip_norm=1.0 + rank),
+    "the dataset": lambda rank: train(data=DATA[rank:]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", DIFFERING)
+def test_what_differs_between_ranks_is_named_with_them(world, name):
+    with pytest.raises(AgreedError) as caught:
+        DIFFERING[name](world.rank)
+    text = str(caught.value)
+    assert re.search(rf"{re.escape(name)} differs between ranks: .+ on rank 0, .+ on rank 1", text)
+    assert "\n" not in text
+    assert train() == 3
+
+
+@pytest.mark.ranks(2)
+def test_flags_of_a_command_are_compared_before_torch_is_loaded(world):
+    def of(**flags):
+        return TrainConfig(task="a:b", set={"lr": 0.1, **flags})
+
+    message = "--set wd differs between ranks: 0 on rank 0, 1 on rank 1"
+    with pytest.raises(AgreedError, match=message):
+        check_before_loading(of(wd=world.rank), world.comm)
+    with pytest.raises(AgreedError, match="--set differs between ranks: lr on rank 0, lr, wd on"):
+        check_before_loading(of(**({"wd": 1} if world.rank else {})), world.comm)
+    check_before_loading(of(files=f"/host{world.rank}"), world.comm)
+
+
+@pytest.mark.ranks(2)
+def test_devices_memory_and_what_is_shown_may_differ(world):
+    own = {"workers": world.rank, "quiet": world.rank == 1, "relay_memory_mb": 8 + world.rank}
+    assert (
+        set_to(**own, micro_batch_size=1 + world.rank, progress=["none", "plain"][world.rank]) == 3
+    )

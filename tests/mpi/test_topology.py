@@ -130,8 +130,8 @@ def test_no_error_raises_nothing(world):
 @pytest.mark.ranks(2)
 def test_differing_values_are_named_with_their_ranks(world):
     with pytest.raises(AgreedError, match=r"the model differs .* 1 on rank 0, 2 on ranks? 1"):
-        check_same(world.comm, "the model", "1" if world.rank == 0 else "2", "use one")
-    check_same(world.comm, "the model", "1", "use one")
+        check_same(world.comm, {"the model": "1" if world.rank == 0 else "2"}, "use one")
+    check_same(world.comm, {"the model": "1", f"what rank {world.rank} has": "2"}, "use one")
 
 
 def test_a_rank_knows_its_own_group(world):

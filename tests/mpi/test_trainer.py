@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -230,6 +230,30 @@ def test_a_requested_checkpoint_is_due_after_the_same_step_on_all_ranks(world):
             for step in trainer.steps()
         ]
     assert [number for number, is_due in enumerate(due, 1) if is_due] == [4]
+
+
+@pytest.mark.ranks(3)
+def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
+    """A rank without workers waits until those with some have used up what they fetched ahead."""
+    trainer = make_trainer(world, uneven(world), workers=world.rank % 2)
+    config = replace(trainer._config, balance="adaptive")
+    plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
+    taken = []
+    note_samples(trainer, taken)
+    plan = make_plan(world, uneven(world))
+    with StepFollowUp(config, world, NoFolder(), trainer, plan) as follow_up:
+        follow_up.balancing.observe = lambda number, reports: plans.get(number)
+        for _ in range(2):
+            for step in trainer.steps():
+                follow_up.step_done(step)
+            follow_up.epoch_done()
+            trainer.progress.epoch_done(2)
+    trainer.close()
+    steps = by_step(world, taken)
+    half = len(steps) // 2
+    for epoch in (steps[:half], steps[half:]):
+        assert sorted(itertools.chain(*epoch)) == list(range(LENGTH))
+    assert gather_values(world.comm, len(taken[-2])) == reverse(world)
 
 
 def running_mean(world, shares, micro_batch_size=None, plans=None):

@@ -6,6 +6,7 @@ import pytest
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.config.values import MAY_DIFFER
 from kaitian_mpi.errors import UserError
 
 # Frozen on purpose: a flag that goes or changes its default breaks somebody's script.
@@ -208,3 +209,19 @@ def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
     for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "no valid TOML")):
         with pytest.raises(UserError, match=f"--config .*{message}"):
             parse_config("kaitian-train", [f"--config={tmp_path / name}"])
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_every_setting_is_compared_between_ranks_or_listed_as_one_that_may_differ(name):
+    assert (flag_name(name) in TrainConfig().shared_values()) == (name not in MAY_DIFFER)
+
+
+def test_of_a_path_ranks_compare_only_whether_it_is_given():
+    def of(**settings):
+        return TrainConfig(task="a:b", **settings).shared_values()
+
+    assert of(run_dir="/a", set={"files": "/a"}) == of(run_dir="/b", set={"files": "/b"})
+    assert of(run_dir="/a") != of()
+    assert of(resume="auto", run_dir="/a") != of(resume="/a/1.pt", run_dir="/a")
+    assert of(set={"lr": 0.1}) != of(set={"lr": 0.2})
+    assert of(set={"lr": 0.1}) != of()
