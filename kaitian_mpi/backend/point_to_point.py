@@ -260,7 +260,7 @@ class Mailbox:
         if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
             return
         self._left_checked_at = now
-        left = self._ranks_left()
+        left = self._ranks_left(waiting)
         for item in awaited:
             all_left = len(left) >= self._comm.size - 1
             has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
@@ -270,9 +270,14 @@ class Mailbox:
                 return
             item.peer_left = has_left
 
-    def _ranks_left(self) -> list[int]:
+    def _ranks_left(self, waiting: list[_Pending]) -> list[int]:
+        def is_needed() -> bool:
+            """Return whether this thread has something else to do than to wait for the store."""
+            is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
+            return is_changed or any(item.transfer.done() for item in waiting)
+
         try:
-            return self._arrivals.ranks_left()
+            return self._arrivals.ranks_left(until=is_needed)
         except RankLostError:  # a thread that waits in MPI gets the error there
             return []
 

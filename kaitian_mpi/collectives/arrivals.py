@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from kaitian_mpi.errors import (
     OPERATION_PLACEHOLDER,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 _RECORD_AFTER_SEC = 1.0
 _EVENTS_INTERVAL_SEC = 2.0
 _PASSED, _FAILED = b"passed", b"failed"
+_ENDED, _FAILURE = "ended/", "failure"
 
 
 class ArrivalTracker:
@@ -35,7 +39,7 @@ class ArrivalTracker:
     """
 
     def __init__(self, comm: MPI.Comm, store: MPIStore, timeout: timedelta) -> None:
-        """Track the ranks of `comm`, by the group's own `store`, whose client never blocks."""
+        """Track the ranks of `comm`, by the group's own `store`."""
         self._comm = comm
         self._store = store
         self.set_timeout(timeout)
@@ -44,6 +48,7 @@ class ArrivalTracker:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives; must be the same on every rank."""
+        self._store.set_timeout(timeout)
         self._timeout_sec = timeout.total_seconds()
         self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
         # A rank that arrives this long after the last collective may be later than the others'
@@ -91,58 +96,56 @@ class ArrivalTracker:
     def leave(self) -> None:
         """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
         try:
-            self._store.set(f"left/{self._comm.rank}", str(self._calls))
-            self._store.append("events", "left ")
+            self._store.set(f"{_ENDED}{self._comm.rank}", str(self._calls))
         except Exception as error:
             # The rank that served the store may have died; ranks that wait learn that from MPI.
             if not (isinstance(error, RankLostError) or may_be_loss(error)):
                 raise
 
-    def ranks_left(self) -> list[int]:
-        """Return the ranks that have ended the group. Not collective."""
-        if not self._store.check(["events"]):
-            return []
-        return [rank for rank in range(self._comm.size) if self._store.check([f"left/{rank}"])]
+    def ranks_left(self, until: Callable[[], bool]) -> list[int]:
+        """Return the ranks that have ended the group; none if `until` comes before the answer."""
+        ended = self._store.items(_ENDED, until)
+        return [rank for rank in range(self._comm.size) if str(rank) in ended]
 
     def _wait_long(self, request: MPI.Request, tensors: tuple[torch.Tensor, ...]) -> None:
         try:
             self._wait_recorded(request)
-        except CollectiveError:
+        except Exception:
             keep_alive(request, tensors)
             raise
 
     def _wait_recorded(self, request: MPI.Request) -> None:
         self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
         deadline = time.monotonic() + self._timeout_sec - self._record_after_sec
+
+        def is_over() -> bool:
+            return bool(request.Test()) or time.monotonic() > deadline
+
         while (remaining := deadline - time.monotonic()) > 0:
             if wait_request(request, min(_EVENTS_INTERVAL_SEC, remaining)):
                 return
-            self._check_events()
+            self._check_ended(is_over)
         # A rank that arrived a moment ago will have recorded it after this wait.
         if wait_request(request, 1.5 * self._record_after_sec):
             return
         # A late rank may have arrived at this moment: either all continue, or all fail.
         if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
             return
-        missing = [rank for rank in range(self._comm.size) if not self._reached("arrived", rank)]
         text = (
             f"timed out after {self._timeout_sec:g} s in {OPERATION_PLACEHOLDER} #{self._calls}: "
-            f"waiting for {format_ranks(missing, self._comm.size)}; "
+            f"waiting for {format_ranks(self._missing(), self._comm.size)}; "
             "give the group a longer timeout if it is only slow"
         )
-        self._store.set("failure", text)
-        self._store.append("events", "failed ")
+        self._store.set(f"{_ENDED}{_FAILURE}", text)
         raise CollectiveError(text)
 
-    def _check_events(self) -> None:
+    def _check_ended(self, until: Callable[[], bool]) -> None:
         """Raise an error if a rank will never arrive, or if the group has failed."""
-        if not self._store.check(["events"]):
-            return
+        ended = self._store.items(_ENDED, until)
         size = self._comm.size
-        if self._store.check(["failure"]):
+        if _FAILURE in ended:
             raise CollectiveError(f"the group failed before: {self._failure()}")
-        left = [r for r in range(size) if self._store.check([f"left/{r}"])]
-        missing = [rank for rank in left if not self._reached("left", rank)]
+        missing = [r for r in range(size) if int(ended.get(str(r), self._calls)) < self._calls]
         if missing:
             raise CollectiveError(
                 f"{format_ranks(missing, size)} ended the group before {OPERATION_PLACEHOLDER} "
@@ -163,12 +166,16 @@ class ArrivalTracker:
 
     def _settle(self, outcome: bytes) -> bytes:
         """Return the outcome of this collective: that of the first rank to set it."""
-        return self._store.compare_set(f"outcome/{self._calls}", b"", outcome)
+        try:
+            return self._store.compare_set(f"outcome/{self._calls}", b"", outcome)
+        except dist.DistStoreError as error:
+            raise CollectiveError(f"{OPERATION_PLACEHOLDER} #{self._calls}: {error}") from None
 
     def _failure(self) -> str:
-        text = self._store.get("failure").decode()
+        text = self._store.get(f"{_ENDED}{_FAILURE}").decode()
         return text.replace(f"{OPERATION_PLACEHOLDER} ", "collective ")
 
-    def _reached(self, event: str, rank: int) -> bool:
-        key = f"{event}/{rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= self._calls
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not recorded their arrival at this collective."""
+        arrived = self._store.items("arrived/")
+        return [r for r in range(self._comm.size) if int(arrived.get(str(r), -1)) < self._calls]

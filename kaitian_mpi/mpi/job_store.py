@@ -8,6 +8,7 @@ part of it.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.mpi.store import MPIStore
+
+_PATIENCE_SEC = 0.5
 
 _store: MPIStore | None = None
 _rendezvous_store: MPIStore | None = None  # torch keeps no Python reference, and needs one
@@ -60,7 +63,7 @@ def close_job_store_after_loss() -> None:
 
 
 def finished_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of `comm` whose script has ended.
+    """Return the ranks of `comm` whose script has ended; none while the store does not answer.
 
     Raises:
         RankLostError: a rank has died, so waiting for the others may never end.
@@ -69,7 +72,8 @@ def finished_ranks(comm: MPI.Intracomm) -> list[int]:
         from kaitian_mpi.errors import RankLostError
 
         raise RankLostError("a rank is lost")
-    departed = job_store().departed()
+    give_up = time.monotonic() + _PATIENCE_SEC
+    departed = job_store().departed(until=lambda: time.monotonic() > give_up)
     if not departed:
         return []
     from kaitian_mpi.mpi.topology import translate_ranks

@@ -17,6 +17,7 @@ class Transfer:
         self._request = request
         self._buffer = buffer
         self._status = MPI.Status()
+        self._is_done = False
         self.is_receive = is_receive
 
     @property
@@ -26,7 +27,9 @@ class Transfer:
 
     def done(self) -> bool:
         """Return whether MPI is done with the buffer; lets MPI make progress."""
-        return bool(self._request.Test(self._status))
+        # A second test would clear the status.
+        self._is_done = self._is_done or bool(self._request.Test(self._status))
+        return self._is_done
 
     @property
     def is_cancelled(self) -> bool:

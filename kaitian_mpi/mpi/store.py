@@ -3,15 +3,18 @@
 There is no TCP port and nothing to authenticate: only ranks of the job can send to it. It serves
 torch's bookkeeping and the bootstrap of the vendor libraries.
 
-Rank 0 calls the server directly; the other ranks send MPI messages.
+Rank 0 calls the server directly; the other ranks send MPI messages. The server cannot answer while
+its rank is in a call that does not let Python run, such as mpi4py's `comm.allreduce`, which may
+wait for the very rank that asks. So what needs no answer is sent without waiting for one, and who
+waits for an answer may stop waiting.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from mpi4py import MPI
 from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.mpi.store_server import (
     LOST,
+    NO_REPLY,
+    OK,
     REJECTED,
     TIMED_OUT,
     Fields,
@@ -33,6 +38,12 @@ from kaitian_mpi.runtime.tags import STORE_REPLIES, STORE_REQUEST
 from kaitian_mpi.runtime.ulfm import is_revoked, may_be_loss, track_comm
 
 _MAX_NAP_SEC = 5e-3
+_MARGIN_SEC = 5.0  # for the server's answer after a request's own limit
+_UNANSWERED = b"unanswered"
+
+
+def _never() -> bool:
+    return False
 
 
 class StoreLink:
@@ -43,7 +54,8 @@ class StoreLink:
         self.comm = track_comm(comm.Dup())
         """The ranks that share the store."""
         self.is_closed = False
-        self._tags = itertools.count()
+        self._tags = itertools.cycle(STORE_REPLIES)
+        self._unanswered: set[int] = set()  # the tags of replies that nobody waits for any more
         self._server = StoreServer(self.comm) if comm.rank == 0 else None
 
     @property
@@ -51,11 +63,29 @@ class StoreLink:
         """Whether the store can no longer be used: it is closed, or a rank is lost."""
         return self.is_closed or is_revoked(self.comm)
 
-    def ask(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
-        """Send a request to the server and return its reply: the status, then the results."""
+    def ask(
+        self, operation: str, fields: Fields, limit_sec: float, until: Callable[[], bool] = _never
+    ) -> Fields:
+        """Send a request to the server and return its reply: the status, then the results.
+
+        The status says so if the server has not replied some seconds after the limit, or when
+        `until` returned True.
+        """
         if self._server is not None:
             return self._ask_here(self._server, operation, fields, limit_sec)
-        return self._ask_by_message(operation, fields, limit_sec)
+        return self._ask_by_message(operation, fields, limit_sec, until)
+
+    def tell(self, operation: str, fields: Fields) -> Fields:
+        """Send a request that needs no answer, without waiting for one; return the status.
+
+        Later requests of this rank come after it.
+        """
+        if self._server is not None:
+            return self._ask_here(self._server, operation, fields, 0.0)
+        if self.is_closed:
+            return (LOST,)
+        self._send(operation, NO_REPLY, fields, 0.0)
+        return (OK,)
 
     def close(self) -> None:
         """Disconnect; rank 0 stops the server once every other rank has done so or is lost.
@@ -73,7 +103,7 @@ class StoreLink:
 
     def _depart(self) -> None:
         try:
-            self.ask("depart", (b"%d" % self.comm.rank,), 0.0)
+            self.tell("depart", (b"%d" % self.comm.rank,))
         except MPI.Exception as error:
             if not may_be_loss(error):
                 raise
@@ -92,18 +122,43 @@ class StoreLink:
         replied.wait()
         return replies[0]
 
-    def _ask_by_message(self, operation: str, fields: Fields, limit_sec: float) -> Fields:
+    def _ask_by_message(
+        self, operation: str, fields: Fields, limit_sec: float, until: Callable[[], bool]
+    ) -> Fields:
         if self.is_closed:
             return (LOST,)
-        tag = STORE_REPLIES[next(self._tags) % len(STORE_REPLIES)]
-        request = pack((operation.encode(), b"%d" % tag, str(limit_sec).encode(), *fields))
-        self.comm.Send([request, MPI.BYTE], 0, STORE_REQUEST)
+        self._drop_late_replies()
+        tag = next(tag for tag in self._tags if tag not in self._unanswered)
+        self._send(operation, tag, fields, limit_sec)
         status = MPI.Status()
-        # The probed message stays for this receive: no other thread waits for this tag.
-        wait_until(lambda: self.comm.Iprobe(0, tag, status), max_nap_sec=_MAX_NAP_SEC)
+
+        def has_replied() -> bool:
+            return self.comm.Iprobe(0, tag, status)
+
+        give_up_sec = limit_sec + _MARGIN_SEC
+        wait_until(lambda: has_replied() or until(), give_up_sec, max_nap_sec=_MAX_NAP_SEC)
+        if not has_replied():
+            self._unanswered.add(tag)
+            return (_UNANSWERED,)
+        return self._receive(tag, status)
+
+    def _send(self, operation: str, reply_tag: int, fields: Fields, limit_sec: float) -> None:
+        request = pack((operation.encode(), b"%d" % reply_tag, str(limit_sec).encode(), *fields))
+        self.comm.Send([request, MPI.BYTE], 0, STORE_REQUEST)
+
+    def _receive(self, tag: int, status: MPI.Status) -> Fields:
+        """Receive a reply that was probed. It stays until then: no other thread uses its tag."""
         buffer = bytearray(status.Get_count(MPI.BYTE))
         self.comm.Recv([buffer, MPI.BYTE], 0, tag)
         return unpack(bytes(buffer))
+
+    def _drop_late_replies(self) -> None:
+        for tag in tuple(self._unanswered):
+            status = MPI.Status()
+            if self.comm.Iprobe(0, tag, status):
+                with suppress(KeyError):  # another thread drops it
+                    self._unanswered.remove(tag)
+                    self._receive(tag, status)
 
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -149,13 +204,17 @@ class MPIStore(dist.Store):
         unregister_close(self.close)
         self.link.close()
 
-    def departed(self) -> list[int]:
-        """Return the ranks of the store's communicator whose script has ended and closed it."""
-        return [int(rank) for rank in self._ask("departed")]
+    def departed(self, until: Callable[[], bool] = _never) -> list[int]:
+        """Return the ranks of the store's communicator whose script has ended and closed it.
+
+        Args:
+            until: stops waiting for the server's answer, for an empty one.
+        """
+        return [int(rank) for rank in self._ask("departed", until=until)]
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._ask("set", self._prefix + key, value)
+        """Set a key. As with torch's TCPStore, the server may do it a moment later."""
+        self._tell("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """Return a key's value, waiting for it up to the store's timeout."""
@@ -171,8 +230,8 @@ class MPIStore(dist.Store):
         return int(self._ask("add", self._prefix + key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a key's value."""
-        self._ask("append", self._prefix + key, value)
+        """Append to a key's value; the server may do it a moment later."""
+        self._tell("append", self._prefix + key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if its value is `expected`; return its value afterwards."""
@@ -197,9 +256,9 @@ class MPIStore(dist.Store):
             return list(self._ask("get", *self._placed(keys)))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys at once."""
+        """Set several keys at once; the server may do it a moment later."""
         pairs = zip(self._placed(keys), values, strict=True)
-        self._ask("set", *itertools.chain.from_iterable(pairs))
+        self._tell("set", *itertools.chain.from_iterable(pairs))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it existed."""
@@ -212,6 +271,18 @@ class MPIStore(dist.Store):
     def list_keys(self) -> list[str]:
         """Return all keys."""
         return [key.decode()[len(self._prefix) :] for key in self._ask("list", self._prefix)]
+
+    def items(self, prefix: str, until: Callable[[], bool] = _never) -> dict[str, bytes]:
+        """Return the keys that begin with `prefix`, without it, and their values.
+
+        Args:
+            prefix: of the keys.
+            until: stops waiting for the server's answer, for an empty one.
+        """
+        prefix = self._prefix + prefix
+        found = self._ask("items", prefix, until=until)
+        keys = [key.decode().removeprefix(prefix) for key in found[::2]]
+        return dict(zip(keys, found[1::2], strict=True))
 
     # torch's C++ code calls these two by their C++ names.
     deleteKey = delete_key  # noqa: N815
@@ -239,20 +310,38 @@ class MPIStore(dist.Store):
     def _placed(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]
 
+    def _tell(self, operation: str, *arguments: str | bytes) -> None:
+        (status,) = self.link.tell(operation, tuple(map(_as_bytes, arguments)))
+        if status == LOST:
+            raise _lost()
+
     def _ask(
-        self, operation: str, *arguments: str | bytes, timeout: timedelta | None = None
+        self,
+        operation: str,
+        *arguments: str | bytes,
+        timeout: timedelta | None = None,
+        until: Callable[[], bool] = _never,
     ) -> Fields:
         fields = tuple(_as_bytes(argument) for argument in arguments)
         limit_sec = (timeout or self._timeout).total_seconds()
-        status, *result = self.link.ask(operation, fields, limit_sec)
+        status, *result = self.link.ask(operation, fields, limit_sec, until)
+        if status == _UNANSWERED and until is _never:
+            raise dist.DistStoreError(
+                f"rank 0, which serves the store, has not answered within {limit_sec:g} s; it may "
+                "be in a call that does not let Python run, such as mpi4py's comm.allreduce"
+            )
         if status == TIMED_OUT:
             raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")
         if status == REJECTED:
             key = fields[0].decode()[len(self._prefix) :] if fields else ""
             raise dist.DistStoreError(f"store {operation} of key {key}: {result[0].decode()}")
         if status == LOST:
-            raise RankLostError("the store is closed: a rank is lost")
+            raise _lost()
         return tuple(result)
+
+
+def _lost() -> RankLostError:
+    return RankLostError("the store is closed: a rank is lost")
 
 
 def _as_bytes(argument: str | bytes) -> bytes:

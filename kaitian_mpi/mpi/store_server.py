@@ -17,6 +17,7 @@ from kaitian_mpi.runtime.tags import STORE_REQUEST
 from kaitian_mpi.runtime.ulfm import have_failed, is_enabled, is_revoked, may_be_loss
 
 OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
+NO_REPLY = -1  # in place of the tag of a reply
 
 Fields = tuple[bytes, ...]
 
@@ -85,6 +86,11 @@ class Table:
 
     def _list(self, prefix: bytes) -> Fields:
         return tuple(key for key in self._values if key.startswith(prefix))
+
+    def _items(self, prefix: bytes) -> Fields:
+        return tuple(
+            itertools.chain.from_iterable((k, self._values[k]) for k in self._list(prefix))
+        )
 
     def _count(self, prefix: bytes) -> Fields:
         return (b"%d" % len(self._list(prefix)),)
@@ -230,6 +236,8 @@ class StoreServer:
         source, reply_tag = status.Get_source(), int(tag)
 
         def reply(fields: Fields) -> None:
+            if reply_tag == NO_REPLY:
+                return
             message = pack(fields)
             try:
                 # Nonblocking: a stopped rank must not delay the replies to the others.

@@ -4,7 +4,7 @@ Each use has its own tag, so that no receive matches another's message. A script
 `recv` use a separate communicator.
 """
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of what ranks send each other. Raised when the order or the form of the package's own
 messages changes, so that ranks with different builds of it end with one line."""
 

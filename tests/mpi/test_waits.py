@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.backend import point_to_point
+from kaitian_mpi.collectives import arrivals
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi import deferred_free
 
@@ -62,6 +64,29 @@ def test_destroying_a_group_does_not_wait_for_other_ranks(world):
             group.recv([torch.zeros(1)], 1, 0)
     else:
         dist.destroy_process_group(group)
+    assert add() == world.size
+
+
+@pytest.mark.sizes(3)
+def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world, monkeypatch):
+    """mpi4py's allreduce of objects holds the interpreter lock while it waits."""
+    monkeypatch.setattr(arrivals, "_RECORD_AFTER_SEC", 0.1)
+    monkeypatch.setattr(arrivals, "_EVENTS_INTERVAL_SEC", 0.1)
+    monkeypatch.setattr(point_to_point, "_LEFT_INTERVAL_SEC", 0.1)
+    group = dist.new_group([1, 2])
+    add()  # the group is made
+    if world.rank > 0:
+        time.sleep(world.rank)  # rank 1 waits for rank 2 so long that it looks for lost ranks
+        assert add(group) == 2
+        if world.rank == 1:
+            received = torch.zeros(3)
+            dist.recv(received, 2, group=group)
+            assert received.tolist() == [2.0] * 3
+        else:
+            time.sleep(1)
+            dist.send(torch.full((3,), 2.0), 1, group=group)
+        dist.destroy_process_group(group)
+    assert world.comm.allreduce(1) == world.size
     assert add() == world.size
 
 
