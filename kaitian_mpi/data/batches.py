@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, default_collate
 
 from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.errors import UserError
 
 
 class Batches(Dataset[Any]):
@@ -32,10 +33,20 @@ class Batches(Dataset[Any]):
         return self.collate(self.samples(indices))
 
     def samples(self, indices: list[int]) -> list[Any]:
-        """Return these samples."""
-        if hasattr(self.data, "__getitems__"):
-            return list(self.data.__getitems__(indices))
-        return [self.data[index] for index in indices]
+        """Return these samples.
+
+        Raises:
+            UserError: the dataset's `__getitems__` returns more or fewer.
+        """
+        if not hasattr(self.data, "__getitems__"):
+            return [self.data[index] for index in indices]
+        samples = list(self.data.__getitems__(indices))
+        if len(samples) != len(indices):
+            raise UserError(
+                f"__getitems__ of {type(self.data).__name__} returned {len(samples)} samples for "
+                f"{len(indices)} indices; return one for each"
+            )
+        return samples
 
     def one(self, index: int) -> Any:
         """Return a batch of one sample, fetched without `__getitems__`."""
@@ -80,6 +91,12 @@ class StepBatches(Dataset[list[MicroBatch]]):
 
     def __getitem__(self, indices: Sequence[int]) -> list[MicroBatch]:
         """Return the micro-batches of these samples; of none, one with 0 samples to stand in."""
+        try:
+            return self._parts(indices)
+        except StopIteration as error:  # torch's loader would take it for the end of the epoch
+            raise RuntimeError("the dataset, or collate, raised StopIteration") from error
+
+    def _parts(self, indices: Sequence[int]) -> list[MicroBatch]:
         if not indices:
             return [MicroBatch(0, self._batches[list(range(self._min_batch))])]
         parts, first = [], 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ Result = TypeVar("Result")
 _MAX_NAP_SEC = 0.05
 _DETECTION_SEC = 0.5
 _MAX_FALSE_ALARMS = 3  # in a row
+_ABANDONED = b"x"  # what wakes up a rank on standby where the others have left their work
 
 
 class NotCommittedError(CollectiveError):
@@ -66,6 +68,8 @@ class Membership:
         """The ranks that train; None on a rank on standby."""
         self.losses: list[RankLoss] = []
         """The losses that the job has survived."""
+        self.is_abandoned = False
+        """Whether the others have left their work by an error while this rank was on standby."""
         self._standby = Standby()
         self._is_released = False
         self._false_alarms = 0
@@ -217,7 +221,7 @@ class Membership:
 
         The default process group is then of all ranks again.
         """
-        if self._is_released or self._standby == Standby():
+        if self._is_released or self.is_abandoned or self._standby == Standby():
             return
         self._is_released = True
         if self.survives:
@@ -226,11 +230,25 @@ class Membership:
             self._regroup(NotCommittedError("the work is done"))
             return
         if self.active is not None and self.active.rank == 0:
-            active = self._standby.active(self.all_ranks.infos)
-            wake_up(self.all_ranks.comm, set(range(self.all_ranks.size)).difference(active))
+            self._wake_up()
         close_process_group()
         open_job_store(self.all_ranks.comm)  # the old one has counted the active ranks' groups only
         self.active = _activate(self.all_ranks, Standby())
+
+    def abandon(self) -> None:
+        """Wake up the ranks on standby, whose work ends here. Not collective.
+
+        Called where a rank leaves its work by an error of the script's, which only it may have.
+        """
+        if self.active is None or self._is_released or not self.has_standby:
+            return
+        with suppress(Exception):  # after a loss; then they do not wait
+            self._wake_up(_ABANDONED)
+
+    def _wake_up(self, word: bytes = b"") -> None:
+        active = self._standby.active(self.all_ranks.infos)
+        standby = set(range(self.all_ranks.size)).difference(active)
+        wake_up(self.all_ranks.comm, standby, word)
 
     def _may_be_loss(self, error: Exception, world: World) -> bool:
         """Return whether an error may be caused by the loss of a rank of this world."""
@@ -243,8 +261,11 @@ class Membership:
     def _wait_on_standby(self) -> bool:
         """Wait until the others are done or regroup; return whether they are done."""
         comm = self.all_ranks.comm
+        message = WakeUp(comm)
         try:
-            return wait_until(WakeUp(comm).has_arrived, max_nap_sec=_MAX_NAP_SEC)
+            wait_until(message.has_arrived, max_nap_sec=_MAX_NAP_SEC)
+            self.is_abandoned = message.word == _ABANDONED
+            return True
         except Exception as error:
             if not self._may_be_loss(error, self.all_ranks):
                 raise

@@ -160,7 +160,7 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
     launch = read_launch(os.environ)
     if not is_mpi_running():
         _let_rank_0_print()
-    if launch.world_rank == 0 or not isinstance(error, AgreedError):
+    if _speaks_first() or not isinstance(error, AgreedError):
         print_to_stderr(f"{program}: error: {error}")
     if launch.world_size > 1 and not isinstance(error, AgreedError):
         _end_other_ranks(error.exit_code)
@@ -186,8 +186,14 @@ def _let_launcher_forward_output() -> None:
 
 def _let_rank_0_print() -> None:
     """Wait a moment: rank 0 usually finds the same error, and its exit ends the job."""
-    if read_launch(os.environ).world_rank != 0:
+    if not _speaks_first():
         time.sleep(_WAIT_FOR_RANK_0_SEC)
+
+
+def _speaks_first() -> bool:
+    """Return whether this rank prints what all say: rank 0, or after its loss the next one."""
+    first = ulfm.first_living_rank() if is_mpi_running() else 0
+    return read_launch(os.environ).world_rank == first
 
 
 def is_mpi_running() -> bool:

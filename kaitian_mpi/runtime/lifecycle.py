@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _closers: list[Callable[[], None]] = []
+_closers_of_work: list[Callable[[], None]] = []
 # A forked child must not close the parent's threads and its connections to other ranks.
 os.register_at_fork(after_in_child=_closers.clear)
+os.register_at_fork(after_in_child=_closers_of_work.clear)
 
 
 def initialize_mpi() -> MPI.Intracomm:
@@ -122,29 +124,34 @@ def _finalize(pid: int) -> None:
         MPI.Finalize()
 
 
-def register_close(close: Callable[[], None]) -> None:
+def register_close(close: Callable[[], None], *, ends_work: bool = False) -> None:
     """Register `close` to be called before MPI is finalized, last registered first.
 
     A thread still inside MPI when the interpreter exits aborts the process, so code that starts
     one registers here how to stop it.
+
+    Args:
+        close: called without arguments.
+        ends_work: whether it communicates by what others have registered, and so comes first.
     """
     atexit.unregister(_close_all)
     atexit.register(_close_all)
-    _closers.append(close)
+    (_closers_of_work if ends_work else _closers).append(close)
 
 
 def unregister_close(close: Callable[[], None]) -> None:
     """Undo `register_close`: `close` has already been called."""
-    if close in _closers:
-        _closers.remove(close)
+    for closers in (_closers_of_work, _closers):
+        if close in closers:
+            closers.remove(close)
 
 
 def _close_all() -> None:
     try:
-        while _closers:
-            _closers.pop()()
+        while closers := _closers_of_work or _closers:
+            closers.pop()()
     finally:
-        if _closers:  # one has failed
+        if _closers_of_work or _closers:  # one has failed
             _close_all()
 
 

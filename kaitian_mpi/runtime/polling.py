@@ -73,24 +73,36 @@ class NonblockingBarrier:
 
 
 class WakeUp:
-    """Receives a wake-up message from any rank of `comm`; raises when a rank is lost."""
+    """Receives a wake-up message from any rank of `comm`; raises when a rank is lost.
+
+    Attributes:
+        word: the message, at most one byte.
+    """
 
     def __init__(self, comm: MPI.Comm) -> None:
         from mpi4py import MPI
 
-        self._request = comm.Irecv([bytearray(), MPI.BYTE], MPI.ANY_SOURCE, tags.WAKE_UP)
+        self.word = b""
+        self._buffer = bytearray(1)
+        self._request = comm.Irecv([self._buffer, MPI.BYTE], MPI.ANY_SOURCE, tags.WAKE_UP)
 
     def has_arrived(self) -> bool:
         """Return whether the message has arrived; not to be called again after True."""
-        return bool(self._request.Test())
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        has_arrived = bool(self._request.Test(status))
+        if has_arrived:
+            self.word = bytes(self._buffer[: status.Get_count(MPI.BYTE)])
+        return has_arrived
 
 
-def wake_up(comm: MPI.Comm, ranks: Iterable[int]) -> None:
+def wake_up(comm: MPI.Comm, ranks: Iterable[int], word: bytes = b"") -> None:
     """Send a wake-up message to ranks of `comm` that wait with a `WakeUp`."""
     from mpi4py import MPI
 
     for rank in ranks:
-        comm.Send([b"", MPI.BYTE], rank, tags.WAKE_UP)
+        comm.Send([word, MPI.BYTE], rank, tags.WAKE_UP)
 
 
 def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:

@@ -117,6 +117,18 @@ def has_survived_loss() -> bool:
     return _shrunk
 
 
+def first_living_rank() -> int:
+    """Return the lowest rank of MPI's world that is not known to be dead. Not collective."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if not is_enabled():
+        return 0
+    dead = world.Get_failed()
+    places = MPI.Group.Translate_ranks(dead, list(range(dead.size)), world.group)
+    return min(set(range(world.size)).difference(places))
+
+
 def have_failed(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
     """Return whether all these ranks of `comm` are known to be dead. Not collective."""
     from mpi4py import MPI

@@ -16,7 +16,7 @@ from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.engine.evaluation import Evaluation
-from kaitian_mpi.errors import StorageError
+from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.metrics.reading import Evaluated
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -80,6 +80,11 @@ class Attempt:
         self._restart = RestartRequest(run.setup.path if owns_files else None)
         self.is_to_restart = False
         """Whether the job is asked to save and end here; the same on every rank."""
+
+    @property
+    def has_done_all_steps(self) -> bool:
+        """Whether only the results are missing; the same on every rank. Not collective."""
+        return self._state.progress.step >= self._state.progress.total_steps
 
     def next_share(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next step; epochs that end on the way are evaluated.
@@ -189,8 +194,10 @@ class Attempt:
             except StorageError as error:
                 fault = str(error)
         sleeping_barrier(self._world.comm)
-        run.fault = gather_values(self._world.comm, fault)[0]
-        if not run.fault:
+        fault = gather_values(self._world.comm, fault)[0]
+        if fault:
+            run.fault = AgreedError(fault, StorageError.exit_code)
+        else:
             self._checkpoints.close()
             run.summary = replace(run.summary, finished=True)
             events.report_checkpoints(run)
@@ -279,9 +286,8 @@ class Attempt:
 
     def _is_restart_due(self) -> bool:
         """Return whether to save and end now; after the last step, only the results are missing."""
-        progress = self._state.progress
         asked = any(gather_values(self._world.comm, self._restart.is_made()))
-        return asked and progress.step < progress.total_steps
+        return asked and not self.has_done_all_steps
 
     def _save_if_due(self, step: int, requested: bool) -> None:
         """Save a checkpoint and a snapshot, if they are due."""

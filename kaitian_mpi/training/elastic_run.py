@@ -13,7 +13,7 @@ from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.task import Task
-from kaitian_mpi.errors import AgreedError, StorageError, UserError
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.metrics.sink import MetricsSink
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -74,6 +74,7 @@ class ElasticRun:
         self.attempt: Attempt | None = None
         self._on_close = on_close
         self._unrecorded: dict[str, float] = {}
+        self._evaluated: dict[str, float] = {}
         self._script_slowdown = world.script_slowdown
         self._script_slowdown.pause()  # the trainer slows down each of its steps itself
         self._owns_watchdog = _watch_process(config)
@@ -128,7 +129,7 @@ class ElasticRun:
         try:
             self.membership.recover(failure)
         except Exception:
-            self.leave(failure)
+            self.fail(failure)
             raise
 
     def next_share(self) -> Sequence[MicroBatch] | None:
@@ -144,12 +145,13 @@ class ElasticRun:
         return None
 
     def evaluate(self) -> dict[str, float]:
-        """Return the means of the task's metrics; of a run that is done, those found at its end."""
+        """Return the means of the task's metrics; of a run that is done, those found last."""
         while not self.is_done:
             means = self.guarded(self._evaluate)
             if means is not None:
                 return means
-        return dict(self.summary.validation or {})
+        finished = self.summary.finished
+        return dict((self.summary.validation or {}) if finished else self._evaluated)
 
     def record(self, figures: Mapping[str, float]) -> None:
         """Add figures to the next line of metrics. Not collective."""
@@ -159,12 +161,23 @@ class ElasticRun:
             self.attempt.record(figures)
 
     def stop(self) -> None:
-        """Save the run as it stands, for another job to resume, and let the ranks on standby leave.
+        """Let the ranks on standby leave, once the run is saved as it stands, for another job.
 
-        Does nothing to a run that is done.
+        A run whose last step is done is finished instead. Does nothing to one that is done.
         """
         while not (self.is_closed or self.is_done):
             self.guarded(self._stop)
+
+    def fail(self, error: Exception) -> None:
+        """End the run by an error; collective only if it is an `AgreedError`.
+
+        The ranks on standby raise that as well: they would wait forever.
+        """
+        if isinstance(error, AgreedError) and self._run is not None:
+            self._run.fault = self._run.fault or error
+            while not self.is_done:
+                self.guarded(self._release, False)
+        self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Let go of everything. Not collective: no rank is waited for.
@@ -180,6 +193,8 @@ class ElasticRun:
             attempt.close(error or UserError("the training is closed"))
         if self._run is not None:
             if error is not None and not self.is_done:
+                self.membership.abandon()
+            if error is not None and not self._run.summary.finished:
                 events.report_failure(self._run, error)
             self._run.sinks.close(finished=self._run.summary.finished)
         stop_recording()
@@ -194,7 +209,7 @@ class ElasticRun:
         attempt = self._ready()
         if attempt is not None and attempt.is_to_restart and attempt.save_for_restart():
             attempt.close()
-            self._release(attempt)
+            self._release(is_active=True)
             return None
         share = None if attempt is None else attempt.next_share()
         if share is None:
@@ -206,7 +221,8 @@ class ElasticRun:
         if attempt is None:
             self._finish(None)
             return None
-        return dict(attempt.trainer.evaluate().means)
+        self._evaluated = dict(attempt.trainer.evaluate().means)
+        return self._evaluated
 
     def _ready(self) -> Attempt | None:
         """Return what trains on the active ranks; None once the work is done without this rank."""
@@ -222,39 +238,49 @@ class ElasticRun:
         """Write the results, and let the ranks on standby leave."""
         if attempt is not None:
             attempt.finish()
-        self._release(attempt)
-        fault = self._unfinished.fault
-        if fault:  # only now, for the ranks on standby would wait for ever
-            raise AgreedError(fault, StorageError.exit_code)
+        self._release(is_active=attempt is not None)
 
-    def _release(self, attempt: Attempt | None) -> None:
-        """End the job's work, with that of the ranks on standby."""
-        if attempt is not None:
+    def _release(self, is_active: bool) -> None:
+        """End the job's work, with that of the ranks on standby.
+
+        Raises:
+            AgreedError: what the active ranks have ended by; raised on all ranks.
+        """
+        if is_active:
             self.membership.commit()
         self.membership.release()
-        if self.membership.has_standby:
-            self._share_results(self._unfinished)
+        run = self._unfinished
+        if self.membership.has_standby and not self.membership.is_abandoned:
+            self._share_results(run)
             self.membership.commit()
         self.is_done = True
+        if run.fault is not None:
+            raise run.fault
 
     def _share_results(self, run: Run) -> None:
         """Give the ranks that stood by the weights and the summary, for the script may use both."""
         world = self.membership.all_ranks
-        run.state.sync_to_latest(world)
-        known = gather_values(world.comm, run.summary.to_json())
-        finished = (summary for summary in known if summary.get("finished"))
-        run.summary = Summary.from_json(next(finished, known[world.rank]))
+        fault = run.fault and (str(run.fault), run.fault.exit_code)
+        own = run.summary.to_json(), self._evaluated, fault
+        summaries, evaluated, faults = zip(*gather_values(world.comm, own), strict=True)
+        run.fault = next((AgreedError(*fault) for fault in faults if fault), None)
+        if run.fault is None:
+            run.state.sync_to_latest(world)
+        self._evaluated = next(filter(None, evaluated), {})
+        finished = (summary for summary in summaries if summary.get("finished"))
+        run.summary = Summary.from_json(next(finished, summaries[world.rank]))
 
     def _stop(self) -> None:
-        if self.membership.wait_until_active() is not None:
-            if self.attempt is not None or self.membership.losses:
-                attempt = self._ready()
-                assert attempt is not None
-                attempt.save()
-                attempt.close()
-            self.membership.commit()
-        self.membership.release()
-        self.is_done = True
+        is_active = self.membership.wait_until_active() is not None
+        if is_active and (self.attempt is not None or self.membership.losses):
+            attempt = self._ready()
+            assert attempt is not None
+            if attempt.has_done_all_steps:  # the loop asked for no more than there are
+                self._advance()
+                return
+            attempt.save()
+            attempt.close()
+        self._release(is_active)
 
 
 def _watch_process(config: TrainingConfig) -> bool:

@@ -105,7 +105,7 @@ class OpenStep:
             return work(self._attempt)
         except Exception as error:
             if not self._run.membership.may_be_loss(error):
-                self._run.leave(error)
+                self._run.fail(error)
                 raise
             self._failure = error
             return None

@@ -19,6 +19,7 @@ from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.metrics.sink import MetricsSink, Sinks
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -60,8 +61,8 @@ class Run:
     """Take the metrics; empty on a rank that does not write the files."""
     writes_metrics: bool = False
     """Whether this rank has opened its sinks."""
-    fault: str = ""
-    """Why the results could not be written; empty if they were."""
+    fault: AgreedError | None = None
+    """The error that all ranks end the run by, if any."""
 
     def failures(self) -> list[dict[str, Any]]:
         """Return the losses that the run has survived, in this job and earlier ones."""

@@ -86,7 +86,7 @@ class Training:
         self._last_step: Step | None = None
         self._run = ElasticRun(partial(_as_task, task), config, world, self._closed, sinks)
         _open.append(self)
-        register_close(self.close)
+        register_close(self.close, ends_work=True)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,11 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        # A loop is left by sys.exit() as well, or with the generator that it is in.
+        is_left = isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and not error.code
+        )
+        if error is None or is_left:
             self.close()
         else:
             self._run.leave(error)
@@ -149,8 +153,9 @@ class Training:
             enter_phase("the script's own code", limited=False)
             try:
                 yield step.batch
-            except GeneratorExit:  # the loop was left
-                self._open_step = None
+            except GeneratorExit:  # the loop was left; another one may be open by now
+                if self._open_step is step:
+                    self._open_step = None
                 step.abandon()
                 raise
             self._open_step = None

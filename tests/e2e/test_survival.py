@@ -76,13 +76,21 @@ def test_a_spare_takes_over_and_one_stands_by(survivors):
 def test_ranks_that_stood_by_take_part_in_what_follows(tmp_path, survives):
     seen = tmp_path / "seen"
     seen.mkdir()
-    words = ("--with-ft", "ulfm") if survives else ()
-    ended = run_ranks(3, *words, PYTHON, str(PLANTED / "planted_twice.py"), str(seen), cwd=tmp_path)
-    assert ended.code == 0, ended.text
+    words, last = (("--with-ft", "ulfm"), ["lost"]) if survives else ((), [])
+    script = str(PLANTED / "planted_twice.py")
+    ended = run_ranks(3, *words, PYTHON, script, str(seen), *last, cwd=tmp_path)
+    bad = "found no finite gradient in 2 steps in a row"
+    # Rank 0 is lost by then: the next one speaks.
+    assert ended.err.count(f"error: {bad}") == survives, ended.text
+    assert ended.code == 2 * survives, ended.text
     results = results_in(seen)
     assert len(results) == 3
     for rank, result in results.items():
         assert result["standby"] == [[] if rank == 2 else [1, 2, 3, 4, 5], [0, 1], True]
         assert result["all"] == [[1, 2, 3, 4, 5], [0, 1, 2], True]
         assert result["sum"] == 3
+        assert result["left"] == results[0]["left"]
+        assert result["left"][-1] is False
+        assert result["bad"].startswith(bad)
+        assert survives or result["raised"] == (False if rank == 2 else "raised")
         assert result["second"].startswith("init: found a second call with devices='cpu', ")

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -627,6 +628,59 @@ def test_a_run_is_continued_after_a_break(world, folder, is_open):
     assert numbers == []
     assert again.tolist() == found.tolist()
     assert evaluated_again == evaluated
+
+
+def islice_of_each_epoch(training, is_open):
+    """Loop as the script's own epochs do, never asking for more than there is."""
+    steps = training.batches() if is_open else iter(training)
+    for _ in range(EPOCHS):
+        yield from itertools.islice(steps, 7)
+
+
+def loop_per_epoch(training, is_open):
+    for _ in range(EPOCHS):
+        steps = training.batches() if is_open else training
+        yield from itertools.islice(steps, 7)
+
+
+def by_hand(training, is_open):
+    steps = training.batches() if is_open else iter(training)
+    for _ in range(7 * EPOCHS):
+        yield next(steps)
+
+
+@pytest.mark.parametrize("loop", [islice_of_each_epoch, loop_per_epoch, by_hand])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_loop_that_asks_for_no_more_steps_than_there_are_finishes(world, folder, loop, is_open):
+    task = language(loss=None if is_open else token_loss)
+    exported = folder.with_name("model.safetensors")
+    settings = {**QUIET, "run_dir": str(folder), "export": str(exported)}
+    with Training(task, **settings) as training:
+        for item in loop(training, is_open):
+            if is_open:
+                training.backward(token_loss(training.model, item))
+                assert training.step()
+    assert training.summary.finished
+    assert training.summary.steps == 7 * EPOCHS
+    assert exported.exists()
+
+
+def leave_by(error, training):
+    with training:
+        for step in training:
+            if step.number == 4:
+                raise error
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), ZeroDivisionError()])
+def test_an_exit_from_the_loop_saves_as_a_return_does(world, folder, error):
+    training = Training(language(), **QUIET, run_dir=str(folder))
+    with pytest.raises(type(error)):
+        leave_by(error, training)
+    assert not training.summary.finished
+    if world.rank == 0:
+        is_saved = (folder / "checkpoints" / "step-00000004.pt").exists()
+        assert is_saved == (not isinstance(error, Exception))
 
 
 @ALSO_ALONE

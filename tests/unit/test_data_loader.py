@@ -12,11 +12,13 @@ import pytest
 import torch
 from jobs import PYTHON, forked
 
+from kaitian_mpi.data.batches import Batches, StepBatches
 from kaitian_mpi.data.loader import evaluation_indices, make_loader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.data.shared_tensors import SharedTensors
 from kaitian_mpi.datasets.arrays import ImageArrays
 from kaitian_mpi.datasets.augment import Augmented
+from kaitian_mpi.errors import UserError
 
 
 def make_data() -> Augmented:
@@ -39,6 +41,39 @@ def test_each_index_list_is_a_batch(workers: int) -> None:
     for inputs, labels in batches:
         expected, _ = data[labels.tolist()]
         assert torch.equal(inputs, expected)
+
+
+class Stopping(dict[int, int]):
+    """Raises StopIteration for a sample that it does not have."""
+
+    def __missing__(self, index: int) -> int:
+        raise StopIteration
+
+
+def stop(_: object) -> int:
+    raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [Batches(Stopping({0: 0})), Batches([0, 1], collate=stop)],
+    ids=["dataset", "collate"],
+)
+def test_stop_iteration_in_the_users_code_does_not_end_the_epoch(batches: Batches) -> None:
+    loader = make_loader(StepBatches(batches, None, 1), [[0], [1]], 0, pin_memory=False)
+    with pytest.raises(RuntimeError, match="the dataset, or collate, raised StopIteration"):
+        list(loader)
+
+
+class TooFew(list[int]):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices[1:]]
+
+
+def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for() -> None:
+    message = "__getitems__ of TooFew returned 1 samples for 2 indices; return one for each"
+    with pytest.raises(UserError, match=message):
+        Batches(TooFew([0, 1]))[[0, 1]]
 
 
 def test_workers_are_not_forked() -> None:
