@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -152,9 +153,13 @@ class VendorGroup:
                 copies[id(tensor)] = self.usable(tensor), tensor
             return copies[id(tensor)][0]
 
-        works = collective.on_tensors(usable).on_library(self._backend)
+        with _asking_for_a_work(collective.options):
+            works = collective.on_tensors(usable).on_library(self._backend)
         written = {id(tensor) for tensor in collective.result}
-        return VendorCall(works, [pair for key, pair in copies.items() if key in written])
+        results = [pair for key, pair in copies.items() if key in written]
+        return VendorCall(
+            works, results, [copy for copy, tensor in copies.values() if copy is not tensor]
+        )
 
     def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
@@ -163,6 +168,7 @@ class VendorGroup:
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
+            options.asyncOp = True  # see `_asking_for_a_work`
             self._backend.reduce([piece], options).wait()
 
     def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
@@ -171,7 +177,7 @@ class VendorGroup:
             return
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.BroadcastOptions()
-            options.rootRank = root
+            options.rootRank, options.asyncOp = root, True
             self._backend.broadcast([piece], options).wait()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -187,19 +193,42 @@ class VendorGroup:
         return tensor.device.type == self._device.type and is_plain(tensor)
 
 
+@contextmanager
+def _asking_for_a_work(options: Any) -> Iterator[None]:
+    """Let a call with these options return a work, whether or not the caller waits at once.
+
+    Without `asyncOp`, NCCL and XCCL run the kernel on the current stream and return None
+    (`ProcessGroupNCCL::collective`, `collectiveCoalesced`), while other libraries return a work. A
+    copy of the result may be made on another stream than the kernel's caller has, so that the work
+    is needed.
+    """
+    asked, options.asyncOp = options.asyncOp, True
+    try:
+        yield
+    finally:
+        options.asyncOp = asked
+
+
 class VendorCall(Work):
     """A collective that has been started on a vendor's library."""
 
-    def __init__(self, works: list[Work], written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        works: list[Work],
+        written: list[tuple[torch.Tensor, torch.Tensor]],
+        used: list[torch.Tensor],
+    ) -> None:
         """Store the library's works.
 
         Args:
             works: the library's own works, one or more.
             written: each tensor that is written: the library's and the caller's.
+            used: the copies that the library uses.
         """
         super().__init__()
         self._works = works
         self._written = written
+        self._used = used
 
     @property
     def work(self) -> Work:
@@ -209,8 +238,11 @@ class VendorCall(Work):
     def finish(self) -> None:
         """Copy the results to the caller's tensors, on the current stream."""
         self.wait()
+        # Only the current stream has waited, which may not be the one that they were made on.
+        for tensor in self._used:
+            keep_for_current_stream(tensor)
+        self._used = []
         for result, tensor in self._written:
-            keep_for_current_stream(result)
             from_host(result, tensor)
 
     def wait(self, timeout: timedelta | None = None) -> bool:

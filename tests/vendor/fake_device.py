@@ -40,7 +40,6 @@ DIVISIONS = {
     torch.ops.aten.div_.Tensor_mode: torch.ops.aten.mul_.Tensor,
 }
 GARBAGE = 0xAB
-LONGEST_WAIT_SEC = 60
 LATE_SEC = 100e-6  # by which a thread may wake up late
 
 _local = threading.local()
@@ -147,7 +146,7 @@ def sleep_until(reached_at: float) -> None:
 
 
 def wait_until(reached: threading.Event) -> None:
-    assert reached.wait(LONGEST_WAIT_SEC), "the fake accelerator: a stream does not go on"
+    reached.wait()  # however long it takes, as a device's synchronization does
 
 
 def current_stream(device: object = None) -> Stream:

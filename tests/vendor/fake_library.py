@@ -1,9 +1,11 @@
-"""A vendor's collective library for the fake accelerator that behaves like NCCL.
+"""A vendor's collective library for the fake accelerator, as strict as the real ones.
 
-It takes tensors of its device alone, of the types that torch's ProcessGroupNCCL knows, contiguous
-and one at a time. A call returns when it is queued on the library's own stream, which first waits
-for the caller's; `wait` makes the current stream wait. A call that other ranks do not make alike
-ends the job, where NCCL would hang or mix up their data.
+It keeps one of the contracts in `contracts.py`. It takes tensors of its device alone, of the types
+that torch's ProcessGroupNCCL knows, contiguous and one at a time. A call returns when its kernel is
+queued, on a stream that first waits for the caller's or on the caller's own; `wait` makes the
+current stream wait. A kernel waits for a dead rank forever, and whoever synchronizes with its
+stream waits with it: only `abort` ends it. A call that other ranks do not make alike ends the job,
+where a real library would hang or mix up their data.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import zlib
 import fake_device
 import torch
 import torch.distributed as dist
+from contracts import Contract, chosen_contract
 from fake_device import DeviceTensor, Event, Stream, current_stream
 from mpi4py import MPI
 from torch._C._distributed_c10d import Work
@@ -50,14 +53,19 @@ calls: list[str] = []
 """The operations that this rank has submitted to the library, in order."""
 
 _tokens = itertools.count()
+_abandoned: list = []  # what MPI may still write, of kernels that were aborted
 
 
 class Library:
     """The ranks of one communicator."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._contract = chosen_contract()
         self._rank, self._size = rank, size
         self._stream = Stream()
+        self._last: Event | None = None
+        self._aborted = threading.Event()
+        self._shelf: list[LibraryWork] = []
         # Not of COMM_WORLD, of which no communicator can be made after a rank has died; a real
         # library does not use MPI.
         known = current_world()
@@ -74,34 +82,34 @@ class Library:
     def allreduce(self, tensors, opts):
         (tensor,) = tensors
         reduce = self._reducer(tensor, opts.reduceOp)
-        return self._start("allreduce", [tensor], [tensor], self._all_reduce, tensor, reduce)
+        return self._start(opts, "allreduce", [tensor], [tensor], self._all_reduce, tensor, reduce)
 
     def reduce(self, tensors, opts):
         (tensor,) = tensors
         reduce = self._reducer(tensor, opts.reduceOp)
         root = opts.rootRank
         return self._start(
-            f"reduce to {root}", [tensor], [tensor], self._reduce, tensor, root, reduce
+            opts, f"reduce to {root}", [tensor], [tensor], self._reduce, tensor, root, reduce
         )
 
     def broadcast(self, tensors, opts):
         (tensor,) = tensors
         root = opts.rootRank
         return self._start(
-            f"broadcast of {root}", [tensor], [tensor], self._broadcast, tensor, root
+            opts, f"broadcast of {root}", [tensor], [tensor], self._broadcast, tensor, root
         )
 
     def allgather(self, outputs, inputs, opts):
         ((pieces,), (tensor,)) = outputs, inputs
-        return self._start("allgather", [tensor], pieces, self._gather_all, pieces, tensor)
+        return self._start(opts, "allgather", [tensor], pieces, self._gather_all, pieces, tensor)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts):
-        return self._start_each("all_gather_single", outputs, inputs, self._gather_all_into)
+        return self._start_each(opts, "all_gather_single", outputs, inputs, self._gather_all_into)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         reduce = self._reducer(inputs[0], opts.reduceOp)
         work = functools.partial(self._reduce_scatter_from, reduce)
-        return self._start_each("reduce_scatter_single", outputs, inputs, work)
+        return self._start_each(opts, "reduce_scatter_single", outputs, inputs, work)
 
     def gather(self, outputs, inputs, opts):
         (tensor,) = inputs
@@ -109,7 +117,7 @@ class Library:
         assert len(outputs) == (self._rank == root), "gather: outputs on the root alone"
         pieces = outputs[0] if outputs else []
         return self._start(
-            f"gather to {root}", [tensor], pieces, self._gather, pieces, tensor, root
+            opts, f"gather to {root}", [tensor], pieces, self._gather, pieces, tensor, root
         )
 
     def scatter(self, outputs, inputs, opts):
@@ -118,22 +126,23 @@ class Library:
         assert len(inputs) == (self._rank == root), "scatter: inputs on the root alone"
         pieces = inputs[0] if inputs else []
         return self._start(
-            f"scatter of {root}", pieces, [tensor], self._scatter, tensor, pieces, root
+            opts, f"scatter of {root}", pieces, [tensor], self._scatter, tensor, pieces, root
         )
 
     def reduce_scatter(self, outputs, inputs, opts):
         ((output,), (pieces,)) = outputs, inputs
         reduce = self._reducer(output, opts.reduceOp)
         return self._start(
-            "reduce_scatter", pieces, [output], self._reduce_scatter, output, pieces, reduce
+            opts, "reduce_scatter", pieces, [output], self._reduce_scatter, output, pieces, reduce
         )
 
     def alltoall(self, outputs, inputs, opts):
-        return self._start("alltoall", inputs, outputs, self._swap, inputs, outputs)
+        return self._start(opts, "alltoall", inputs, outputs, self._swap, inputs, outputs)
 
     def all_to_all_single(self, output, tensor, output_splits, input_splits, opts):
         assert output.numel() == 0 or output.ndim
         return self._start(
+            opts,
             "all_to_all_single",
             [tensor],
             [output],
@@ -145,7 +154,11 @@ class Library:
         )
 
     def shutdown(self) -> None:
-        self._stream.synchronize()
+        if self._contract.shutdown_waits and self._last is not None:
+            self._last.synchronize()
+
+    def abort(self) -> None:
+        self._aborted.set()
 
     # What follows runs on the library's stream, on the memory itself.
 
@@ -219,7 +232,7 @@ class Library:
         ]
         if came[self._rank] is not None:
             came[self._rank].copy_(kept[self._rank])
-        _complete(requests)
+        self._complete(requests, kept, came)
         for target, content in zip(received, came, strict=True):
             if target is not None and target.numel():
                 target.copy_(content.view(target.dtype).view(target.shape))
@@ -229,9 +242,24 @@ class Library:
         text = header.encode()[:HEADER_BYTES]
         own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         everybodys = torch.empty(self._size, HEADER_BYTES, dtype=torch.uint8)
-        _complete([self._comm.Iallgather(_buffer(own), _buffer(everybodys))])
+        request = self._comm.Iallgather(_buffer(own), _buffer(everybodys))
+        self._complete([request], own, everybodys)
         seen = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everybodys]
         assert len(set(seen)) == 1, f"the ranks give the fake library unlike calls: {seen}"
+
+    def _complete(self, requests, *buffers) -> None:
+        """Wait as a kernel does: as long as it takes, and for a dead rank forever."""
+        began = time.perf_counter()
+        try:
+            while not self._aborted.is_set():
+                if MPI.Request.Testall(requests):
+                    return
+                # Other ranks, and other suites, need the cores.
+                time.sleep(min(max((time.perf_counter() - began) / 10, 50e-6), 1e-3))
+        except MPI.Exception:
+            self._aborted.wait()
+        _abandoned.append((requests, buffers))
+        raise AbortedError
 
     def _reducer(self, tensor, op):
         kind = getattr(op, "op", op)
@@ -259,15 +287,15 @@ class Library:
 
         return reduce
 
-    def _start_each(self, name, outputs, inputs, work):
+    def _start_each(self, opts, name, outputs, inputs, work):
         def all_of_them(*contents):
             half = len(contents) // 2
             for output, tensor in zip(contents[:half], contents[half:], strict=True):
                 work(output, tensor)
 
-        return self._start(name, inputs, outputs, all_of_them, *outputs, *inputs)
+        return self._start(opts, name, inputs, outputs, all_of_them, *outputs, *inputs)
 
-    def _start(self, name, read, written, work, *arguments):
+    def _start(self, opts, name, read, written, work, *arguments):
         tensors = [*read, *written]
         for tensor in tensors:
             if not isinstance(tensor, DeviceTensor):
@@ -283,30 +311,58 @@ class Library:
         if name.partition(" ")[0] in ("allreduce", "reduce", "broadcast"):
             sizes = str(tensors[0].numel())
         header = f"{name} {tensors[0].dtype} {sizes}"
-        raw = fake_device.tree_map(fake_device._content, arguments)
-        self._stream.wait_event(Event(current_stream()))
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
+        if self._aborted.is_set():
+            raise dist.DistBackendError("the communicator was aborted")
+        raw, outputs = fake_device.tree_map(fake_device._content, (arguments, list(written)))
+        is_on_own_stream = opts.asyncOp or self._contract.returns_work_always
+        stream = self._stream if is_on_own_stream else current_stream()
+        if is_on_own_stream:
+            stream.wait_event(Event(current_stream()))
+            if not self._contract.works_keep_tensors:
+                for tensor in tensors:
+                    tensor.record_stream(stream)
+
+        if self._last is not None:  # a communicator's kernels follow each other, on any streams
+            stream.wait_event(self._last)
 
         def run():
-            self._check_alike(header)
-            work(*raw)
+            try:
+                self._check_alike(header)
+                work(*raw)
+            except AbortedError:
+                for tensor in outputs:
+                    tensor.untyped_storage().fill_(fake_device.GARBAGE)
 
-        self._stream.give(run)
-        return LibraryWork(self._stream, list(written))
+        stream.give(run)
+        self._last = Event(stream)
+        if not is_on_own_stream:
+            return None
+        started = LibraryWork(self._last, list(written), self._contract)
+        if self._contract.works_keep_tensors:
+            started.kept = tensors
+            self._shelf = [each for each in self._shelf if not each.is_completed()] + [started]
+        return started
+
+
+class AbortedError(Exception):
+    """A kernel was ended by `Library.abort`."""
 
 
 class LibraryWork(Work):
     """An operation on the library's stream."""
 
-    def __init__(self, stream: Stream, written: list[torch.Tensor]) -> None:
+    def __init__(self, done: Event, written: list[torch.Tensor], contract: Contract) -> None:
         super().__init__()
-        self._done = Event(stream)
+        self._done = done
         self._written = written
+        self._contract = contract
+        self.kept: list[torch.Tensor] = []
+        """The tensors, if the work is what keeps them."""
 
     def wait(self, timeout=None) -> bool:
         current_stream().wait_event(self._done)
         current_stream().give(lambda: time.sleep(_LATER_SEC))
+        self.kept = []
         return True
 
     def synchronize(self) -> None:
@@ -316,6 +372,8 @@ class LibraryWork(Work):
         return self._done.query()
 
     def is_success(self) -> bool:
+        if not self._contract.has_is_success:
+            raise NotImplementedError("is_success() is deprecated")
         return self._done.query()
 
     def exception(self) -> None:
@@ -351,10 +409,3 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _buffer(tensor: torch.Tensor):
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
-def _complete(requests) -> None:
-    began = time.perf_counter()
-    while not MPI.Request.Testall(requests):
-        # Other ranks, and other suites, need the cores.
-        time.sleep(min(max((time.perf_counter() - began) / 10, 50e-6), 1e-3))

@@ -396,7 +396,8 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm):
     for work in works:
         work.wait()
     # Work on another stream than the caller's must be recorded with the allocator.
-    assert world.info.kind == "cpu" or total.memory.recorded
+    by_library = len(world.groups) == 1  # which may keep the tensor by its work instead
+    assert world.info.kind == "cpu" or by_library or total.memory.recorded
     expected = torch.arange(1.0, world.size + 1).repeat_interleave(40_000)
     assert torch.equal(values(total), expected)
 
