@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import os
 import signal
 import socket
 import stat
 import sys
 import termios
+import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -25,12 +27,14 @@ from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
 
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 _PR_SET_PDEATHSIG = 1
 _READ_OUTPUT_SEC = 2.0
 _FORWARD_OUTPUT_SEC = 0.1
 _WAIT_FOR_RANK_0_SEC = 2.0
 
-_hooked_pid = 0  # the process whose uncaught exceptions end the job
+_hook: _AbortHook | None = None  # set once, in a rank whose uncaught exceptions end the job
 
 
 @contextmanager
@@ -58,13 +62,14 @@ def _abort_on(program: str, error: BaseException) -> None:
         _exit_on_user_error(program, error)
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        reason = "" if isinstance(error.code, int | None) else f": {error.code}"
-        print_to_stderr(
-            f"{rank_prefix()} sys.exit({code}) before the run was complete{reason}; ending the job"
-        )
-        abort_job(code or 1)
+        with suppress(Exception):  # not every object can be shown
+            reason = "" if isinstance(error.code, int | None) else f": {error.code}"
+            text = f"sys.exit({code:d}) before the run was complete{reason}; ending the job"
+            print_to_stderr(f"{rank_prefix()} {text}")
+        abort_job(code)
     else:
-        abort_with_traceback()
+        _show(sys.excepthook, error)
+        abort_job(1)
 
 
 @contextmanager
@@ -83,33 +88,71 @@ def report_once() -> Iterator[None]:
 
 
 def install_abort_hook() -> None:
-    """Install an exception hook that aborts the job, for user scripts without `abort_on_error`.
+    """Have an uncaught exception abort the job, for user scripts without `abort_on_error`.
 
-    A `UserError` prints one line and exits with its exit code. Unlike `abort_on_error`, it cannot
-    tell a `sys.exit` of one rank from a normal exit.
+    A `UserError` prints one line and exits with its exit code; any other exception is shown by the
+    exception hook that the script has, if it has one. Unlike `abort_on_error`, it cannot tell a
+    `sys.exit` of one rank from a normal exit.
     """
-    global _hooked_pid
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _abort_on_uncaught
-        _hooked_pid = os.getpid()
+    global _hook
+    if _hook is None:
+        _hook = sys.excepthook = _AbortHook(sys.excepthook)
+        # Before what `atexit` calls and before threads are joined: those may wait for other ranks.
+        threading._register_atexit(_abort_if_hook_was_replaced)  # type: ignore[attr-defined]
         die_with_launcher()
 
 
-def _abort_on_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if os.getpid() != _hooked_pid:  # a forked process is not a rank and exits alone
-        sys.__excepthook__(kind, error, trace)
+def _abort_if_hook_was_replaced() -> None:
+    """As the process exits, abort the job if it does so by an uncaught exception.
+
+    A script may set an exception hook of its own after `install_abort_hook`.
+    """
+    error = getattr(sys, "last_value", None)
+    trace = getattr(error, "__traceback__", None)
+    # Others set it, too, such as pytest for each test that fails.
+    outermost = "" if trace is None else trace.tb_frame.f_globals.get("__name__")
+    if _hook is None or outermost not in ("__main__", "runpy"):
         return
-    if isinstance(error, UserError):
-        if is_mpi_running() and not isinstance(error, AgreedError):
-            _let_rank_0_print()
-        _exit_on_user_error(Path(sys.argv[0]).name or "python", error)
-    if read_launch(os.environ).world_size == 1:
-        sys.__excepthook__(kind, error, trace)
-        return
-    write_labelled("".join(traceback.format_exception(kind, error, trace)))
-    abort_job(1)
+    if os.getpid() == _hook.pid and read_launch(os.environ).world_size > 1:
+        print_to_stderr(f"{rank_prefix()} {type(error).__name__} on this rank; ending the job")
+        abort_job(error.exit_code if isinstance(error, UserError) else 1)
+
+
+class _AbortHook:
+    """An exception hook that shows an exception by the hook before it, then aborts the job."""
+
+    def __init__(self, before: _Hook) -> None:
+        self._before, self.pid = before, os.getpid()
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != self.pid:  # a forked process is not a rank and exits alone
+            self._before(kind, error, trace)
+        elif isinstance(error, UserError):
+            if is_mpi_running() and not isinstance(error, AgreedError):
+                _let_rank_0_print()
+            _exit_on_user_error(Path(sys.argv[0]).name or "python", error)
+        elif read_launch(os.environ).world_size == 1:
+            self._before(kind, error, trace)
+        else:
+            _show(self._before, error)
+            abort_job(1)
+
+
+def _show(hook: _Hook, error: BaseException) -> None:
+    """Print an exception's traceback, by the script's own hook if it has one."""
+    text = "".join(traceback.format_exception(error))
+    if hook is not sys.__excepthook__:
+        # torch's own hook collects in the same way what this one prints, and would not get to it.
+        with redirect_stderr(io.StringIO()) as printed:
+            try:
+                hook(type(error), error, error.__traceback__)
+                text = ""
+            except BaseException as failure:
+                text += f"the script's sys.excepthook failed: {failure!r}"
+        text = printed.getvalue() + text
+    write_labelled(text)
 
 
 def rank_prefix() -> str:
@@ -118,9 +161,15 @@ def rank_prefix() -> str:
 
 
 def print_to_stderr(text: str) -> None:
-    """Write whole lines to stderr in one call, so that lines of different ranks do not mix."""
-    sys.stdout.flush()
-    os.write(2, (text.rstrip("\n") + "\n").encode())
+    """Write whole lines to stderr in one call, so that lines of different ranks do not mix.
+
+    Never raises: what is printed before an abort must not keep the job from ending. The disk may be
+    full, or a script may have closed its output or put an object of its own in its place.
+    """
+    with suppress(Exception):
+        sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
 
 
 def write_labelled(text: str) -> None:
@@ -136,7 +185,8 @@ def abort_with_traceback(what: str = "") -> None:
 
 
 def abort_job(code: int) -> None:
-    """End every rank of the job with this exit code; does not return."""
+    """End every rank of the job with this exit code, or 1 if it would be 0; does not return."""
+    code = code & 255 or 1  # what the system keeps of it: of 256, 0
     _end_other_ranks(code)
     os._exit(code)
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import AgreedError, UserError
@@ -162,6 +162,7 @@ def exit_after_loss(code: int = 0) -> None:
     """
     if ulfm.has_survived_loss():
         _close_all()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # closed, or on a full disk
+                stream.flush()
         os._exit(code)

@@ -37,3 +37,94 @@ def test_a_rank_whose_launcher_reads_nothing_ends_all_the_same(failing_rank):
     began = time.monotonic()
     assert failing_rank.wait(5) == 2
     assert time.monotonic() - began > 1.5
+
+
+ENDINGS = """
+import io, os, sys
+from kaitian_mpi.runtime.abort import abort_on_error
+
+class Tee:  # without flush, as scripts have it
+    def write(self, text):
+        return len(text)
+
+class Unshowable:
+    def __str__(self):
+        raise ValueError
+
+def full():
+    sys.stdout = open("/dev/full", "w")
+    print("step 5")
+
+def closed():
+    sys.stdout = open(os.devnull, "w")
+    sys.stdout.close()
+
+def no_stderr():
+    os.close(2)
+
+def unwritable_stderr():
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+def failing_hook():
+    sys.excepthook = lambda *_: 1 / 0
+
+def leaving_hook():
+    sys.excepthook = lambda *_: sys.exit(0)
+
+OUTPUTS = full, closed, no_stderr, unwritable_stderr, failing_hook, leaving_hook
+OUTPUTS += lambda: setattr(sys, "stdout", Tee()), lambda: setattr(sys, "stdout", None)
+CODES = 0, 1, 2, 255, 256, 257, -1, 2**63, 10**5000, -(10**5000), True, None, "text", Unshowable()
+
+def code_of(work):
+    child = os.fork()
+    if child == 0:
+        with abort_on_error("kaitian-run"):
+            work()
+        os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def after(prepare):
+    prepare()
+    raise ValueError("planted \\udcff")
+
+codes = [code_of(lambda code=code: sys.exit(code)) for code in CODES]
+print(codes, [code_of(lambda each=each: after(each)) for each in OUTPUTS])
+"""
+
+
+def test_whatever_its_exit_code_and_output_are_a_rank_ends_the_job():
+    ended = subprocess.run([sys.executable, "-c", ENDINGS], capture_output=True, text=True)
+    codes = [1, 1, 2, 255, 1, 1, 255, 1, 1, 1, 1, 1, 1, 1]
+    assert ended.stdout == f"{codes} {8 * [1]}\n", ended.stderr
+    assert "sys.exit(256) before the run was complete" in ended.stderr
+    assert ended.stderr.count("ValueError: planted") == 6
+
+
+HOOK = """
+import atexit, sys, threading, time
+from kaitian_mpi.runtime.abort import install_abort_hook
+
+def own(kind, error, trace):
+    print("theirs:", kind.__name__, file=sys.stderr)
+
+atexit.register(print, "waits for other ranks")
+threading.Thread(target=time.sleep, args=[10_000]).start()
+if "before" in sys.argv:
+    sys.excepthook = own
+for _ in range(2):
+    install_abort_hook()
+if "after" in sys.argv:
+    sys.excepthook = own
+raise ValueError("planted")
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scripts_own_exception_hook_shows_the_exception_and_the_job_ends(when):
+    environ = {**os.environ, **dict(zip(MPICH.rank_variables, "1212", strict=True))}
+    command = [sys.executable, "-c", HOOK, when]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.count("theirs: ValueError") == 1
+    assert ("ending the job" in ended.stderr) == (when == "after")
+    assert ended.stderr.count("[1@") == 1
