@@ -31,6 +31,7 @@ from kaitian_mpi.collectives.operations import (
     Barrier,
     Broadcast,
     Gather,
+    HostSum,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
@@ -59,6 +60,12 @@ class CollectiveCalls(dist.ProcessGroup):
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
             return self._run(SparseSum(tensors, [], opts))
         return self._run(AllReduce(tensors, [], opts, op))
+
+    def sum_on_host(self, tensor: torch.Tensor) -> Work:
+        """Start to sum a host tensor over all ranks, in place and in host memory."""
+        options = AllreduceOptions()
+        options.asyncOp = True
+        return self._run(HostSum([tensor], [], options, dist.ReduceOp.SUM))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -172,3 +179,16 @@ class CollectiveCalls(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
         return self._run(Barrier([], [], opts or BarrierOptions()))
+
+
+def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+    """Start to sum a host tensor over a group's ranks, in place. Collective.
+
+    `dist.all_reduce` would take it to the devices of a group that a vendor's library connects, and
+    back. In a group of another backend it is `dist.all_reduce`.
+    """
+    chosen = group or dist.group.WORLD
+    if isinstance(chosen, CollectiveCalls):
+        return chosen.sum_on_host(tensor)
+    work: Work = dist.all_reduce(tensor, group=chosen, async_op=True)
+    return work

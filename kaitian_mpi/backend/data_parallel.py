@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kaitian_mpi.backend.collective_calls import sum_on_host
 from kaitian_mpi.backend.ddp_hook import WeightedSum
 from kaitian_mpi.backend.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.checks.verdict import by_value
@@ -201,6 +202,4 @@ class _Weights:
     def _start_sum(self) -> None:
         # A second forward before the backward replaces the sum of the first.
         total = torch.tensor(self._samples)
-        work = dist.all_reduce(total, group=self._group, async_op=True)
-        assert work is not None
-        self._sum = work, total
+        self._sum = sum_on_host(total, self._group), total

@@ -45,6 +45,10 @@ class HostOperations:
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce `tensor` over all ranks, in place."""
+        self.allreduce_flat(tensor, op)
+
+    def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Reduce `tensor` over all ranks at once, in host memory."""
         if nonblocking.is_short_reduction(tensor):
             host = to_host(tensor)
             wide = op.in_supported_dtype(host)

@@ -134,10 +134,6 @@ class HybridOperations(HostOperations):
         with self._relay.narrowed() if op is SUM else nullcontext():
             super().allreduce_gradient(tensor, op, residual)
 
-    def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """Allreduce over all ranks at once, in host memory."""
-        super().allreduce(tensor, op)
-
     def allreduce_in_lanes(
         self, tensor: torch.Tensor, op: Reduction, grouping: Grouping, lanes: int
     ) -> None:

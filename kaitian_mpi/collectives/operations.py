@@ -49,6 +49,21 @@ class AllReduce(LibraryCollective):
         return [library.allreduce([tensor], self.options) for tensor in self.outputs]
 
 
+class HostSum(Collective):
+    """Sum each host tensor over all ranks, in place, without a library, to which it would travel.
+
+    The device would then have to finish the work before it.
+    """
+
+    __slots__ = ()
+    name, operator = AllReduce.name, AllReduce.operator
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Sum one tensor after the other."""
+        calls = [(tensor, reduction(tensor.dtype, self.op)) for tensor in self.outputs]
+        return call_for_each(host.allreduce_flat, calls)
+
+
 class SparseSum(Collective):
     """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
 

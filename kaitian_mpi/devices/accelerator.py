@@ -1,24 +1,34 @@
-"""The base class of accelerators whose torch module is like `torch.cuda`."""
+"""The base class of accelerators: what `torch.cuda` has, or torch.accelerator in its place."""
 
 from __future__ import annotations
 
+import functools
 import os
+from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.devices.cpu import is_host_out_of_memory
+from kaitian_mpi.devices.cpu import HostMark, is_host_out_of_memory
 from kaitian_mpi.devices.plugin import KindError, import_plugin, one_line
+
+_LACKING = {
+    "is not a DeviceAllocator": "its allocator is not a c10::DeviceAllocator",
+    "Backend doesn't support": "its device guard has none",
+}
+"""What torch says where a plug-in implements too little, and what that means."""
 
 
 class Accelerator:
     """A device with its own memory and streams, accessed through `torch.get_device_module`.
 
     A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
-    Vendors' plug-ins imitate the functions of `torch.cuda`; `torch.accelerator` has only some of
-    them in the releases that the package supports.
+    Vendors' plug-ins imitate the functions of `torch.cuda`. What one lacks comes from
+    `torch.accelerator`, `torch.Stream` and `torch.Event`. Methods raise `KindError`, naming the
+    function, if it is in neither.
     """
 
     kind: str
@@ -82,15 +92,19 @@ class Accelerator:
 
     def select(self, index: int) -> None:
         """Make this device the current one."""
-        self._module().set_device(index)
+        self._call("set_device", "set_device_index", index)
+        self.random_state(index)  # a plug-in without it is refused now, not at the first checkpoint
 
     def synchronize(self, index: int) -> None:
         """Wait for all streams of the device."""
-        self._module().synchronize(index)
+        self._call("synchronize", "synchronize", index)
 
     def name(self, index: int) -> str:
-        """Return the device's name."""
-        return str(self._module().get_device_name(index))
+        """Return the device's name; the kind's if torch's module has none."""
+        module = self._module()
+        if hasattr(module, "get_device_name"):
+            return str(module.get_device_name(index))
+        return str(getattr(self._properties(index), "name", self.kind))
 
     def physical_id(self, index: int) -> str:
         """Return the device's PCI address or UUID, else its index on the host.
@@ -108,24 +122,29 @@ class Accelerator:
 
     def memory_bytes(self, index: int) -> int:
         """Return the device's memory in bytes."""
-        return int(self._module().get_device_properties(index).total_memory)
+        total = getattr(self._properties(index), "total_memory", None)
+        return int(self._free_and_total(index)[1] if total is None else total)
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
         """Return the memory this process already uses, plus its part of the free memory."""
-        free, _ = self._module().mem_get_info(index)
-        return int(self._module().memory_reserved(index) + free // sharers)
+        reserved = self._call("memory_reserved", "memory_reserved", index)
+        return int(reserved + self._free_and_total(index)[0] // sharers)
 
     def restart_memory_peak(self, index: int) -> None:
-        """Reset the peak of torch's allocator."""
-        self._module().reset_peak_memory_stats(index)
+        """Reset the peak of torch's allocator, if it can be reset."""
+        with suppress(KindError):
+            self._call("reset_peak_memory_stats", "reset_peak_memory_stats", index)
 
     def memory_peak_bytes(self, index: int) -> int:
         """Return the allocator's peak."""
-        return int(self._module().max_memory_reserved(index))
+        reserved = self._call("max_memory_reserved", "max_memory_reserved", index)
+        # An allocator without a cache may count only what is allocated.
+        return int(reserved or self._call("max_memory_allocated", "max_memory_allocated", index))
 
     def release_cached_memory(self) -> None:
-        """Empty the allocator's cache."""
-        self._module().empty_cache()
+        """Empty the allocator's cache, if it has one."""
+        with suppress(KindError):
+            self._call("empty_cache", "empty_cache")
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether the allocator, the driver or the host had too little memory."""
@@ -135,27 +154,64 @@ class Accelerator:
         return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
     def streams(self) -> Any | None:
-        """Return torch's module for the device, if it has streams."""
+        """Return torch's module for the device, or torch's general streams; None without any."""
         module = self._module()
-        return module if hasattr(module, "Stream") else None
+        if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
+            return module
+        if not hasattr(self, "_streams"):
+            self._streams = _general_streams(self.torch_type)
+        return self._streams
 
-    def mark(self) -> EventMark:
+    def mark(self) -> EventMark | HostMark:
         """Record an event on the current stream."""
-        return EventMark(self._module().Event(enable_timing=True))
+        streams = self.streams()
+        return EventMark(streams.Event(enable_timing=True)) if streams else HostMark()
 
     def random_state(self, index: int) -> torch.Tensor | None:
         """Return the state of the device's generator."""
-        state: torch.Tensor = self._module().get_rng_state(index)
+        state: torch.Tensor = self._call("get_rng_state", "", index)
         return state
 
     def set_random_state(self, index: int, state: torch.Tensor) -> None:
         """Set the state of the device's generator."""
-        self._module().set_rng_state(state, index)
+        self._call("set_rng_state", "", state, index)
 
     def _module(self) -> Any:
         if self.plugin:
             import_plugin(self.plugin)
         return torch.get_device_module(self.torch_type)
+
+    def _call(self, name: str, general: str, *arguments: Any) -> Any:
+        """Call a function of the device's module; where it lacks it, one of torch.accelerator."""
+        module = self._module()
+        if hasattr(module, name):
+            return getattr(module, name)(*arguments)
+        reason = ""
+        if hasattr(torch.accelerator, general):
+            try:
+                return getattr(torch.accelerator, general)(*arguments)
+            except (NotImplementedError, ValueError) as error:
+                reason = one_line(error).rstrip(".")
+            except RuntimeError as error:
+                (lacking, *_) = [*filter(str(error).__contains__, _LACKING), ""]
+                if not lacking:  # the device's own error
+                    raise
+                reason = _LACKING[lacking]
+        also = f", and torch.accelerator.{general} cannot be used" if general else ""
+        raise KindError(
+            f"{self.kind} devices: torch.{self.torch_type} has no {name}{also}"
+            f"{f' ({reason})' if reason else ''}; install a release of the plug-in that has it, or "
+            f"override the methods of {type(self).__name__} that need it"
+        )
+
+    def _properties(self, index: int) -> Any:
+        module = self._module()
+        has_them = hasattr(module, "get_device_properties")
+        return module.get_device_properties(index) if has_them else None
+
+    def _free_and_total(self, index: int) -> tuple[int, int]:
+        found: tuple[int, int] = self._call("mem_get_info", "get_memory_info", index)
+        return found
 
     def _unusable(self, reason: str) -> KindError:
         source = f"the package {self.plugin}" if self.plugin else "torch's build"
@@ -190,6 +246,25 @@ class Accelerator:
             if given:
                 return f"{index} of {given}"
         return str(index)
+
+
+def _general_streams(torch_type: str) -> Any | None:
+    """Return what is like a device's module with streams, by torch's own classes.
+
+    None for a device type whose guard has no streams: its calls return when the work is done.
+    """
+    try:
+        event = torch.Event(torch_type)
+        event.record(torch.Stream(device=torch_type))
+        event.synchronize()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return SimpleNamespace(
+        Stream=lambda device: torch.Stream(device=device),
+        Event=functools.partial(torch.Event, torch_type),
+        stream=lambda stream: stream,  # which is a context manager
+        current_stream=torch.accelerator.current_stream,
+    )
 
 
 class UnlistedAccelerator(Accelerator):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.backend.collective_calls import sum_on_host
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.engine.clock import StepTimes
 from kaitian_mpi.engine.task import Task
@@ -67,7 +68,7 @@ class StepInProgress:
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
         self.own_weight = 0.0
-        self._global_weight: _AsyncSum | None = None
+        self._global_weight: tuple[dist.Work, torch.Tensor] | None = None
         self._share: float | None = None
         self._losses: list[torch.Tensor] = []
 
@@ -88,7 +89,8 @@ class StepInProgress:
 
     def sum_weights(self) -> None:
         """Start to sum the ranks' weights, where they are not their samples. Collective."""
-        self._global_weight = _AsyncSum(torch.tensor(self.own_weight, dtype=torch.float64))
+        total = torch.tensor(self.own_weight, dtype=torch.float64)
+        self._global_weight = sum_on_host(total), total
 
     def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         """Return what a micro-batch adds to the mean loss over this rank's share.
@@ -111,7 +113,10 @@ class StepInProgress:
         0 if none of its samples counts, None if it has no samples.
         """
         if self._share is None:
-            total = self._global_weight.value().item() if self._global_weight else self.samples
+            total: float = self.samples
+            if self._global_weight is not None:
+                self._global_weight[0].wait()
+                total = self._global_weight[1].item()
             self._share = self.own_weight / total if total else 0.0
         return self._share if self.own_samples else None
 
@@ -124,19 +129,6 @@ class StepInProgress:
         """Return the mean over the global batch of the loss. Collective."""
         weight = self.weight_of_share() or 0.0
         own = self.own_loss() * weight
-        return _AsyncSum(own if weight else torch.zeros_like(own)).value()
-
-
-class _AsyncSum:
-    """A sum over the ranks that goes on while something else is computed. Collective."""
-
-    def __init__(self, own: torch.Tensor) -> None:
-        self._total = own
-        self._work = dist.all_reduce(own, async_op=True)
-
-    def value(self) -> torch.Tensor:
-        """Return the sum, once it is there."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._total
+        total = own if weight else torch.zeros_like(own)
+        dist.all_reduce(total)
+        return total

@@ -4,17 +4,21 @@ The stand-ins have the functions that the vendors' own sources define, and recor
 A vendor's plug-in takes torch's only device type for plug-ins, so each runs in a forked process.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import backend_registration
 
 from kaitian_mpi.backend import registration
 from kaitian_mpi.devices import known_kinds, registry
@@ -562,3 +566,188 @@ def test_the_documented_table_is_that_of_the_classes(devices):
         assert not device.plugin or device.plugin in rows[kind]
         assert ("not run on hardware" in rows[kind]) == (not device.run_on_hardware)
         assert PLUGINS.get(kind, "") == device.plugin
+
+
+def write_documented_kind(folder):
+    """Write the package that the documentation shows, as a file and its entry point."""
+    text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    (code,) = re.findall(r'```python\n("""kaitian_acme.py.*?)```', text, re.DOTALL)
+    ((group, name, value),) = re.findall(r'entry-points."(.*)"\]\n(\w+) = "(.*)"\n', text)
+    (folder / "kaitian_acme.py").write_text(code)
+    information = folder / "kaitian_acme-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0")
+    (information / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+
+
+ACME = {
+    "device_count": lambda: 2,
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "current_device": lambda: 0,
+    "_is_in_bad_fork": lambda: False,
+    "get_rng_state": lambda index: torch.arange(4),
+    "set_rng_state": lambda state, index: None,
+}
+"""All that torch's own example of a plug-in has in its module: OpenReg, in PyTorch's
+`test/cpp_extensions/open_registration_extension/torch_openreg/torch_openreg/openreg`."""
+MEMORY = {
+    "get_memory_info": lambda index: (1 << 32, 1 << 33),
+    "memory_reserved": lambda index: 1 << 20,
+    "max_memory_reserved": lambda index: 0,  # its allocator has no cache
+    "max_memory_allocated": lambda index: 1 << 21,
+    "reset_peak_memory_stats": lambda index: None,
+    "empty_cache": lambda: None,
+}
+"""What a plug-in's allocator gives torch.accelerator."""
+
+
+def with_documented_kind(act, lacking=(), memory=None):
+    """Return what an action on the documented kind returns, in a process whose torch has it."""
+
+    def call():
+        module = SimpleNamespace(**{n: v for n, v in ACME.items() if n not in lacking})
+        backend_registration._setup_privateuseone_for_python_backend("acme", module)
+        for name, function in (MEMORY if memory is None else memory).items():
+            setattr(torch.accelerator, name, function)
+        known = known_kinds()
+        assert known.counts["acme"] == 2
+        try:
+            return act(known.devices["acme"])
+        except KindError as error:
+            return str(error)
+
+    return call
+
+
+class GeneralEvent:
+    """In place of `torch.Event`, which a device type in Python lacks."""
+
+    def __init__(self, device, enable_timing=False):
+        assert device == "acme"
+        self.is_timed = enable_timing
+
+    def record(self, stream=None):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+
+    def query(self):
+        return self.recorded
+
+    def elapsed_time(self, end):
+        assert self.is_timed
+        assert end.is_timed
+        return 1500.0
+
+
+def use_general_functions(device):
+    with_general_streams = device.streams() is not None
+    torch.accelerator.synchronize = lambda index: index
+    device.select(1)
+    device.synchronize(1)
+    device.__dict__.clear()
+    torch.Event, torch.Stream = GeneralEvent, lambda device: contextlib.nullcontext()
+    torch.accelerator.current_stream = lambda device: ["the stream of", str(device)]
+    earlier, later = device.mark(), device.mark()
+    later.wait()
+    streams, target = device.streams(), device.torch_device(1)
+    with streams.stream(streams.Stream(target)):
+        streams.Event().record(streams.current_stream(target))
+    device.restart_memory_peak(1)
+    device.release_cached_memory()
+    device.set_random_state(1, device.random_state(1))
+    return {
+        "with general streams": with_general_streams,
+        "stream": streams.current_stream(target),
+        "reached": later.is_reached(),
+        "seconds": later.seconds_since(earlier),
+        "name": device.name(1),
+        "id": device.physical_id(1),
+        "memory": [device.memory_bytes(1), device.memory_limit_bytes(1, 2)],
+        "peak": device.memory_peak_bytes(1),
+        "supports": [device.vendor_supports(t, "SUM") for t in (torch.float32, torch.bool)],
+    }
+
+
+HAS_PYTHON_DEVICES = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot have a device type in Python",
+)
+
+
+@HAS_PYTHON_DEVICES
+def test_the_documented_kind_needs_no_more_than_torchs_example_of_a_plug_in_has(tmp_path):
+    write_documented_kind(tmp_path)
+    assert forked(with_documented_kind(use_general_functions), tmp_path) == {
+        "with general streams": False,  # torch's device guard in Python has none
+        "stream": ["the stream of", "acme:1"],
+        "reached": True,
+        "seconds": 1.5,
+        "name": "acme",
+        "id": "#1",
+        "memory": [1 << 33, (1 << 20) + (1 << 31)],
+        "peak": 1 << 21,
+        "supports": [True, False],
+    }
+
+
+@HAS_PYTHON_DEVICES
+def test_a_device_without_streams_finishes_its_calls(tmp_path):
+    write_documented_kind(tmp_path)
+
+    def mark(device):
+        return [device.streams(), device.mark().is_reached()]
+
+    assert forked(with_documented_kind(mark), tmp_path) == [None, True]
+
+
+@HAS_PYTHON_DEVICES
+@pytest.mark.parametrize("method", ["memory_bytes", "memory_limit_bytes", "memory_peak_bytes"])
+def test_what_a_plug_in_cannot_tell_is_named(method, tmp_path):
+    write_documented_kind(tmp_path)
+    ask = {"memory_limit_bytes": (1, 2)}.get(method, (1,))
+    # Its allocator is not one that torch.accelerator can ask.
+    text = forked(with_documented_kind(lambda d: getattr(d, method)(*ask), memory={}), tmp_path)
+    name = {"memory_bytes": "mem_get_info", "memory_limit_bytes": "memory_reserved"}.get(
+        method, "max_memory_reserved"
+    )
+    assert text.startswith(f"acme devices: torch.acme has no {name}, and torch.accelerator.")
+    assert "cannot be used (its allocator is not a c10::DeviceAllocator)" in text
+    assert text.endswith("or override the methods of AcmeDevice that need it")
+
+
+@HAS_PYTHON_DEVICES
+def test_a_plug_in_that_cannot_save_its_generator_is_refused_when_it_is_selected(tmp_path):
+    write_documented_kind(tmp_path)
+    act = with_documented_kind(lambda device: device.select(1), lacking=("get_rng_state",))
+    assert forked(act, tmp_path).startswith("acme devices: torch.acme has no get_rng_state; ")
+
+
+@HAS_PYTHON_DEVICES
+def test_a_device_guard_that_cannot_wait_is_named(tmp_path):
+    write_documented_kind(tmp_path)
+
+    def synchronize(device):
+        torch.accelerator.set_device_index(1)
+        device.synchronize(1)
+
+    text = forked(with_documented_kind(synchronize), tmp_path)
+    assert "no synchronize, and torch.accelerator.synchronize cannot be used (its device" in text
+
+
+@HAS_PYTHON_DEVICES
+def test_the_devices_own_error_is_passed_on(tmp_path):
+    write_documented_kind(tmp_path)
+
+    def fail(index):
+        raise RuntimeError("an illegal memory access")
+
+    def synchronize(device):
+        torch.accelerator.synchronize = fail
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            device.synchronize(1)
+        return "passed on"
+
+    assert forked(with_documented_kind(synchronize), tmp_path) == "passed on"

@@ -16,10 +16,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
+from kaitian_mpi.backend.collective_calls import sum_on_host
+from kaitian_mpi.backend.data_parallel import _Weights, count_rows
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.engine.clock import StepClock
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.steps.step import StepInProgress
 
 # The last four are not supported by the vendor: they are staged through host memory.
 TYPES = (
@@ -483,3 +486,32 @@ def test_streams_run_asynchronously():
     del dropped
     fake_device.reaper.synchronize()
     assert content.view(torch.uint8).tolist() == [fake_device.GARBAGE] * 12
+
+
+def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
+    """Weights are summed while the device is busy, whatever library connects the ranks."""
+    if world.info.kind != "cpu":
+        is_free, ended = threading.Event(), []
+        current_stream().give(lambda: ended.append(is_free.wait(30)))
+    total = torch.tensor(world.rank + 1.0)
+    sum_on_host(total).wait()
+    assert total.item() == sum(range(world.size + 1))
+    if world.info.kind != "cpu":
+        is_free.set()
+        current_stream().synchronize()
+        assert ended == [True]
+
+    # Who sums a weight of a step does it this way.
+    def refuse(tensor, *args, **kwargs):
+        raise AssertionError(f"the library takes {tensor.dtype} to the device")
+
+    monkeypatch.setattr(dist, "all_reduce", refuse)
+    weights = _Weights(None, count_rows, "fp32")
+    weights._samples = world.rank + 1
+    weights._start_sum()
+    step = StepInProgress()
+    step.own_weight = world.rank + 1.0
+    step.sum_weights()
+    weights._bucket_ready(is_last=True)
+    share = (world.rank + 1) / total.item()
+    assert [weights.gradients.weight, step.weight_of_share()] == [share, share]
