@@ -172,8 +172,8 @@ def _representatives(world: World, profiles: Profiles, excluded: Collection[int]
     for rank, info in enumerate(world.infos):
         profile = profiles.by_place[info.place]
         if info.world_rank not in excluded:
-            key = (info.kind, info.device_name, info.torch_version)
-            first.setdefault((*key, profile.precision, profile.memory_format), rank)
+            key = (*info.rounding, profile.precision, profile.memory_format)
+            first.setdefault(key, rank)
     return list(first.values())
 
 

@@ -26,7 +26,8 @@ from kaitian_mpi.wire.residual import Residuals
 class TrainingState:
     """The model, its optimizers and the progress, as each rank holds them.
 
-    Between two steps they are bit-identical on all ranks, except what `rank_state` returns.
+    Between two steps they are bit-identical on all ranks of equal devices, except what `rank_state`
+    returns; where unlike devices round differently, until the next comparison.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class TrainingState:
         self.statistics = RunningStatistics(self.model)
         self.residuals = Residuals(wire)
         self.progress = Progress(total_steps)
+        self.equal_at_step = 0
+        """The last step after which all ranks' weights were made or found the same."""
         self.is_begun = False
         """Whether this is the run's current state, rather than a freshly initialized one."""
         self.lock = StateLock()
@@ -102,6 +105,17 @@ class TrainingState:
             if isinstance(value, torch.Tensor)  # not a module's extra state
         }
 
+    def replicas(self) -> list[torch.Tensor]:
+        """Return the tensors that steps alone change: the weights and the optimizers' state."""
+        tensors = [parameter.detach() for parameter in self.model.parameters()]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    of_parameter = optimizer.state.get(parameter, {})
+                    found = (of_parameter[name] for name in sorted(of_parameter))
+                    tensors += [value for value in found if isinstance(value, torch.Tensor)]
+        return tensors
+
     def shared(self) -> dict[str, Any]:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
@@ -147,6 +161,7 @@ class TrainingState:
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"])
             self.progress.total_steps = total_steps
+            self.equal_at_step = self.progress.step
             self.statistics.fractions = None
             self.is_begun = True
 

@@ -40,6 +40,8 @@ class RankInfo:
     python_version: str = ""
     node: int = 0
     """The number of its host. The name need not differ between hosts, as in containers."""
+    cpu_capability: str = ""
+    """The instructions that torch's kernels use on the CPU, such as `AVX2`; else empty."""
 
     def __str__(self) -> str:
         """Return the rank's name in messages, such as `rank 2 (node-b, cuda:0)`.
@@ -53,6 +55,11 @@ class RankInfo:
     def is_on_host(self) -> bool:
         """Whether its tensors are in host memory."""
         return self.device.partition(":")[0] == "cpu"
+
+    @property
+    def rounding(self) -> tuple[str, ...]:
+        """What decides how its kernels round: equal where two ranks compute the same bits."""
+        return self.kind, self.device_name, self.cpu_capability, self.torch_version
 
     @property
     def place(self) -> str:

@@ -225,6 +225,7 @@ def _describe_rank(
         library=device.library or device.vendor_backend or "",
         library_device=f"{place}/{by_library}" if by_library != physical else "",
         node=node,
+        cpu_capability=torch.backends.cpu.get_cpu_capability() if device.is_host else "",
     )
 
 

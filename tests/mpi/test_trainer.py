@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.steps.divergence import repair_divergence
+from kaitian_mpi.steps.divergence import fingerprint, repair_divergence
 from kaitian_mpi.steps.follow_up import StepFollowUp
 from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
 from kaitian_mpi.steps.trainer import Trainer
@@ -310,6 +311,98 @@ def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
     broken = world.rank == 1
     assert model[1].running_mean.tolist() == [0 if broken else world.rank] * 4
     assert state.statistics.fractions == (None if broken else [0.125])
+
+
+class UlpOff(torch.optim.AdamW):
+    """Rounds unlike the others on one rank: the last bit of the weights and of its state."""
+
+    is_off = False
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for values in ([p, *self.state[p].values()] for p in self.param_groups[0]["params"]):
+            for tensor in values:
+                if self.is_off and tensor.ndim:
+                    tensor.mul_(1 + 2 * torch.finfo(tensor.dtype).eps)
+
+
+def replicas(world, off=(), unlike=(), steps=20):
+    """Train some steps alone, alike on every rank; return the state, and the ranks' world.
+
+    Args:
+        world: the ranks.
+        off: those that round differently.
+        unlike: those that say that they may.
+        steps: how many.
+    """
+    infos = [
+        replace(info, kind="", device_name="other" if info.world_rank in unlike else "one")
+        for info in world.infos
+    ]
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    setup = make_setup(TrainConfig(), model, Points())
+    task = replace(setup.task, optimizer=lambda m: UlpOff(m.parameters(), lr=0.01))
+    state = make_state(world, replace(setup, task=task))
+    state.optimizers[0].is_off = world.rank in off
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+        state.optimizers[0].step()
+        state.progress.step = step + 1
+    model[1].running_mean.fill_(world.rank)
+    state.statistics.fractions = [0.125]
+    return state, replace(world, infos=tuple(infos))
+
+
+def compare(world, state):
+    """Return which ranks were repaired; afterwards all have the same bits."""
+    told = []
+    sinks = SimpleNamespace(event=lambda *parts: told.append(parts))
+    repaired = repair_divergence(world, state, sinks)
+    assert [ranks for *_, ranks in told] == ([repaired] if repaired else [])
+    assert len(set(gather_values(world.comm, fingerprint(state.replicas())))) == 1
+    own = world.rank not in repaired
+    assert (state.model[1].running_mean[0] == world.rank) == own
+    assert state.statistics.fractions == ([0.125] if own else None)
+    return repaired
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("unlike", [[0], [2], [1, 2]])
+def test_what_unlike_devices_round_is_made_equal_without_a_word(world, unlike):
+    state, world = replicas(world, off=unlike, unlike=unlike)
+    kept = [tensor.clone() for tensor in state.replicas()]
+    assert len(set(gather_values(world.comm, fingerprint(kept)))) == 2
+    assert compare(world, state) == []
+    most = next(rank for rank in range(3) if (rank in unlike) == (len(unlike) > 1))
+    if world.rank == most:
+        assert all(torch.equal(*pair) for pair in zip(kept, state.replicas(), strict=True))
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+@pytest.mark.parametrize("unlike", [[], [0], [2], [0, 1]])
+@pytest.mark.parametrize("part", ["weights", "momentum", "missing"])
+def test_a_rank_that_differs_by_more_is_named_whatever_its_device(world, wrong, unlike, part):
+    state, world = replicas(world, off=unlike, unlike=unlike)
+    momentum = state.optimizers[0].state[state.model[2].weight]
+    if world.rank == wrong and part == "missing":
+        del momentum["exp_avg"]
+    elif world.rank == wrong:
+        tensor = state.model[2].weight.data if part == "weights" else momentum["exp_avg"]
+        tensor.mul_(1.01)
+    assert compare(world, state) == [wrong]
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("unlike", [[0], []])
+def test_a_single_bit_among_equal_devices_is_a_difference(world, unlike):
+    state, world = replicas(world, off=unlike, unlike=unlike)
+    if world.rank == 2:
+        state.model[0].bias.data.view(torch.int32)[1] ^= 1
+    assert compare(world, state) == [2]
 
 
 @pytest.mark.ranks(2)

@@ -13,25 +13,38 @@ from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.steps import divergence
-from kaitian_mpi.steps.divergence import fingerprint, split_by_majority
+from kaitian_mpi.steps.divergence import alike, by_frequency, differs_by_rounding
 
 
 @pytest.mark.parametrize(
-    ("values", "healthy", "different"),
+    ("values", "order"),
     [
-        ([5], 0, []),
-        ([5, 5, 5], 0, []),
-        ([5, 5, 7], 0, [2]),
-        ([7, 5, 5], 1, [0]),
-        ([5, 7, 5], 0, [1]),
-        ([5, 7], 0, [1]),
-        ([5, 7, 7, 5], 0, [1, 2]),
-        ([5, 7, 9], 0, [1, 2]),
-        ([1, 7, 2, 7, 3], 1, [0, 2, 4]),
+        ([5], [0]),
+        ([5, 5, 5], [0]),
+        ([5, 5, 7], [0, 2]),
+        ([7, 5, 5], [1, 0]),
+        ([5, 7, 7, 5], [0, 1]),
+        ([5, 7, 9], [0, 1, 2]),
+        ([1, 7, 2, 7, 3], [1, 0, 2, 4]),
     ],
 )
-def test_the_majority_is_right_and_in_a_tie_the_lowest_rank(values, healthy, different):
-    assert split_by_majority(values) == (healthy, different)
+def test_the_majority_is_asked_first_and_in_a_tie_the_lowest_rank(values, order):
+    assert by_frequency(values) == order
+
+
+@pytest.mark.parametrize(
+    ("own", "agree", "found"),
+    [
+        (["a1", "a1", "b2"], [1, 1, 1], [0, 1, 2]),
+        (["a1", "a1", "b2"], [1, 1, 0], [0, 1]),
+        (["a1", "b2", "b3"], [1, 1, 1], [0, 1]),  # by one bit among equals
+        (["a1", "b2", "b3"], [1, 0, 1], [0, 2]),  # by more
+        (["a1", "b2", "b3", "b3"], [1, 1, 1, 1], [0, 2, 3]),
+        (["a1", "b1"], [1, 1], [0, 1]),
+    ],
+)
+def test_ranks_of_a_kind_that_agree_with_another_have_equal_bits(own, agree, found):
+    assert alike([((kind,), int(bits)) for kind, bits in own], agree) == found
 
 
 def make_state(dtype=torch.float32):
@@ -45,6 +58,10 @@ def make_state(dtype=torch.float32):
     state.optimizers[0].step()
     state.zero_gradients()
     return state
+
+
+def fingerprint(state):
+    return divergence.fingerprint(state.replicas())
 
 
 WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
@@ -129,3 +146,67 @@ def test_a_large_tensor_is_summed_in_pieces(monkeypatch):
     before = fingerprint(state)
     monkeypatch.setattr(divergence, "_MAX_ROWS", 1)
     assert fingerprint(state) == before
+
+
+def random_tensor(dtype=torch.float32):
+    made = torch.randn(40, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return (made * 0.05).to(dtype)
+
+
+def rounded_differently(tensor, steps):
+    """What a walk of the last bit at each step makes of a tensor."""
+    random = torch.Generator().manual_seed(1)
+    units = torch.randint(-1, 2, (steps, *tensor.shape), generator=random).sum(0)
+    change = tensor.double() * units * torch.finfo(tensor.dtype).eps
+    return (tensor.double() + change).to(tensor.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("steps", [1, 200])
+def test_what_rounding_does_is_no_difference(dtype, steps):
+    own = random_tensor(dtype)
+    other = rounded_differently(own, steps)
+    assert not torch.equal(own, other)
+    assert differs_by_rounding(own, other, steps)
+    assert differs_by_rounding(own, own, 0)
+
+
+def test_numbers_that_are_almost_zero_and_that_are_none_may_be_rounded():
+    assert differs_by_rounding(torch.zeros(9), torch.full((9,), 1e-40), 0)  # flushed to zero
+    odd = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
+    assert differs_by_rounding(odd, odd + torch.tensor([1e-6, 0, 0, 0]), 200)
+    for index in range(4):
+        other = odd.clone()
+        other[index] = 5.0
+        assert not differs_by_rounding(odd, other, 200)
+        assert not differs_by_rounding(other, odd, 200)
+    turned = torch.view_as_complex(rounded_differently(random_tensor(), 9).view(-1, 2))
+    assert differs_by_rounding(torch.view_as_complex(random_tensor().view(-1, 2)), turned, 9)
+
+
+def element(tensor):
+    tensor[3, 4] += 0.01
+
+
+def row(tensor):
+    tensor[7] = tensor[8]
+
+
+def skipped_steps(tensor):
+    tensor += 1e-4 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize(
+    "change", [element, row, skipped_steps, lambda t: t.mul_(1.001), torch.Tensor.zero_]
+)
+def test_what_rounding_does_not_do_is_a_difference(change):
+    own, other = random_tensor(), random_tensor()
+    change(own)
+    assert not differs_by_rounding(own, other, 200)
+    assert not differs_by_rounding(other, own, 200)
+
+
+def test_tensors_of_another_shape_or_type_are_different():
+    assert not differs_by_rounding(torch.ones(2), torch.ones(3), 200)
+    assert not differs_by_rounding(torch.ones(2), torch.ones(2).double(), 200)
+    assert not differs_by_rounding(torch.tensor(1000), torch.tensor(1001), 200)
