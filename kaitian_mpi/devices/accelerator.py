@@ -15,6 +15,22 @@ import torch.distributed as dist
 from kaitian_mpi.devices.cpu import HostMark, is_host_out_of_memory
 from kaitian_mpi.devices.plugin import KindError, import_plugin, one_line
 
+_OUT_OF_MEMORY = (
+    "out of memory",  # torch's allocators for CUDA, HIP, XPU, MPS, NPU, MLU and MUSA, and drivers
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN up to 8, hipBLAS, muBLAS, CNNL
+    "_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED
+    "miopenStatusAllocFailed",  # MIOpen
+    "Failed to CUDA calloc",  # NCCL and RCCL
+    "ERROR_OUT_OF_DEVICE_MEMORY",  # Intel's UR_RESULT_… and ZE_RESULT_…
+    "ERROR_OUT_OF_HOST_MEMORY",
+    "ERROR_OUT_OF_RESOURCES",  # PI_ERROR_… for either, in oneAPI before 2025
+    "MEM_OBJECT_ALLOCATION_FAILURE",
+    "error code is 207001",  # CANN: ACL_ERROR_RT_MEMORY_ALLOCATION
+    "EL0004",  # CANN: Memory_Allocation_Failure
+    "EI0007",  # HCCL: Allocation_Failure, memory resources are exhausted
+    "cnrtErrorNoMem",  # Cambricon's runtime
+)
+"""What drivers and libraries say of too little memory, in torch's errors."""
 _LACKING = {
     "is not a DeviceAllocator": "its allocator is not a c10::DeviceAllocator",
     "Backend doesn't support": "its device guard has none",
@@ -150,8 +166,8 @@ class Accelerator:
         """Return whether the allocator, the driver or the host had too little memory."""
         if isinstance(error, torch.OutOfMemoryError) or is_host_out_of_memory(error):
             return True
-        # Plug-ins and drivers raise other errors, such as "CUDA error: out of memory".
-        return isinstance(error, RuntimeError) and "out of memory" in str(error)
+        # Other than torch's allocators, drivers and libraries raise errors of no type of their own.
+        return isinstance(error, RuntimeError) and any(map(str(error).__contains__, _OUT_OF_MEMORY))
 
     def streams(self) -> Any | None:
         """Return torch's module for the device, or torch's general streams; None without any."""

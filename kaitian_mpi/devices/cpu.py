@@ -18,6 +18,11 @@ import torch.distributed as dist
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 _NEVER = 1 << 30
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",  # Linux, macOS
+    "DefaultCPUAllocator: not enough memory",
+    "could not create a memory object",  # oneDNN
+)
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -131,10 +136,10 @@ class HostMark:
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python or torch's CPU allocator had too little memory."""
+    """Return whether Python, torch's CPU allocator or oneDNN had too little memory."""
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    return isinstance(error, RuntimeError) and any(map(str(error).__contains__, _OUT_OF_MEMORY))
 
 
 def available_bytes(cgroup: Path) -> int:

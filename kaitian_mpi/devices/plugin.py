@@ -80,10 +80,7 @@ def import_torch() -> None:
     with without_collection():
         import torch  # noqa: F401
 
-    if given is None:
-        del os.environ[AUTOLOAD]
-    else:
-        os.environ[AUTOLOAD] = given
+    _set_autoload(given)
     for entry in importlib.metadata.entry_points(group="torch.backends"):
         if entry.module.partition(".")[0] not in PLUGINS.values():
             try:
@@ -93,6 +90,13 @@ def import_torch() -> None:
                     f"torch's plug-in {entry.name} ({entry.value}) cannot be imported: "
                     f"{one_line(error)}; correct or remove it, or set {AUTOLOAD}=0"
                 ) from error
+
+
+def _set_autoload(given: str | None) -> None:
+    if given is None:
+        os.environ.pop(AUTOLOAD, None)
+    else:
+        os.environ[AUTOLOAD] = given
 
 
 def is_installed(plugin: str) -> bool:
@@ -108,7 +112,9 @@ def is_installed(plugin: str) -> bool:
 def import_plugin(plugin: str) -> None:
     """Import a vendor's plug-in of torch, once.
 
-    What it prints goes to stderr, and tensors are still made on the host by default.
+    What it prints goes to stderr, and tensors are still made on the host by default. torch's
+    variable `AUTOLOAD` is afterwards as before: torch_npu, for one, sets it to 0, and processes
+    that this one starts would then find neither the plug-in nor the backend of this package.
 
     Raises:
         KindError: it cannot be imported.
@@ -117,10 +123,11 @@ def import_plugin(plugin: str) -> None:
         return
     import torch
 
-    default = torch.get_default_device()
+    default, autoload = torch.get_default_device(), os.environ.get(AUTOLOAD)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             importlib.import_module(plugin)
+        _set_autoload(autoload)
     except (Exception, SystemExit) as error:
         # Otherwise `import torch` would fail in every process that this one starts.
         os.environ[AUTOLOAD] = "0"

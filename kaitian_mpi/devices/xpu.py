@@ -59,8 +59,3 @@ class XpuDevice(Accelerator):
         options = made.ProcessGroupXCCL.Options()
         options._timeout = timeout
         return made.ProcessGroupXCCL(store, rank, size, options)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether the allocator, the driver or the host had too little memory."""
-        by_driver = isinstance(error, RuntimeError) and "OUT_OF_DEVICE_MEMORY" in str(error)
-        return by_driver or super().is_out_of_memory(error)

@@ -302,6 +302,16 @@ def test_of_several_plug_ins_each_is_asked_in_a_process_of_its_own(tmp_path, mon
     assert "OSError: no driver" in faults["npu"]
 
 
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_a_plug_in_leaves_torchs_variable_as_it_was(given, tmp_path, monkeypatch):
+    monkeypatch.delenv(AUTOLOAD, raising=False)
+    if given is not None:
+        monkeypatch.setenv(AUTOLOAD, given)
+    write_plugin(tmp_path, "npu", extra=f"import os\nos.environ[{AUTOLOAD!r}] = '0'")
+    found = forked(lambda: [known_kinds().counts["npu"], os.environ.get(AUTOLOAD)], tmp_path)
+    assert found == [2, given]
+
+
 def test_a_failed_plug_in_does_not_break_torch_in_later_processes(tmp_path, monkeypatch):
     monkeypatch.delenv(AUTOLOAD, raising=False)
     (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")

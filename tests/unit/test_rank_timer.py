@@ -175,14 +175,64 @@ def test_a_device_that_fits_no_sample_is_an_error():
         measure(Device(limit=1 << 40), most=0)
 
 
-def test_other_errors_are_not_taken_for_out_of_memory():
-    for device in known_kinds().devices.values():
-        assert device.is_out_of_memory(torch.OutOfMemoryError("x"))
-        assert device.is_out_of_memory(MemoryError())
-        text = "DefaultCPUAllocator: not enough memory: you tried"
-        assert device.is_out_of_memory(RuntimeError(text))
-        assert not device.is_out_of_memory(RuntimeError("shapes differ"))
-    assert known_kinds().devices["cuda"].is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+# As users report them in the vendors' and their own issue trackers, and as the sources print them.
+TOO_LITTLE_MEMORY = (
+    "CUDA error: out of memory",
+    "CUDA out of memory. Tried to allocate 20.00 MiB",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "NCCL error, unhandled cuda error. Last error:\nFailed to CUDA calloc 6291456 bytes",
+    "NCCL error, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'",
+    "HIP out of memory. Tried to allocate 96.00 MiB.",
+    "HIP error: out of memory",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "miopenStatusAllocFailed",
+    "XPU out of memory. Tried to allocate 16.00 GiB",
+    "level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)",
+    "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+    "Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)",
+    "NPU out of memory. Tried to allocate 22.00 MiB (NPU 0; 60.97 GiB total capacity)",
+    "NPU function error: aclrtMallocHostWithCfg, error code is 207001",
+    "call aclnnBatchMatMul failed.\nMemory_Allocation_Failure(EL0004): Failed to allocate memory",
+    "Allocation_Failure(EI0007): Failed to allocate resource[qp]. Reason: Memory resources are",
+    "MLU out of memory. Tried to allocate 2.00 GiB",
+    "CNNL error: CNNL_STATUS_ALLOC_FAILED",
+    "MUSA out of memory. Tried to allocate 2.00 GiB",
+    "MUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory (MPS allocated: 18.00 GB)",
+)
+ON_THE_HOST = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you",
+    "DefaultCPUAllocator: not enough memory: you tried",
+    "could not create a memory object",
+)
+OTHER_FAULTS = (
+    "shapes differ",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "CUDA error: too many resources requested for launch",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+    "NPU function error: aclrtSynchronizeStream, error code is 507018",
+)
+
+
+@pytest.mark.parametrize("device", known_kinds().devices.values(), ids=lambda device: device.kind)
+def test_every_way_of_saying_too_little_memory_is_known(device):
+    texts = ON_THE_HOST if device.is_host else (*TOO_LITTLE_MEMORY, *ON_THE_HOST)
+    errors = [*map(RuntimeError, texts), torch.OutOfMemoryError("x"), MemoryError()]
+    assert [str(each) for each in errors if not device.is_out_of_memory(each)] == []
+    others = [*map(RuntimeError, OTHER_FAULTS), ValueError("out of memory")]
+    assert [str(each) for each in others if device.is_out_of_memory(each)] == []
+
+
+def test_torchs_own_error_on_the_host_is_known():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert known_kinds().devices["cpu"].is_out_of_memory(caught.value)
 
 
 def test_no_batch_exceeds_the_users_micro_batch():
