@@ -19,11 +19,11 @@ from kaitian_mpi.checkpoint.folder_lock import writing_in
 from kaitian_mpi.checkpoint.format import (
     Checkpoint,
     HashingWriter,
-    check_loadable,
     describe,
     read,
     read_description,
 )
+from kaitian_mpi.engine.state_transfer import check_loadable
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import replacing, sync_folder
 from kaitian_mpi.output.tensor_files import UnusableError
@@ -85,7 +85,7 @@ class CheckpointFiles:
 
         Raises:
             OSError: the disk is full or faulty; existing checkpoints are kept.
-            TypeError: the state holds something that could not be loaded.
+            UserError: the state holds something that could not be loaded.
         """
         with self._writing(state):
             return self._write(state, description)

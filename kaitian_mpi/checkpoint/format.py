@@ -9,13 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
-
-import torch
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.output.files import json_bytes
@@ -23,8 +20,6 @@ from kaitian_mpi.output.tensor_files import TensorFile, TensorWriter, UnusableEr
 
 FORMAT_VERSION = 3
 """Version 1 stored all buffers as float64; version 2 had other names for keys."""
-
-_PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -59,22 +54,6 @@ class HashingWriter(TensorWriter):
     def written(self, data: Any) -> None:
         """Hash it."""
         self.sha256.update(data)
-
-
-def check_loadable(value: Any, where: str) -> None:
-    """Raise TypeError for a value that torch.save accepts but a safe torch.load rejects."""
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            check_loadable(key, f"a key of {where}")
-            check_loadable(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            check_loadable(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{where}: found a {type(value).__module__}.{type(value).__qualname__}, needed "
-            "tensors, numbers, strings, lists, tuples and dicts; turn it into one of these"
-        )
 
 
 def describe(description: dict[str, Any], size: int, sha256: str) -> bytes:

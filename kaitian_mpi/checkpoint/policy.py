@@ -17,8 +17,13 @@ from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host, withou
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.state_transfer import from_bytes, to_bytes
-from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import agree_on_errors, gather_bytes, gather_values
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import (
+    agree_on_errors,
+    gather_bytes,
+    gather_values,
+    join_errors,
+)
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.folders import (
     is_private,
@@ -58,6 +63,7 @@ class Checkpointing:
         self._snapshot_files = snapshots = snapshot_files(config)
         self._snapshots = BackgroundWriter(snapshots) if snapshots is not None else None
         self._saved_step = -1
+        self._has_saved = False
         self._reported_step: int | None = None
         self._exit_copy: dict[str, Any] | None = None
         self._pace = Pace()
@@ -106,11 +112,29 @@ class Checkpointing:
         if not self._writes:
             return
         self._saved_step = state.progress.step
+        self._check_first(world, state)
         gathered = gather_bytes(world.comm, to_bytes(state.rank_state()), 0)
         if world.rank == 0:
             rank_states = [from_bytes(content) for content in gathered]
             self._submit(self._writer, state, metadata, rank_states, score)
         self._wait_for_writers(world, state)
+
+    def _check_first(self, world: World, state: TrainingState) -> None:
+        """Check that the run's state can be saved, if none of these ranks has saved before.
+
+        Raises:
+            AgreedError: it cannot be saved; later this is a warning, for there is a checkpoint.
+        """
+        fault: str | None = None if self._has_saved else ""
+        try:
+            if not self._has_saved:
+                state.check_savable()
+        except UserError as error:
+            fault = str(error)
+        faults = gather_values(world.comm, fault)
+        self._has_saved = True
+        if None not in faults and any(faults):
+            raise AgreedError(join_errors(faults))
 
     def prepare_exit(self, state: TrainingState) -> None:
         """Copy the state to the host, for `save_at_exit` in a forked process without the device."""
@@ -134,12 +158,13 @@ class Checkpointing:
         write = self._files.write_once if is_saved else self._files.write
         try:
             write(content, _describe(state, None))
-        except OSError as error:
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", None) or error
             with contextlib.suppress(OSError):
                 if steps := self._files.steps():
                     kept = f"the checkpoint of step {steps[-1]} is kept"
-                    return f"step {step} could not be saved: {error.strerror or error}; {kept}"
-            return f"step {step} could not be saved: {error.strerror or error}"
+                    return f"step {step} could not be saved: {reason}; {kept}"
+            return f"step {step} could not be saved: {reason}"
         return f"step {step} is saved: --resume auto resumes from it"
 
     def begin_branch(

@@ -11,6 +11,7 @@ import torch
 
 from kaitian_mpi.checkpoint.files import CheckpointFiles
 from kaitian_mpi.engine.state_transfer import side_by_side
+from kaitian_mpi.errors import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class BackgroundWriter:
             Whether it replaced a queued one.
 
         Raises:
-            Exception: an earlier write raised something other than OSError; this one is not queued.
+            Exception: an earlier write raised something other than OSError or UserError; this one
+                is not queued.
         """
         self._raise_bug()
         step = description["step"]
@@ -82,7 +84,7 @@ class BackgroundWriter:
             description: as in `CheckpointFiles.write`.
 
         Raises:
-            Exception: a write raised something other than OSError.
+            Exception: a write raised something other than OSError or UserError.
         """
         self.close()
         self._write(state, description)
@@ -97,7 +99,7 @@ class BackgroundWriter:
         """Wait until every submitted checkpoint is on disk or has failed.
 
         Raises:
-            Exception: a write raised something other than OSError.
+            Exception: a write raised something other than OSError or UserError.
         """
         with self._lock:
             thread = self._thread
@@ -135,10 +137,10 @@ class BackgroundWriter:
         step = description["step"]
         try:
             self._files.write(state, description)
-        except OSError as error:
+        except (OSError, UserError) as error:
             _log.warning(
                 "checkpoint of step %d could not be written: %s; training continues, %s",
-                *(step, error.strerror or error, self._kept()),
+                *(step, getattr(error, "strerror", None) or error, self._kept()),
             )
         else:
             self._last_written = step

@@ -222,6 +222,9 @@ class TrainingConfig:
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
+            if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
+                value = value.item()  # a number of numpy's is one
+                object.__setattr__(self, field.name, value)
             if choices and value not in choices:
                 raise out_of_range(field.name, value, f"one of {', '.join(choices)}")
             if needed := wrong_type(field, value):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,13 +17,27 @@ from kaitian_mpi.engine.batch_norm import RunningStatistics
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.engine.state_lock import StateLock
-from kaitian_mpi.engine.state_transfer import broadcast_state, reload, take_over
+from kaitian_mpi.engine.state_transfer import (
+    broadcast_state,
+    check_loadable,
+    plain,
+    reload,
+    take_over,
+)
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.tensor_files import TensorFile
 from kaitian_mpi.wire.residual import Residuals
+
+_PARTS = {
+    "model": "the model",
+    "optimizers": "the optimizer",
+    "schedulers": "the scheduler",
+    "extra": "extra_state",
+}
+"""Of the shared state, those that hold what the user's objects return, and whose they are."""
 
 
 class TrainingState:
@@ -46,8 +63,10 @@ class TrainingState:
         """
         self.computation = computation
         self.model: nn.Module = computation.place_model(task.model)
+        self._task = task
         self.optimizers = task.make_optimizers(self.model)
-        self.schedulers = task.make_schedulers(self.optimizers, total_steps)
+        self._own_settings = [_settings(group) for group in self._groups]
+        self._make_schedulers(total_steps)
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.residuals = Residuals(wire)
@@ -60,6 +79,48 @@ class TrainingState:
         """Held while the optimizer changes the state; taken by any other reader of the state."""
         self._saved_buffers: list[torch.Tensor] = []
         self._in_unit = False
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Change the number of steps of the whole run, and the schedules that follow from it."""
+        self.progress.total_steps = total_steps
+        if self._told_steps not in (None, total_steps):
+            with self.lock:
+                self._restart_schedulers(total_steps)
+
+    def _make_schedulers(self, total_steps: int) -> None:
+        self.schedulers = self._task.make_schedulers(self.optimizers, total_steps)
+        self._told_steps = total_steps if self._task.tells_steps else None
+        begun_with = self._own_settings, self._scheduler_states(), self._told_steps
+        self._begun_with = json.dumps(begun_with, default=_as_json, skipkeys=True)
+
+    def _restart_schedulers(self, total_steps: int) -> None:
+        """Begin the schedules with this job's settings, and bring them to the present step.
+
+        Raises:
+            UserError: one of them cannot be.
+        """
+        for group, own in zip(self._groups, self._own_settings, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **_settings(own)})
+        self._make_schedulers(total_steps)
+        steps = self.progress.step - self.progress.bad_steps
+        stepped = [scheduler for scheduler in self.schedulers if hasattr(scheduler, "step")]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's: the optimizer has made no step yet
+                for _ in range(steps):
+                    for scheduler in stepped:
+                        scheduler.step()
+        except Exception as error:  # of the user's objects, which may raise anything
+            raise UserError(
+                f"Task: the scheduler cannot continue at step {steps} of {total_steps} "
+                f"({type(error).__name__}: {error}); make it for the steps that it is given"
+            ) from error
 
     def begin_unit(self) -> None:
         """Start a step or an evaluation: save the buffers, which change before the commit."""
@@ -120,9 +181,10 @@ class TrainingState:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
             "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
             "schedulers": self._scheduler_states(),
-            "extra": {name: value.state_dict() for name, value in self.extra.items()},
+            "begun_with": self._begun_with,
+            "extra": {name: plain(value.state_dict()) for name, value in self.extra.items()},
             "scaler": self.computation.scaler.state_dict(),
             "progress": asdict(self.progress),
         }
@@ -130,15 +192,15 @@ class TrainingState:
     def load_shared(self, state: dict[str, Any]) -> None:
         """Take over what `shared` returned, here or on another rank.
 
-        What this job has set is kept: the total number of steps, and the optimizers' settings,
-        unless schedulers with a state of their own have changed these.
+        What this job has set is kept: the total number of steps, and the optimizers' settings. If
+        schedulers with a state of their own have changed these, they are as saved; but where the
+        schedules began with other settings, they begin again with this job's.
 
         Raises:
             UserError: it belongs to another model.
         """
         with self.lock:
-            groups = [group for one in self.optimizers for group in one.param_groups]
-            settings = [_settings(group) for group in groups]
+            settings = [_settings(group) for group in self._groups]
             try:
                 self.model.load_state_dict(state["model"])
                 for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
@@ -148,11 +210,6 @@ class TrainingState:
                     f"cannot resume: the checkpoint is of another model or optimizer ({error}); "
                     "give the same, or another run folder (--run-dir)"
                 ) from error
-            if not any(self._scheduler_states()):
-                groups = [group for one in self.optimizers for group in one.param_groups]
-                for group, own in zip(groups, settings, strict=True):
-                    group.update(own)
-            self._load_schedulers(state["schedulers"])
             for name, value in self.extra.items():
                 if name in state["extra"]:
                     value.load_state_dict(state["extra"][name])
@@ -162,6 +219,13 @@ class TrainingState:
             self.progress = Progress(**state["progress"])
             self.progress.total_steps = total_steps
             self.equal_at_step = self.progress.step
+            if not any(self._scheduler_states()):
+                for group, own in zip(self._groups, settings, strict=True):
+                    group.update(own)
+            elif state.get("begun_with") == self._begun_with:
+                self._load_schedulers(state["schedulers"])
+            else:
+                self._restart_schedulers(max(total_steps, self.progress.step))
             self.statistics.fractions = None
             self.is_begun = True
 
@@ -187,23 +251,33 @@ class TrainingState:
         Raises:
             UserError: a part holds objects that are not loaded from files, for safety's sake.
         """
+        self.check_savable()
         state = self.shared()
-        for name in ("model", "optimizers", "schedulers", "extra"):
+        for name, called in _PARTS.items():
             try:
                 state[name] = reload(state[name])
             except Exception as error:  # of the user's objects, which may raise anything
-                what = "extra_state" if name == "extra" else name
                 raise UserError(
-                    f"Task: found a state_dict of the {what} that cannot be saved and loaded again "
-                    f"({type(error).__name__}), needed tensors, numbers and texts, in dicts, lists "
+                    f"Task: the state_dict of {called} cannot be saved and loaded again "
+                    f"({type(error).__name__}); return tensors, numbers and texts, in dicts, lists "
                     "and tuples"
                 ) from error
         self.load_shared(state)
         self.is_begun = False
 
+    def check_savable(self) -> None:
+        """Check that a checkpoint can hold the state.
+
+        Raises:
+            UserError: a part holds something else, such as an object.
+        """
+        state = self.shared()
+        for name, called in _PARTS.items():
+            check_loadable(plain(state[name]), f"Task: {called}")
+
     def _scheduler_states(self) -> list[dict[str, Any]]:
         return [
-            scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+            plain(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else {}
             for scheduler in self.schedulers
         ]
 
@@ -285,7 +359,17 @@ class TrainingState:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer group's settings, without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value  # changed in place
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, torch.Tensor | np.generic):
+        return value.tolist()
+    return type(value).__qualname__
 
 
 @torch.no_grad()

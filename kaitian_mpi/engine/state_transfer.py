@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import broadcast_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MIN_BYTES = 1 << 16  # smaller tensors stay in the skeleton, the state without its large tensors
+_PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 _PIECE_BYTES = 16 << 20
 _PLACE = "the place of a large tensor"  # a key that no state_dict has
 
@@ -34,6 +37,47 @@ def to_bytes(state: Any) -> bytes:
 def from_bytes(content: bytes) -> Any:
     """Deserialize a state that `to_bytes` serialized; its tensors are in host memory."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def plain(state: Any) -> Any:
+    """Return a state with numpy's numbers as Python's, and its containers as dicts and lists."""
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, dict):
+        kind = OrderedDict if type(state) is OrderedDict else dict
+        changed: Any = kind((plain(key), plain(value)) for key, value in state.items())
+        if hasattr(state, "_metadata"):  # as in `_map`
+            changed._metadata = state._metadata
+        return changed
+    if isinstance(state, list | tuple):
+        items = [plain(item) for item in state]
+        return items if isinstance(state, list) else tuple(items)
+    return state
+
+
+def check_loadable(value: Any, where: str) -> None:
+    """Check that a safe torch.load will accept a value, as torch.save does.
+
+    Args:
+        value: with `plain` containers.
+        where: what it is called.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            check_loadable(key, f"a key of {where}")
+            check_loadable(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            check_loadable(item, f"{where}[{index}]")
+    elif type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise UserError(
+            f"{where} is a {kind}, which checkpoints cannot hold; turn it into tensors, numbers "
+            "or texts, or lists, tuples or dicts of them"
+        )
 
 
 def reload(state: Any) -> Any:

@@ -57,8 +57,10 @@ class Task:
     scheduler: Callable[..., Any] | None = None
     """Makes a learning rate scheduler of what `optimizer` returned, or a list of them; their
     `step` is called after every step. A function with two parameters is also given the number of
-    steps of the whole run. An object with `before_step` instead is called before every step with
-    the fraction of the run, in samples, that is done in the middle of it."""
+    steps of the whole run; where that or a setting of the optimizer changes, it is called again,
+    and the schedulers are brought to the step at which the run is. An object with `before_step`
+    instead is called before every step with the fraction of the run, in samples, that is done in
+    the middle of it."""
     clip_norm: float | None = None
     """The largest norm of the whole gradient, after the sum over all ranks; None: no limit."""
     validation: Any = None
@@ -153,6 +155,11 @@ class Task:
                 seen.update(ids)
         return list(optimizers)
 
+    @property
+    def tells_steps(self) -> bool:
+        """Whether the scheduler is given the number of steps of the whole run."""
+        return self.scheduler is not None and _takes_two(self.scheduler)
+
     def make_schedulers(self, optimizers: Sequence[Optimizer], total_steps: int) -> list[Any]:
         """Return the learning rate schedulers of these optimizers; none where none is wanted.
 
@@ -163,7 +170,7 @@ class Task:
         if self.scheduler is None:
             return []
         given: list[Any] = [optimizers[0] if len(optimizers) == 1 else list(optimizers)]
-        if _takes_two(self.scheduler):
+        if self.tells_steps:
             given.append(total_steps)
         made = self.scheduler(*given)
         schedulers = list(made) if isinstance(made, list | tuple) else [made]

@@ -25,7 +25,7 @@ def set_learning_rates(
     for scheduler in state.schedulers:
         if hasattr(scheduler, "before_step"):
             scheduler.before_step(progress.fraction_done(config, samples, epoch_samples))
-    progress.learning_rate = state.optimizers[0].param_groups[0]["lr"]
+    progress.learning_rate = float(state.optimizers[0].param_groups[0]["lr"])
 
 
 def apply_step(task: Task, state: TrainingState, is_finite: bool, samples: int) -> None:

@@ -156,7 +156,7 @@ class Run:
         # Earlier steps may have had another global batch size.
         batch = sum(plan.batch_sizes)
         steps = count_steps(self.config, samples, batch, plan.min_batch, progress)
-        progress.total_steps = steps
+        state.set_total_steps(steps)
         has_results = all(gather_values(world.comm, self.summary.steps == progress.step))
         progress.is_done = progress.is_done and progress.step >= steps and has_results
 

@@ -26,7 +26,7 @@ from kaitian_mpi.elastic.standby import plan_standby
 from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.engine.export import check_export, export_weights
 from kaitian_mpi.engine.initial_weights import check_initial_file
-from kaitian_mpi.engine.progress import count_steps
+from kaitian_mpi.engine.progress import Progress, count_steps
 from kaitian_mpi.engine.setup import MakeTask, Setup, prepare, start_from_file
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
@@ -161,7 +161,7 @@ def _make_run(
         partial(check_parity, config, setup, profiles, selection.excluded_ranks)
     )
     startup_clock.begin("first step")
-    state: TrainingState = on_all(partial(make_state, config, setup, profiles))
+    state: TrainingState = on_all(partial(make_state, config, setup, profiles, earlier))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
     membership.put_on_standby(config.spares, selection.excluded_ranks)
     if setup.path is not None:
@@ -240,13 +240,14 @@ def _find_excluded(
 
 
 def make_state(
-    config: TrainingConfig, setup: Setup, profiles: Profiles, world: World
+    config: TrainingConfig, setup: Setup, profiles: Profiles, earlier: EarlierJob, world: World
 ) -> TrainingState:
     """Create the training state, on later spares too, because creating the first takes a second."""
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
     batch = sum(profiles.plan(config, world).batch_sizes)
-    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch)
+    done = Progress(**earlier.found.progress) if earlier.found.progress else None
+    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, done)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
         state = TrainingState(setup.task, computation, total_steps, config.wire)
@@ -261,7 +262,8 @@ def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, wor
         AgreedError: they cannot be exported.
     """
     computation = Computation(world.device, "fp32", "contiguous")
-    restore(world, TrainingState(setup.task, computation, 1), earlier.found, config.seed)
+    state = TrainingState(setup.task, computation, earlier.found.progress["step"])
+    restore(world, state, earlier.found, config.seed)
     with agree_on_errors(world.comm):
         if world.rank == 0 and config.export:
             _export_again(config.export, setup)

@@ -15,6 +15,7 @@ from kaitian_mpi import Task, Training
 from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import gather_values
 
 pytestmark = pytest.mark.sizes(2)
 
@@ -225,6 +226,40 @@ def test_models_that_differ_between_ranks_are_a_mistake(world):
     with pytest.raises(UserError, match="the model differs between ranks"):
         train(model=nn.Linear(2, 3 + world.rank))
     assert train() == 3
+
+
+class Extra:
+    """Extra state that checkpoints cannot hold from some step on."""
+
+    def __init__(self, until):
+        self.value, self.until = 0, until
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def train_with(extra, folder):
+    settings = QUIET | {"epochs": 2, "run_dir": folder, "checkpoint_every": 2}
+    with Training(make_task(extra_state={"ema": extra}), **settings) as training:
+        for step in training:
+            if step.number >= extra.until:
+                extra.value = {step.number}
+        return training.summary
+
+
+def test_state_that_checkpoints_cannot_hold_ends_the_run_at_the_first_or_is_warned_of(
+    world, tmp_path, caplog
+):
+    folder = gather_values(world.comm, str(tmp_path))[0]
+    with pytest.raises(AgreedError, match=r"extra_state\['ema'\]\['value'\] is a set"):
+        train_with(Extra(until=1), f"{folder}/first")
+    caplog.clear()
+    assert train_with(Extra(until=3), f"{folder}/later").finished
+    warned = "could not be written: state['extra']['ema']['value'] is a set" in caplog.text
+    assert warned == (world.rank == 0)
 
 
 DIFFERING = {

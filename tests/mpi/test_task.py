@@ -13,7 +13,7 @@ from samples import BATCH, LENGTH, WORDS, pad, texts
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import MetricsSink, Task, Training
@@ -260,6 +260,17 @@ def regression(**parts):
 )
 def test_schedulers_step_once_per_step(world, scheduler):
     check_exact(world, regression(scheduler=scheduler))
+
+
+@ALSO_ALONE
+def test_a_scheduler_is_told_the_steps_of_the_ranks_that_train(world, monkeypatch):
+    """Before that, they were counted with ranks that are spares now."""
+    monkeypatch.setattr("kaitian_mpi.training.session.count_steps", lambda *_: 2)
+    told = []
+    task = language(scheduler=lambda o, steps: told.append(steps) or OneCycleLR(o, 0.1, steps))
+    with Training(task, **QUIET) as training:
+        assert sum(1 for _ in training) == told[-1] == 7 * EPOCHS
+    assert told == [2, 7 * EPOCHS]
 
 
 def test_several_optimizers_with_parameter_groups(world):

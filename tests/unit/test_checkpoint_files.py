@@ -135,13 +135,13 @@ def test_no_checkpoint_in_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"a": [numpy.float64(1)]}, r"state\['a'\]\[0\]: found a numpy.float64"),
-        ({"a": {1, 2}}, "builtins.set"),
-        ({numpy.int64(3): 1}, r"a key of state: found a numpy.int64"),
+        ({"a": [numpy.float64(1)]}, r"state\['a'\]\[0\] is a numpy.float64, which checkpoints"),
+        ({"a": {1, 2}}, r"state\['a'\] is a set,"),
+        ({numpy.int64(3): 1}, r"a key of state is a numpy.int64"),
     ],
 )
 def test_values_that_could_not_be_loaded_are_not_written(two, value, reason):
-    with pytest.raises(TypeError, match=reason):
+    with pytest.raises(UserError, match=reason):
         two.write(value, {"step": 140})
     assert two.newest_good().step == 120
 
@@ -700,17 +700,30 @@ def test_a_full_disk_logs_a_warning_each_time(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("method", ["submit", "wait", "close"])
-def test_an_unexpected_error_is_raised_once(tmp_path, method):
+def test_an_unexpected_error_is_raised_once(tmp_path, monkeypatch, method):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
-    writer.submit({"bad": {1, 2}}, {"step": 1})
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint-writer":
-            thread.join()
-    with pytest.raises(TypeError, match=r"builtins.set"):
+    with monkeypatch.context() as context:
+        context.setattr(writer._files, "write", None)
+        writer.submit(small(1), {"step": 1})
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint-writer":
+                thread.join()
+    with pytest.raises(TypeError, match="not callable"):
         getattr(writer, method)(*([small(2), {"step": 2}] if method == "submit" else []))
     writer.submit(small(3), {"step": 3})
     writer.close()
     assert writer.last_written == 3
+
+
+def test_a_state_that_cannot_be_written_is_logged_and_the_earlier_one_kept(tmp_path, caplog):
+    writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
+    for step, value in ((1, 0), (2, {3}), (3, {3}), (4, 1)):
+        writer.submit({"extra": value}, {"step": step})
+        writer.wait()
+    for step, line in zip((2, 3), caplog.messages, strict=True):
+        assert line.startswith(f"checkpoint of step {step} could not be written: state['extra'] is")
+        assert line.endswith("training continues, the one of step 1 is kept")
+    assert writer.last_written == 4
 
 
 def test_an_unusable_folder_is_logged_and_a_missing_step_raises(tmp_path, caplog):

@@ -2,6 +2,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 
 from kaitian_mpi.cli.flags import make_parser, parse_config
@@ -225,3 +226,10 @@ def test_of_a_path_ranks_compare_only_whether_it_is_given():
     assert of(resume="auto", run_dir="/a") != of(resume="/a/1.pt", run_dir="/a")
     assert of(set={"lr": 0.1}) != of(set={"lr": 0.2})
     assert of(set={"lr": 0.1}) != of()
+
+
+def test_numbers_of_numpys_are_numbers():
+    config = TrainConfig(seed=numpy.int64(3), lr=numpy.float32(0.5), nesterov=numpy.bool_(True))
+    assert [type(each) for each in (config.seed, config.lr, config.nesterov)] == [int, float, bool]
+    with pytest.raises(UserError, match="--epochs: found 0"):
+        TrainConfig(epochs=numpy.float64(0.5))

@@ -1,11 +1,16 @@
 """The training state: what is saved, what is restored, and what is rolled back."""
 
+import collections
 import copy
+import json
+from dataclasses import asdict
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.computation import Computation
@@ -15,6 +20,7 @@ from kaitian_mpi.engine.state_transfer import from_bytes, to_bytes
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.image_classification import make_optimizer
+from kaitian_mpi.steps.update import apply_step, set_learning_rates
 
 
 class Buffered(nn.Module):
@@ -259,3 +265,165 @@ def test_a_run_stopped_in_mid_epoch_can_train_the_rest_later():
     progress.stopped()
     assert progress.is_done
     assert (progress.epoch, progress.position, progress.step_in_epoch) == (0, 16, 2)
+
+
+STEPS = 12
+
+
+class Counter:
+    """Extra state of any value."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def scheduled(make_scheduler, total_steps=STEPS, lr=0.1, weight_decay=0.0, extra=None):
+    """Return a state with a scheduler."""
+    task = Task(
+        model=nn.Linear(2, 1),
+        data=[0],
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=lr, weight_decay=weight_decay),
+        scheduler=make_scheduler,
+        extra_state=extra,
+    )
+    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
+    return TrainingState(task, computation, total_steps)
+
+
+def rates(state, steps):
+    """Train, and return the learning rate of each step."""
+    found = []
+    for _ in range(steps):
+        set_learning_rates(TrainConfig(), state, 1, 1)
+        found.append(state.progress.learning_rate)
+        state.model(torch.randn(8, 2)).square().sum().backward()
+        apply_step(state._task, state, True, 8)
+    return found
+
+
+def resumed(state, *arguments, **settings):
+    """Return another job's state, after it has loaded this one."""
+    other = scheduled(*arguments, **settings)
+    other.check_restorable()
+    other.load_shared(from_bytes(to_bytes(state.shared())))
+    return other
+
+
+def one_cycle(optimizer, steps):
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def cosine_of_a_closure(optimizer, steps):
+    return lr_scheduler.LambdaLR(optimizer, lambda k: 0.5 * (1 + numpy.cos(numpy.pi * k / steps)))
+
+
+def two_in_sequence(optimizer, steps):
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+        lr_scheduler.CosineAnnealingLR(optimizer, steps - 3),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+SCHEDULERS = [
+    *(lr_scheduler.CosineAnnealingLR, one_cycle, cosine_of_a_closure, two_in_sequence),
+    lambda optimizer, steps: [
+        lr_scheduler.ExponentialLR(optimizer, 0.9),
+        lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps),
+    ],
+]
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS)
+def test_a_finished_run_with_more_steps_continues_the_schedule_of_all_of_them(make_scheduler):
+    expected = rates(scheduled(make_scheduler, 2 * STEPS), 2 * STEPS)
+    state = scheduled(make_scheduler)
+    rates(state, STEPS)
+    other = resumed(state, make_scheduler, total_steps=2 * STEPS)
+    assert rates(other, STEPS) == pytest.approx(expected[STEPS:])
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS)
+def test_an_interrupted_run_continues_its_schedule_bit_by_bit(make_scheduler):
+    expected = rates(scheduled(make_scheduler), STEPS)
+    state = scheduled(make_scheduler)
+    rates(state, 5)
+    made = []
+
+    def noted(optimizer, steps):
+        made.append(steps)
+        return make_scheduler(optimizer, steps)
+
+    assert rates(resumed(state, noted), STEPS - 5) == expected[5:]
+    assert made == [STEPS], "nothing has changed, so the scheduler's own state is loaded"
+
+
+def test_settings_of_a_resumed_job_apply_under_a_scheduler_with_a_state():
+    def halved(optimizer):
+        return lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    expected = rates(scheduled(halved, lr=0.4), 9)
+    state = scheduled(halved, lr=0.1)
+    rates(state, 5)
+    other = resumed(state, halved, lr=0.4, weight_decay=0.3)
+    assert rates(other, 4) == pytest.approx(expected[5:])
+    assert other.optimizers[0].param_groups[0]["weight_decay"] == 0.3
+
+
+def test_schedulers_follow_a_change_of_the_number_of_steps_while_training():
+    expected = rates(scheduled(one_cycle, 20), 20)
+    state = scheduled(one_cycle)
+    rates(state, 5)
+    state.progress.bad_steps += 1  # a step that was skipped has moved no scheduler
+    state.progress.step += 1
+    state.set_total_steps(20)
+    assert rates(state, 15) == pytest.approx(expected[5:])
+
+
+def test_a_scheduler_that_cannot_follow_is_one_line():
+    state = scheduled(one_cycle)
+    rates(state, 8)
+    with pytest.raises(UserError, match="cannot continue at step 8 of 12"):
+        resumed(state, lambda optimizer, steps: one_cycle(optimizer, steps - 5))
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.1), numpy.float32(0.1), numpy.float64(0.1)])
+@pytest.mark.parametrize("make_scheduler", [None, lambda o: lr_scheduler.StepLR(o, 2, 0.5)])
+def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys(lr, make_scheduler):
+    def copied():
+        return copy.deepcopy(lr)
+
+    expected = rates(scheduled(make_scheduler, lr=copied()), 6)
+    assert [type(rate) for rate in expected] == [float] * 6
+    state = scheduled(make_scheduler, lr=copied())
+    rates(state, 3)
+    json.dumps(asdict(state.progress))
+    assert rates(resumed(state, make_scheduler, lr=copied()), 3) == pytest.approx(expected[3:])
+
+
+@pytest.mark.parametrize(
+    ("value", "saved"),
+    [
+        (numpy.float64(0.5), 0.5),
+        ({numpy.int64(1): [numpy.bool_(True)]}, {1: [True]}),
+        (collections.Counter("aab"), {"a": 2, "b": 1}),
+        (torch.Size([1, 2]), (1, 2)),
+    ],
+)
+def test_what_stands_for_plain_values_is_saved_as_these(value, saved):
+    state = scheduled(None, extra=Counter(value))
+    state.check_restorable()
+    found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]
+    assert (type(found), found) == (type(saved), saved)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, [object()], numpy.zeros(2)])
+def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training(value):
+    with pytest.raises(UserError, match=r"Task: extra_state\['extra_state'\]\['value'\].* is a"):
+        scheduled(None, extra=Counter(value)).check_restorable()
