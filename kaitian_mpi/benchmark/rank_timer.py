@@ -194,9 +194,14 @@ class RankTimer:
     def _half(self, batch: int) -> int:
         if batch == self._min_batch:
             samples = "a single sample" if batch == 1 else f"{batch} samples"
+            info = self._world.info
             raise UserError(
-                f"{self._world.info.device} is out of memory for a step of {samples}; use a "
-                "smaller model or a device with more memory"
+                f"{info.device} is out of memory for a step of {samples}, its smallest share; "
+                "leave it out (name other devices with --devices, or start fewer ranks on "
+                f"{info.host}), or make the step smaller: precision bf16, smaller samples, "
+                "torch.utils.checkpoint in the model, an optimizer with less state, sync_bn if "
+                "batch norm needs several samples; see 'A device that is too small' in "
+                "docs/balance.md"
             )
         return max(self._min_batch, batch // 2)
 

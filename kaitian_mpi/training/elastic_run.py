@@ -188,6 +188,14 @@ class ElasticRun:
         if self.is_closed:
             return
         self.is_closed = True
+        world = self.membership.all_ranks
+        if error is not None and world.device_kind.is_out_of_memory(error):
+            error.add_note(
+                f"{world.info} is out of memory. Set a smaller micro_batch_size, or leave it to "
+                "the benchmark (balance adaptive, micro_batch_size 0); or a smaller global batch, "
+                "precision bf16, or other devices; see 'A device that is too small' in "
+                "docs/balance.md"
+            )
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.close(error or UserError("the training is closed"))

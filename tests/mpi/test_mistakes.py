@@ -313,3 +313,21 @@ def test_devices_memory_and_what_is_shown_may_differ(world):
     assert (
         set_to(**own, micro_batch_size=1 + world.rank, progress=["none", "plain"][world.rank]) == 3
     )
+
+
+def test_a_step_that_does_not_fit_says_what_can_be_done():
+    def out_of_memory(training, loss):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        loop(out_of_memory)
+    (note,) = raised.value.__notes__
+    assert "is out of memory. Set a smaller micro_batch_size" in note
+
+    def other(training, loss):
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted") as raised:
+        loop(other)
+    assert not hasattr(raised.value, "__notes__")
+    assert train() == 3

@@ -171,7 +171,7 @@ def test_no_batch_is_smaller_than_the_model_can_train_on(most, global_batch_size
 
 
 def test_a_device_that_fits_no_sample_is_an_error():
-    with pytest.raises(UserError, match=r"cpu is out of memory for a step of a single sample"):
+    with pytest.raises(UserError, match=r"a step of a single sample.*; leave it out \(name "):
         measure(Device(limit=1 << 40), most=0)
 
 
