@@ -59,6 +59,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
         *(options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions),
+        check_devices=world.check_devices,
         unique_name=unique,
     )
     slowdown.forget()  # waiting for the other ranks above was not computing

@@ -29,7 +29,7 @@ from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.deferred_free import free_when_unused
 from kaitian_mpi.mpi.messages import ANY_SOURCE
 from kaitian_mpi.mpi.store import MPIStore
-from kaitian_mpi.mpi.topology import GroupComms
+from kaitian_mpi.mpi.topology import GroupComms, OwnDeviceCheck
 from kaitian_mpi.relay.relay import Relay
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
@@ -61,6 +61,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         slowdown: ScriptSlowdown,
         relay: Relay,
         torch_versions: Sequence[str],
+        *,
+        check_devices: OwnDeviceCheck,
         unique_name: str = "",
     ) -> None:
         """Create the group on this rank.
@@ -75,6 +77,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             slowdown: the emulated slowdown of this process.
             relay: this group's own.
             torch_versions: of each rank of the group.
+            check_devices: given the tensors of each call.
             unique_name: the same on every rank, and of no other group of any job.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
@@ -99,8 +102,11 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._check = agreement_check(comms.world, self._arrivals.arrive, torch_versions)
         label = GroupLabel(name, unique_name[:_UNIQUE_LENGTH])
         router = Router(
-            self._library, host, self._hybrid, self._worker, streams, self._check, label
+            *(self._library, host, self._hybrid, self._worker, streams, self._check),
+            label=label,
+            check_devices=check_devices,
         )
+        self._check_devices = check_devices
         self._mailbox = Mailbox(
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )
@@ -180,14 +186,17 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""
+        self._check_devices(tensors)
         return self._send(tensors[0], target, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start receiving one tensor from a rank. Not collective."""
+        self._check_devices(tensors)
         return self._receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
         """Start receiving one tensor from any rank. Not collective."""
+        self._check_devices(tensors)
         return self._receive(tensors[0], ANY_SOURCE, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -62,7 +62,11 @@ def init(
     requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if dist.is_initialized():
         return _initialized_world(requested)
-    world = join_world(initialize_mpi(), **given)
+    world = current_world()
+    # That of kaitian-run has its --devices. A second `init` may choose others.
+    chosen = any(p.default != given[name] for name, p in inspect.signature(init).parameters.items())
+    if world is None or _requested or chosen:
+        world = join_world(initialize_mpi(), **given)
     registration.register()
     open_process_group(world)
     _requested = requested

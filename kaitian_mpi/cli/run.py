@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import socket
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import devices_of_host
+from kaitian_mpi.cli.script import check_script, run_script
 from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.devices.visibility import hide_accelerators, narrow_list, visibility_variables
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, GROUPINGS
 from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
+
+if TYPE_CHECKING:
+    from kaitian_mpi.mpi.topology import RankInfo
 
 PROGRAM = "kaitian-run"
 
@@ -39,10 +41,12 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
-        if not os.path.isfile(chosen.script):
-            raise UserError(f"found no script {chosen.script}; name the file to run")
+        check_script(chosen.script, chosen.module)
+        shown = show_own_devices(os.environ, chosen.devices)  # MPI may start the vendors' drivers
         comm = initialize_mpi_on(chosen.network_interface)
         devices = devices_of_host(chosen.devices, chosen.device_map, comm)
+        if devices != chosen.devices:
+            shown = show_own_devices(os.environ, devices)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
@@ -52,8 +56,9 @@ def main() -> None:
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by)
+        world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by, shown)
         set_current_world(world)
+        os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
         os.environ[GROUP_VARIABLE] = world.relay.group_by
         if chosen.share_device:  # also for a script that calls kaitian_mpi.init()
             os.environ[SHARE_VARIABLE] = "1"
@@ -61,7 +66,7 @@ def main() -> None:
             os.environ[KINDS_VARIABLE] = world.emulation.kinds
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
-        run_script(chosen.script, chosen.arguments)
+        run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,7 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
         default="info",
         help="lowest level of kaitian_mpi's own log messages",
     )
-    parser.add_argument("script", help="the Python file to run")
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="run a module or package by its name in place of a file, as python -m does",
+    )
+    parser.add_argument("script", help="the Python file to run; with -m, the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -183,15 +194,40 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script like `python script args…`; `sys.exit()` and `sys.exit(0)` mean success."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
+def show_own_devices(environ: Any, devices: str) -> tuple[int, ...]:
+    """Show this rank its own devices only: none to one that uses the CPU.
+
+    Args:
+        environ: the environment to change.
+        devices: `--devices` of this host.
+
+    Returns:
+        By what index `devices` names each device of the rank's kind that is left; empty: all are.
+    """
+    launch, names = read_launch(environ), visibility_variables()
+    ranks = launch.local_rank, launch.local_size
+    environ.update(hide_accelerators(devices, *ranks, names))
+    narrowed, shown = narrow_list(devices, *ranks, environ, names)
+    environ.update(narrowed)
+    return shown
+
+
+def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> int:
+    """Return the `LOCAL_RANK` by which a script's `cuda:{LOCAL_RANK}` is the rank's own device.
+
+    It is the device's index. CPU ranks have the numbers after those of the host's accelerators.
+
+    Args:
+        infos: every rank's.
+        rank: this rank.
+        device_index: its device's index among those that it sees.
+    """
+    own = infos[rank]
+    if not own.is_on_host:
+        return device_index
+    here = [info for info in infos if info.node == own.node]
+    before = [info for info in here if not info.is_on_host or info.local_rank < own.local_rank]
+    return len(before)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from kaitian_mpi.devices.plugin import (
     import_torch,
     without_collection,
 )
+from kaitian_mpi.devices.visibility import hide_accelerators, visibility_variables
 from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
@@ -52,12 +53,14 @@ def main() -> None:
         configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
         watchdog = start_watchdog(setup_limit(config.step_timeout))
         launch = read_launch(os.environ)
+        hide_unused_devices(config.devices, launch)
         if launch.local_size < launch.world_size:
             load_torch(launch)  # while the other hosts' ranks are started
         startup_clock.begin("MPI")
         comm = initialize_mpi_on(config.network_interface)
         config = with_emulation(config, comm)
         devices = devices_of_host(config.devices, config.device_map, comm)
+        hide_unused_devices(devices, launch)
         check_before_loading(config, comm)
         load_torch(launch)  # late: it takes seconds
         import torch.distributed as dist
@@ -78,6 +81,15 @@ def main() -> None:
         if watchdog is not None:
             watchdog.close()
         exit_after_loss()
+
+
+def hide_unused_devices(devices: str, launch: Launch) -> None:
+    """Hide accelerators from the user's code in a rank that is to use the CPU.
+
+    Before MPI is started, if possible, since it may start the vendors' drivers.
+    """
+    ranks = launch.local_rank, launch.local_size
+    os.environ.update(hide_accelerators(devices, *ranks, visibility_variables()))
 
 
 def load_torch(launch: Launch) -> None:

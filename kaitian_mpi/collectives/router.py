@@ -42,6 +42,7 @@ class Router:
         streams: SideStreams,
         check: AgreementCheck | None,
         label: GroupLabel = NO_LABEL,
+        check_devices: Callable[[Tensors], None] = lambda _: None,
     ) -> None:
         """Choose the routes for the group's ranks.
 
@@ -53,6 +54,7 @@ class Router:
             streams: the streams on which a library works on copies of the caller's tensors.
             check: compares the ranks' calls; None where that is not needed.
             label: of the process group, in timelines.
+            check_devices: given the tensors of each call.
         """
         has_one_group = len(hybrid.comms.groups) == 1
         self._library = library if has_one_group and library.is_present else None
@@ -62,6 +64,7 @@ class Router:
         self._streams = streams
         self._check = check
         self._label = label
+        self._check_devices = check_devices
         self._numbers = count(1)
 
     def run(self, collective: Collective) -> Work:
@@ -79,6 +82,7 @@ class Router:
                 raise not_dense(tensor, collective.name)
         if result and result[0].is_meta:
             return Finished(result)  # no data to move; torch's other backends do the same
+        self._check_devices(result)
         number = next(self._numbers)
         if is_observed():
             start = partial(self._start, collective, result, number)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.plugin import KindError
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 REDUCED = frozenset(
     {
@@ -52,7 +53,7 @@ class CudaDevice(Accelerator):
     vendor_backend = "nccl"
     library = "NCCL"
     mpi_query = "MPIX_Query_cuda_support"
-    visibility: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
+    visibility = VISIBILITY["cuda"]
     pins_memory = True
     futures_handle_streams = True
 
@@ -70,10 +71,13 @@ class CudaDevice(Accelerator):
         count = torch.cuda.device_count()
         # The usual build of torch for Linux is CUDA's, also on hosts without a GPU.
         if not count and not self._is_hidden() and is_on_pci(_PCI_VENDOR, _PCI_DISPLAY):
+            listed = os.environ.get(self.visibility[0])
+            shown = f" (CUDA_VISIBLE_DEVICES is {listed})" if listed else ""
             raise KindError(
-                "the host has an NVIDIA GPU, but torch cannot open it; check with nvidia-smi that "
-                f"the driver is loaded, is new enough for CUDA {torch.version.cuda}, and that this "
-                "process or container may use the GPU; or hide it with CUDA_VISIBLE_DEVICES=-1"
+                f"the host has an NVIDIA GPU, but torch cannot open it{shown}; check with "
+                f"nvidia-smi that the driver is loaded, new enough for CUDA {torch.version.cuda}, "
+                "and that this process or container may use the GPU; or hide it with "
+                "CUDA_VISIBLE_DEVICES=-1"
             )
         return count
 

@@ -11,6 +11,7 @@ import torch
 
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.cuda import REDUCED
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 # Without float64, which the plug-in would pass on as float32.
 _TYPES = REDUCED - {torch.float64}
@@ -24,7 +25,7 @@ class MluDevice(Accelerator):
     plugin = "torch_mlu"
     vendor_backend = "cncl"
     library = "CNCL"
-    visibility = ("MLU_VISIBLE_DEVICES",)
+    visibility = VISIBILITY["mlu"]
     pins_memory = True
     futures_handle_streams = True
 

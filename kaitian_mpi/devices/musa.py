@@ -11,6 +11,7 @@ import torch
 
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.cuda import REDUCED, REDUCTIONS
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 
 class MusaDevice(Accelerator):
@@ -21,7 +22,7 @@ class MusaDevice(Accelerator):
     plugin = "torch_musa"
     vendor_backend = "mccl"
     library = "MCCL"
-    visibility = ("MUSA_VISIBLE_DEVICES",)
+    visibility = VISIBILITY["musa"]
     pins_memory = True
     futures_handle_streams = True
 

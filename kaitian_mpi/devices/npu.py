@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kaitian_mpi.devices.accelerator import Accelerator
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 # Those that HCCL reduces on every generation of devices, besides bfloat16.
 _FLOATING = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -26,7 +27,7 @@ class NpuDevice(Accelerator):
     plugin = "torch_npu"
     vendor_backend = "hccl"
     library = "HCCL"
-    visibility = ("ASCEND_RT_VISIBLE_DEVICES",)
+    visibility = VISIBILITY["npu"]
     pins_memory = True
     futures_handle_streams = True
 

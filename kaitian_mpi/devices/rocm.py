@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kaitian_mpi.devices.cuda import CudaDevice
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 
 class RocmDevice(CudaDevice):
@@ -19,7 +20,7 @@ class RocmDevice(CudaDevice):
     kind = "rocm"
     library = "RCCL"
     mpi_query = "MPIX_Query_rocm_support"
-    visibility = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    visibility = ("ROCR_VISIBLE_DEVICES", *VISIBILITY["rocm"])
 
     def count(self) -> int:
         """Return the number of visible GPUs; 0 if torch was not built for AMD.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.cuda import supports_as_nccl
 from kaitian_mpi.devices.plugin import KindError
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 
 class XpuDevice(Accelerator):
@@ -25,7 +26,7 @@ class XpuDevice(Accelerator):
     torch_type = "xpu"
     vendor_backend = "xccl"
     library = "XCCL"
-    visibility = ("ZE_AFFINITY_MASK",)
+    visibility = VISIBILITY["xpu"]
     pins_memory = True
     futures_handle_streams = True
 

@@ -25,6 +25,7 @@ from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.relay_settings import RelaySettings, agree_on_settings
 from kaitian_mpi.mpi.topology import (
     Group,
+    OwnDeviceCheck,
     RankInfo,
     check_own_devices,
     group_of,
@@ -62,6 +63,8 @@ class World:
     """What the job emulates, by the numbers of the ranks that mpirun started."""
     script_slowdown: ScriptSlowdown
     """This rank's emulated slowdown outside of a `Training`."""
+    check_devices: OwnDeviceCheck
+    """Given the tensors of each call that communicates."""
     relay: RelaySettings = field(default_factory=RelaySettings)
     """How this rank's tensors cross between device kinds; all its process groups use it."""
 
@@ -131,6 +134,7 @@ def join_world(
     emulate_slowdown: str = "",
     share_device: bool = False,
     group_by: str = "auto",
+    shown: Sequence[int] = (),
 ) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
@@ -141,6 +145,7 @@ def join_world(
         emulate_slowdown: as `--emulate-slowdown`, likewise.
         share_device: as `--share-device`; also if the environment variable says so.
         group_by: as `--group-by`; `auto`: what the environment variable says.
+        shown: as `choose_device` takes it.
 
     Raises:
         AgreedError: a device is missing, a host has more ranks than devices, two ranks of a group
@@ -150,7 +155,7 @@ def join_world(
     own = track_comm(comm.Dup())
     emulation = agree_on_emulation(own, emulate_kinds, emulate_slowdown)
     relay = agree_on_settings(own, group_by)
-    device, index, info, shares = _take_device(own, devices, share_device, emulation)
+    device, index, info, shares = _take_device(own, devices, share_device, emulation, shown)
     facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
     gathered = gather_values(own, (asdict(info), facts.to_json()))
     _check_before_job([each for _, each in gathered], own.rank)
@@ -160,12 +165,13 @@ def join_world(
     open_job_store(own)
     _log_emulation(emulation, own.rank)
     slowdown = ScriptSlowdown(emulation.schedules[own.rank], _needs_training(emulation))
+    check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
     threads, size = _use_cores(own), own.size
-    return World(own, infos, device, index, threads, size, emulation, slowdown, relay)
+    return World(own, infos, device, index, threads, size, emulation, slowdown, check, relay)
 
 
 def _take_device(
-    comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation
+    comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation, shown: Sequence[int]
 ) -> tuple[Device, int, RankInfo, bool]:
     """Choose this rank's device, and make it the process's current one. Collective.
 
@@ -192,6 +198,7 @@ def _take_device(
             known.unusable,
             inventories=inventories if len(inventories) == launch.local_size else (),
             share=share,
+            shown=shown,
         )
         if request == "auto" and launch.local_rank == 0:
             for fault in known.faults.values():

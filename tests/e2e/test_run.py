@@ -1,9 +1,12 @@
 """`kaitian-run`: an unmodified torch.distributed script."""
 
 import re
+import subprocess
 import sys
 
 import pytest
+from jobs import PLANTED
+from torch.utils import backend_registration
 
 SCRIPT = """
 import argparse, os, sys
@@ -243,3 +246,70 @@ def test_ranks_may_exit_in_any_order_with_open_groups_and_messages(mpirun, tmp_p
     ended = mpirun(3, *command)
     assert ended.code == 0, ended.text
     assert ended.err == ""
+
+
+WHICH = """
+import os
+import torch
+import kaitian_mpi
+
+own = kaitian_mpi.init().info.device_name
+local_rank = int(os.environ["LOCAL_RANK"])
+if not torch.accelerator.is_available():
+    print(local_rank, "cpu", torch.mlu.device_count())
+else:
+    devices = ["mlu", f"mlu:{local_rank}", torch.accelerator.current_accelerator()]
+    found = [torch.empty(1, device=device).device for device in devices]
+    torch.mlu.set_device(local_rank)
+    found.append(torch.empty(1, device="mlu").device)
+    print(local_rank, *{own, *(torch.mlu.get_device_name(each.index) for each in found)})
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot have a device type in Python",
+)
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ("mlu:0,cpu", ["0 board 0", "1 cpu 0"]),
+        ("mlu:5,mlu:2", ["0 board 2", "1 board 5"]),
+    ],
+)
+def test_a_script_takes_its_own_device_however_it_asks(mpirun, tmp_path, devices, expected):
+    (tmp_path / "theirs.py").write_text(WHICH)
+    plugin = str(PLANTED / "emulated_mlu")
+    ended = mpirun(2, "kaitian-run", "--devices", devices, "theirs.py", PYTHONPATH=plugin)
+    assert ended.code == 0, ended.text
+    assert sorted(ended.out.splitlines()) == expected
+
+
+MODULE = """
+import os, pickle, sys
+
+class Content:
+    pass
+
+copy = pickle.loads(pickle.dumps(Content()))
+arguments = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+print(__name__, __package__, __spec__.name, arguments, sys.path[0], type(copy) is Content)
+"""
+
+
+def test_a_module_runs_as_python_runs_it(mpirun, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import sys\nprint(sys.argv, flush=True)\n")
+    (package / "__main__.py").write_text(MODULE)
+    words = ["-m", "package", "--lr", "1"]
+    alone = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    ended = mpirun(2, "kaitian-run", *words)
+    assert ended.code == 0, ended.text
+    assert sorted(ended.out.splitlines()) == sorted(2 * alone.stdout.splitlines())
+
+    ended = mpirun(2, *"kaitian-run -m package.missing".split())
+    assert ended.code == 2, ended.text
+    assert ended.err.count("kaitian-run: error: -m package.missing: no module of this name") == 1

@@ -227,10 +227,10 @@ def test_a_task_gets_all_its_cpus(tmp_path, name):
     program.write_text("#!/bin/sh\nunset OMP_NUM_THREADS OMP_THREAD_LIMIT\nnproc\n")
     program.chmod(0o755)
     slurm = [sys.executable, str(PLANTED.parent / "emulated_slurm.py"), "--slots=2,2", "--bind"]
-    both = ["--nodes=1" if "unlike" in name else "--nodes=2", "--ntasks-per-node=1"]
+    submit = ["sbatch", "--wait", "--output=log", "--ntasks-per-node=1", "--cpus-per-task=2"]
+    submit += ["--nodes=1" if "unlike" in name else "--nodes=2", str(EXAMPLES / name)]
     done = subprocess.run(
-        [*slurm, f"--features={','.join(KINDS)}", "--", "sbatch", "--wait", *both]
-        + ["--cpus-per-task=2", "--output=log", str(EXAMPLES / name)],
+        [*slurm, f"--features={','.join(KINDS)}", "--", *submit],
         cwd=tmp_path,
         env={**ENVIRONMENT, "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"},
         stdin=subprocess.DEVNULL,

@@ -515,3 +515,19 @@ def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
     weights._bucket_ready(is_last=True)
     share = (world.rank + 1) / total.item()
     assert [weights.gradients.weight, step.weight_of_share()] == [share, share]
+
+
+@pytest.mark.sizes(2)
+def test_a_rank_that_communicates_another_devices_tensors_warns_once(world, caplog):
+    groups = [None, dist.new_group(backend="kaitian")]
+    for group in groups:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(2), group=group)  # host memory is anybody's
+    assert "which is not its device" not in caplog.text
+    for group in groups:
+        dist.all_reduce(on_device(torch.ones(2)), group=group)
+        sent = on_device(torch.ones(2))
+        dist.send(sent, 1, group) if world.rank == 0 else dist.recv(sent, 0, group)
+    text = f"{world.info} communicates tensors on {fake_device.TYPE}:0, which is not its device"
+    assert caplog.text.count(text) == world.device_kind.is_host
+    dist.destroy_process_group(groups[1])
