@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kaitian_mpi.runtime.abort import rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
@@ -40,6 +42,24 @@ _FIRST_LIMIT_SEC = 600.0
 _SETUP_LIMIT_SEC = 1800.0
 
 
+class Phase(NamedTuple):
+    """What a rank is doing."""
+
+    name: str
+    """Worded to follow "61 s in"."""
+    step: int | None
+    """The step it belongs to."""
+    since: float
+    """When it began, by `time.monotonic`."""
+    waits: bool
+    """Whether the rank waits for other ranks and so is not itself at fault."""
+    allowed_sec: float | None
+    """The longest time it may last; None: the watchdog's limit; infinite: no limit."""
+
+    def __str__(self) -> str:
+        return self.name if self.step is None else f"{self.name} of step {self.step}"
+
+
 class Watchdog:
     """Kills this process with SIGKILL when it hangs, and reports the phase on stderr.
 
@@ -53,6 +73,11 @@ class Watchdog:
         follow_launcher: whether to kill this process when its parent exits. Not for a job that was
             started from a shell, which may outlive it.
 
+    Attributes:
+        phase: the current one.
+        limit_sec: the current limit, in seconds.
+        interval_sec: between two heartbeats, in seconds.
+
     Raises:
         OSError: the watchdog process could not be started.
     """
@@ -63,6 +88,7 @@ class Watchdog:
         with suppress(OSError):  # limited per user; the default of 64 KB works as well
             fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._serial = itertools.count()
+        self._phase_lock = threading.Lock()
         self._woken = threading.Event()
         self._closed = False
         self._set_limit(limit_sec)
@@ -94,14 +120,29 @@ class Watchdog:
                 dataset), only heartbeats are required.
         """
         now = time.monotonic()
-        number = "" if step is None else step
-        self._phase = f"{now:.3f} {waits:d} {limited:d} {number} {phase[:_MAX_PHASE_LENGTH]}"
-        self._report(now)
+        allowed = None if limited else math.inf
+        with self._phase_lock:
+            self.phase = Phase(phase[:_MAX_PHASE_LENGTH], step, now, waits, allowed)
+            self._report(now)
+
+    def renew(self, phase: Phase, allowed_sec: float | None) -> None:
+        """Let a phase begin again now, unless it has ended; from any thread.
+
+        Args:
+            phase: as read from this watchdog.
+            allowed_sec: the longest time it may last from now on, as in `Phase`.
+        """
+        now = time.monotonic()
+        with self._phase_lock:
+            if self.phase is phase:
+                self.phase = phase._replace(since=now, allowed_sec=allowed_sec)
+                self._report(now)
 
     def set_limit(self, limit_sec: float) -> None:
         """Change the limit, for the current phase too. From the thread that calls `enter`."""
-        self._set_limit(limit_sec)
-        self._report(time.monotonic())
+        with self._phase_lock:
+            self._set_limit(limit_sec)
+            self._report(time.monotonic())
         self._woken.set()  # the next heartbeat may be due sooner
 
     def close(self) -> None:
@@ -122,18 +163,22 @@ class Watchdog:
 
     def _set_limit(self, limit_sec: float) -> None:
         assert limit_sec > 0
-        self._limit = limit_sec
-        self._interval_sec = min(_MAX_HEARTBEAT_SEC, limit_sec / _HEARTBEATS_PER_LIMIT)
+        self.limit_sec = limit_sec
+        self.interval_sec = min(_MAX_HEARTBEAT_SEC, limit_sec / _HEARTBEATS_PER_LIMIT)
 
     def _report(self, now: float) -> None:
-        self._state = f"{next(self._serial)} {self._limit} {self._phase}"
+        name, step, since, waits, allowed = self.phase
+        allowed = self.limit_sec if allowed is None else allowed
+        number = "" if step is None else step
+        times = f"{self.limit_sec} {since:.3f} {waits:d} {allowed}"
+        self._state = f"{next(self._serial)} {times} {number} {name}"
         self._write(now, self._state)
 
     def _send_heartbeats(self) -> None:
         while not self._closed:
             # Each heartbeat repeats the phase, in case the pipe was full when it started.
             self._write(time.monotonic(), self._state)
-            self._woken.wait(self._interval_sec)
+            self._woken.wait(self.interval_sec)
             self._woken.clear()
 
     def _write(self, now: float, state: str) -> None:
@@ -217,9 +262,9 @@ def start_watchdog(limit_sec: float) -> Watchdog | None:
     return _current
 
 
-def is_watched() -> bool:
-    """Return whether this rank has a watchdog."""
-    return _current is not None
+def current_watchdog() -> Watchdog | None:
+    """Return this rank's watchdog, if it has one."""
+    return _current
 
 
 def stop_watchdog() -> None:

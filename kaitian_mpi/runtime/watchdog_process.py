@@ -35,18 +35,18 @@ class Report:
     Attributes:
         beat: when the line was written: the heartbeat.
         serial: increases with each phase or limit.
-        limit: the longest time a phase may last, in seconds.
+        limit: the longest time without a heartbeat, and for which most phases may last, in seconds.
         since: when the phase started.
         waits: whether the rank waits for other ranks and so is not itself at fault.
-        limited: whether the time limit applies to the phase.
+        allowed: the longest time this phase may last, in seconds; infinite for one without a limit.
         where: the phase in words, with its step.
     """
 
     def __init__(self, line: bytes) -> None:
-        beat, serial, limit, since, waits, limited, step, phase = line.split(b" ", 7)
+        beat, serial, limit, since, waits, allowed, step, phase = line.split(b" ", 7)
         self.beat, self.serial = float(beat), int(serial)
         self.limit, self.since = float(limit), float(since)
-        self.waits, self.limited = waits == b"1", limited == b"1"
+        self.waits, self.allowed = waits == b"1", float(allowed)
         words = phase + b" of step " + step if step else phase
         self.where = words.decode(errors="replace")
         if not self.limit > 0:
@@ -90,11 +90,11 @@ def kill_reason(now: float, report: Report, restarted: float, state: str = "") -
     if silent > report.limit:
         how = _STATES.get(state, _OTHER_STATE)
         return f"no heartbeat for {seconds(silent)} ({how}), last in {report.where}"
-    if not report.limited:
+    if report.allowed == float("inf"):
         return None
-    if not report.waits and lasted > report.limit:
+    if not report.waits and lasted > report.allowed:
         how = f" ({_STATES[state]})" if state in _STATES else ""
-        limit = seconds(report.limit)
+        limit = seconds(report.allowed)
         return f"{seconds(lasted)} in {report.where}{how}, the limit is {limit} (--step-timeout)"
     # A rank that hangs is killed by its own watchdog within this time: so nothing will arrive.
     if report.waits and lasted > 2 * report.limit + _WAITING_EXTRA_SEC:

@@ -266,6 +266,7 @@ class Trainer:
         self.state.begin_unit()
         if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
             self._recompute_statistics()
+        enter_phase("the statistics of batch norm", waits=True)
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = Evaluation({})
         if self._setup.validation is not None:

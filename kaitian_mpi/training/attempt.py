@@ -15,6 +15,7 @@ from kaitian_mpi.checkpoint.exit_save import ExitSave
 from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.elastic.presence import Presence
 from kaitian_mpi.engine.evaluation import Evaluation
 from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.metrics.reading import Evaluated
@@ -25,7 +26,7 @@ from kaitian_mpi.output.run_folder import NoFolder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
-from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.runtime.watchdog import current_watchdog, enter_phase, setup_limit
 from kaitian_mpi.steps.divergence import repair_divergence
 from kaitian_mpi.steps.follow_up import StepFollowUp
 from kaitian_mpi.steps.profiling import ProfiledSteps
@@ -74,6 +75,10 @@ class Attempt:
             self.close(error)
             raise
         self._contexts.callback(self._remember_costs)
+        watchdog = current_watchdog()
+        if watchdog is not None and world.size > 1:
+            presence = Presence(world.comm, watchdog, setup_limit(run.config.step_timeout))
+            self._contexts.callback(presence.close)
         self._contexts.enter_context(self._saved_at_signals())
         self._is_in_epoch = False
         owns_files = not isinstance(run.setup.folder, NoFolder)
@@ -101,6 +106,7 @@ class Attempt:
             if parts is not None:
                 return parts
             self._is_in_epoch = False
+            enter_phase("the end of the epoch", waits=True)
             self._follow_up.epoch_done()
             self._end_epoch(self.trainer.evaluate())
         return None
@@ -126,7 +132,7 @@ class Attempt:
 
     def save(self) -> None:
         """Save a checkpoint between two steps."""
-        enter_phase("saving a checkpoint", limited=False)
+        enter_phase("saving a checkpoint", waits=True, limited=False)
         self.trainer.abandon()
         self._checkpoints.save(self._world, self._state, self.metadata())
         self._checkpoints.wait()
@@ -143,7 +149,7 @@ class Attempt:
         Returns:
             Whether it is in either; the same on every rank. If not, training goes on.
         """
-        enter_phase("saving a checkpoint", limited=False)
+        enter_phase("saving a checkpoint", waits=True, limited=False)
         self.is_to_restart = False
         step = self._state.progress.step
         if self._checkpoints.save_for_restart(self._world, self._state, self.metadata()):
@@ -292,7 +298,7 @@ class Attempt:
     def _save_if_due(self, step: int, requested: bool) -> None:
         """Save a checkpoint and a snapshot, if they are due."""
         if self._checkpoints.is_due(step, requested):
-            enter_phase("saving a checkpoint", limited=False)
+            enter_phase("saving a checkpoint", waits=True, limited=False)
             self._checkpoints.save(self._world, self._state, self.metadata())
         self._checkpoints.snapshot(self._world, self._state, self.metadata)
 

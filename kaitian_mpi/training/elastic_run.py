@@ -19,7 +19,12 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import set_quiet
 from kaitian_mpi.runtime.signals import handle_signals, is_handled
-from kaitian_mpi.runtime.watchdog import is_watched, setup_limit, start_watchdog, stop_watchdog
+from kaitian_mpi.runtime.watchdog import (
+    current_watchdog,
+    setup_limit,
+    start_watchdog,
+    stop_watchdog,
+)
 from kaitian_mpi.tracing import recorder
 from kaitian_mpi.tracing.recorder import Recorder, start_recording, stop_recording
 from kaitian_mpi.tracing.sampling import Sampling
@@ -299,4 +304,6 @@ def _watch_process(config: TrainingConfig) -> bool:
     """
     if not is_handled():
         handle_signals(Path(sys.argv[0]).name or "python")
-    return not is_watched() and start_watchdog(setup_limit(config.step_timeout)) is not None
+    if current_watchdog() is not None:
+        return False
+    return start_watchdog(setup_limit(config.step_timeout)) is not None

@@ -10,6 +10,7 @@ import torch
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.engine.computation import check_loss
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.steps.step import Step
 from kaitian_mpi.training.attempt import Attempt
 from kaitian_mpi.training.elastic_run import ElasticRun
@@ -67,6 +68,7 @@ class OpenStep:
                 "found training.step() without a gradient, needed training.backward(loss) before it"
             )
         self._is_finished = True
+        enter_phase("the sum of gradients", waits=True)
         done = self._try(lambda attempt: attempt.trainer.finish())
         if done is not None:
             self._try(lambda attempt: attempt.step_done(done))

@@ -125,7 +125,7 @@ class Training:
             if step is not None:
                 # Done for every rank, and so it stays if one is lost in what follows.
                 self._run.guarded(self._attempt.step_done, step)
-                enter_phase("the script's own code", step=step.number, limited=False)
+                self._enter_script()
                 yield step
 
     def batches(self) -> Iterator[Any]:
@@ -150,7 +150,7 @@ class Training:
             if step is None:
                 continue
             self._open_step = step
-            enter_phase("the script's own code", limited=False)
+            self._enter_script()
             try:
                 yield step.batch
             except GeneratorExit:  # the loop was left; another one may be open by now
@@ -191,6 +191,7 @@ class Training:
             UserError: the loss is no tensor of one element, or there is no batch to call this for.
         """
         self._needed_step("backward").backward(loss)
+        self._enter_script()
 
     def step(self) -> bool:
         """Apply the gradient: clip it, step optimizers and schedulers, zero it, in the open form.
@@ -203,6 +204,7 @@ class Training:
         """
         done = self._needed_step("step").finish()
         self._last_step = done or self._last_step
+        self._enter_script()
         return done is not None
 
     @property
@@ -225,7 +227,9 @@ class Training:
             missing = "validation data" if task.validation is None else "metrics"
             raise UserError(f"found a Task without {missing}, needed it to evaluate")
         self._end_open_step()
-        return self._run.evaluate()
+        means = self._run.evaluate()
+        self._enter_script()
+        return means
 
     def log(self, **values: float) -> None:
         """Record figures of the script's own, with the next line of metrics. Not collective.
@@ -256,6 +260,11 @@ class Training:
     def _train(self, share: Sequence[MicroBatch]) -> Step:
         self._last_step = self._attempt.trainer.train(share)
         return self._last_step
+
+    def _enter_script(self) -> None:
+        """Begin the phase of the script's own code, which may last."""
+        done = self._last_step.number if self._last_step is not None else 0
+        enter_phase("the script's own code", step=done, limited=False)
 
     @property
     def _attempt(self) -> Attempt:

@@ -4,6 +4,7 @@ import collections
 import copy
 import itertools
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kaitian_mpi import MetricsSink, Task, Training
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.runtime.watchdog import Watchdog, current_watchdog
 
 pytestmark = pytest.mark.sizes(3)
 ALSO_ALONE = pytest.mark.sizes(1, 3)
@@ -693,6 +695,35 @@ def test_an_exit_from_the_loop_saves_as_a_return_does(world, folder, error):
     if world.rank == 0:
         is_saved = (folder / "checkpoints" / "step-00000004.pt").exists()
         assert is_saved == (not isinstance(error, Exception))
+
+
+@pytest.mark.parametrize(("is_open", "last"), [(False, 7), (True, 2)])
+def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, is_open, last):
+    """As for a rank that evaluates alone, after an epoch or in it; the watchdogs know of each."""
+    began_again = []
+    renew = Watchdog.renew
+
+    def record(self, phase, allowed_sec):
+        began_again.append(phase)
+        renew(self, phase, allowed_sec)
+
+    monkeypatch.setattr(Watchdog, "renew", record)
+    task = language(loss=None if is_open else token_loss)
+    with Training(task, **QUIET, step_timeout=4) as training:
+        for item in training.batches() if is_open else training:
+            if is_open:
+                training.backward(token_loss(training.model, item))
+                assert training.step()
+            if training.last_step.number == last and world.rank == 1:
+                give_up = time.monotonic() + 60
+                while not began_again:  # by an answer of a rank that waits
+                    assert time.monotonic() < give_up
+                    time.sleep(0.05)
+                own = current_watchdog().phase
+                assert (str(own), own.allowed_sec) == (f"the script's own code of step {last}", 80)
+    assert training.summary.finished
+    expected = "the sum of gradients" if is_open else "the end of the epoch"
+    assert world.rank == 1 or expected in {phase.name for phase in began_again}
 
 
 @ALSO_ALONE

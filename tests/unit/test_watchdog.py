@@ -38,9 +38,10 @@ while True:
 
 
 def report(
-    beat=0.0, serial=1, limit=60, since=0.0, waits=0, limited=1, step="12", phase="forward"
+    beat=0.0, serial=1, limit=60, since=0.0, waits=0, allowed=None, step="12", phase="forward"
 ) -> bytes:
-    return f"{beat} {serial} {limit} {since} {waits} {limited} {step} {phase}".encode()
+    allowed = limit if allowed is None else allowed
+    return f"{beat} {serial} {limit} {since} {waits} {allowed} {step} {phase}".encode()
 
 
 # decisions ------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def report(
         (59.0, report(), 0, "S", None),
         (60.0, report(), 0, "S", None),
         (61.0, report(), 0, "T", "no heartbeat for 61 s (stopped), last in forward of step 12"),
-        (61.0, report(limited=0), 0, "t", "no heartbeat for 61 s (stopped by a debugger)"),
+        (61.0, report(allowed="inf"), 0, "t", "no heartbeat for 61 s (stopped by a debugger)"),
         (61.0, report(waits=1), 0, "D", "no heartbeat for 61 s (blocked in the kernel)"),
         (61.0, report(), 0, "R", "(running, but a call holds the GIL)"),
         (61.0, report(beat=60), 0, "T", "61 s in forward of step 12 (stopped), the limit is 60 s"),
@@ -61,8 +62,11 @@ def report(
         (60.0, report(beat=60), 0, "T", None),
         (0.6, report(beat=0.5, limit=0.5), 0, "R", "0.6 s in forward of step 12, the limit is 0.5"),
         (61.0, report(beat=60, step=""), 0, "R", "61 s in forward, the limit is 60 s"),
-        (9999.0, report(beat=9999, limited=0), 0, "R", None),
-        (9999.0, report(beat=9999, limited=0, waits=1), 0, "S", None),
+        (9999.0, report(beat=9999, allowed="inf"), 0, "R", None),
+        (1800.0, report(beat=1800, allowed=1800), 0, "R", None),
+        (1801.0, report(beat=1801, allowed=1800), 0, "R", "step 12, the limit is 1800 s (--step-"),
+        (1801.0, report(allowed=1800), 0, "T", "no heartbeat for 1801 s (stopped), last in fo"),
+        (9999.0, report(beat=9999, allowed="inf", waits=1), 0, "S", None),
         (61.0, report(beat=61, waits=1), 0, "S", None),
         (125.0, report(beat=125, waits=1), 0, "S", None),
         (
@@ -286,6 +290,19 @@ def test_a_new_limit_applies_to_the_current_phase_and_the_beats(rank):
     beating = rank(body + "time.sleep(1)", limit=60)  # with 60 s it would beat once a second
     assert "in forward of step 1, the limit is 0.9 s" in shorter.wait()[2]
     assert beating.wait() == (0, "", "")
+
+
+def test_a_phase_that_begins_again_may_get_a_limit_of_its_own_unless_it_has_ended(rank):
+    body = """
+watchdog.enter("the script", step=2, limited=False)
+ended = watchdog.phase
+watchdog.enter("the script", step=3, limited=False)
+watchdog.renew(ended, 0.1)
+time.sleep(0.9)
+watchdog.renew(watchdog.phase, 0.8)
+time.sleep(60)
+"""
+    assert "in the script of step 3, the limit is 0.8 s" in rank(body).wait()[2]
 
 
 def test_a_busy_rank_survives_and_its_watchdog_uses_no_cpu(rank):
