@@ -179,16 +179,3 @@ class CollectiveCalls(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
         return self._run(Barrier([], [], opts or BarrierOptions()))
-
-
-def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-    """Start to sum a host tensor over a group's ranks, in place. Collective.
-
-    `dist.all_reduce` would take it to the devices of a group that a vendor's library connects, and
-    back. In a group of another backend it is `dist.all_reduce`.
-    """
-    chosen = group or dist.group.WORLD
-    if isinstance(chosen, CollectiveCalls):
-        return chosen.sum_on_host(tensor)
-    work: Work = dist.all_reduce(tensor, group=chosen, async_op=True)
-    return work

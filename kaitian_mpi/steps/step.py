@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.backend.collective_calls import sum_on_host
+from kaitian_mpi.backend.data_parallel import sum_on_host
 from kaitian_mpi.data.batches import MicroBatch
 from kaitian_mpi.engine.clock import StepTimes
 from kaitian_mpi.engine.task import Task
