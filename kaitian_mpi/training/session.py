@@ -20,6 +20,7 @@ from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume import hand_over, restore
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
@@ -176,6 +177,7 @@ def _make_run(
         allreduce_algorithm=selection.allreduce_algorithm,
         excluded_places=[info.place for info in selection.excluded],
         state=state,
+        loader=ShareLoader(setup.train, config.workers, started_with.device_kind.pins_memory),
         checkpoints=Checkpointing(config, setup.path),
         own_sinks=own_sinks,
         summary=replace(summary_of(started_with, setup, earlier, selection), parity=agrees),
