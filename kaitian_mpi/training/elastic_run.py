@@ -211,6 +211,7 @@ class ElasticRun:
                 events.report_failure(self._run, error)
             self._run.sinks.close(finished=self._run.summary.finished)
             self._run.loader.close()
+            self._run.setup.folder.close()
         stop_recording()
         self._page.close()
         if self._owns_watchdog:

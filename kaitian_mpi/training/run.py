@@ -100,12 +100,13 @@ class Run:
         """Make the first active rank the one that writes the files."""
         folder = self.setup.folder
         if world.rank != 0:
+            folder.close()
             self.setup = replace(self.setup, folder=NoFolder())
             self.sinks.close(finished=False)
             self.writes_metrics = False
         elif isinstance(folder, NoFolder) and self.setup.path is not None:
             taken = DiskFolder(self.setup.path)
-            taken.mend()
+            taken.claim(self.setup.job)
             self.setup = replace(self.setup, folder=taken)
             print_rank_0(world, f"{world.info} now writes the files")
         if world.rank == 0 and not self.writes_metrics:

@@ -6,6 +6,8 @@ is given, and is repeated on the surviving ranks where a rank is lost meanwhile.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,12 +35,13 @@ from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.metrics.sink import MetricsSink
-from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same
+from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0, show_topology
 from kaitian_mpi.output.run_folder import NoFolder, check_run_folder
 from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.steps.profiling import check_profile
 from kaitian_mpi.training.live_page import LivePage
@@ -94,10 +97,12 @@ def open_run(
     _check_request(config, membership, page)
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
-    setup: Setup = on_all(partial(prepare, make_task, config))
+    job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
+    setup: Setup = on_all(partial(prepare, make_task, config, job))
     earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
     if earlier.is_finished:
         membership.attempt(partial(load_finished, config, setup, earlier))
+        setup.folder.close()
         return setup.task, None, earlier.summary
     if not isinstance(setup.folder, NoFolder):
         page.serve(setup.folder.path)
@@ -129,6 +134,12 @@ def check_settings(config: TrainingConfig, world: World) -> None:
         AgreedError: they differ.
     """
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
+
+
+def _agree_on_job(world: World) -> str:
+    """Return an ID of the job, the same on every rank. Collective."""
+    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
+    return gather_values(world.comm, own)[0]
 
 
 def _make_run(

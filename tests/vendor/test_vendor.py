@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
-from kaitian_mpi.backend.data_parallel import sum_on_host
-from kaitian_mpi.backend.data_parallel import _Weights, count_rows
+from kaitian_mpi.backend.data_parallel import _Weights, count_rows, sum_on_host
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.engine.clock import StepClock
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
