@@ -10,7 +10,6 @@ import torch
 from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.datasets.sources import load_data
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.computation import Computation
@@ -54,8 +53,7 @@ def make_trainer(
     computation = Computation(world.device, "fp32", "channels_last")
     steps = count_steps(config, len(setup.train), config.global_batch_size)
     state = TrainingState(task, computation, steps)
-    loader = ShareLoader(setup.train, config.workers, pin_memory=False)
-    trainer = Trainer(config, world, setup, state, plan, Slowdown(()), loader, commit)
+    trainer = Trainer(config, world, setup, state, plan, Slowdown(()), commit)
     return trainer, StepFollowUp(config, world, setup.folder, trainer, plan)
 
 

@@ -14,7 +14,7 @@ from kaitian_mpi.checks.machine import SHM
 from kaitian_mpi.checks.mpi_settings import read_flag, read_settings, read_text
 from kaitian_mpi.launch.parent import hosts_of_launcher
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch, usable_cores
+from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch
 from kaitian_mpi.runtime.mpi_libraries import (
     COMPONENTS,
     DEVICE_AWARE,
@@ -24,6 +24,7 @@ from kaitian_mpi.runtime.mpi_libraries import (
     loaded_library,
 )
 from kaitian_mpi.runtime.tags import PROTOCOL
+from kaitian_mpi.system import usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -95,7 +96,7 @@ def _machine() -> Machine:
     except OSError:
         shm = None
     return Machine(
-        cores=usable_cores(),
+        cores=len(usable_cores()),
         shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
         shm_free_bytes=None if shm is None else shm.f_bavail * shm.f_frsize,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -26,11 +26,11 @@ from kaitian_mpi.runtime.launcher import (
     Launch,
     prepare_environment,
     read_launch,
-    usable_cores,
 )
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
+from kaitian_mpi.system import usable_cores
 
 if TYPE_CHECKING:
     from kaitian_mpi.engine.task import Task
@@ -95,7 +95,7 @@ def hide_unused_devices(devices: str, launch: Launch) -> None:
 def load_torch(launch: Launch) -> None:
     """Import torch and this package's modules that use it; nothing if that is done already."""
     startup_clock.begin("imports")
-    prepare_environment(os.environ, launch, usable_cores())  # torch reads some of it
+    prepare_environment(os.environ, launch, len(usable_cores()))  # torch reads some of it
     import_torch()
     with without_collection():
         import_module("kaitian_mpi.training.training")

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 import psutil
 
+from kaitian_mpi.system import usable_cores
+
 MIN_SHARE, MAX_SHARE = 0.01, 0.2
 _SHARE_OF_IDLE = 0.1
 
@@ -83,5 +85,4 @@ def use_cores_of_launcher(rank: int) -> None:
 def _idle_sec() -> float:
     """Return the seconds that the cores this process may use were idle since boot, summed."""
     times = psutil.cpu_times(percpu=True)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
-    return sum(times[core].idle for core in usable if core < len(times))
+    return sum(times[core].idle for core in usable_cores() if core < len(times))

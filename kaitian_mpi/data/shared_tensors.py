@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from kaitian_mpi.system import anonymous_file
+
 
 class SharedTensors:
     """Wraps a value for sending to another process, with its tensors in anonymous memory.
@@ -38,7 +40,7 @@ class _Region:
     """Growing anonymous memory that holds tensors; the receiver gets a private mapping of it."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("kaitian-data", os.MFD_CLOEXEC)
+        self._file = anonymous_file("kaitian-data")
         weakref.finalize(self, os.close, self._file)
         self._end = 0
         self._starts: dict[int, int] = {}

@@ -50,7 +50,6 @@ class Accelerator:
     kind: str
     torch_type: str
     vendor_backend: str | None = None
-    vendor_lacks: frozenset[str] = frozenset()
     library = ""
     plugin = ""
     visibility: tuple[str, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import time
 from datetime import timedelta
@@ -13,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+
+from kaitian_mpi.system import usable_cores
 
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -32,7 +33,6 @@ class CpuDevice:
     kind = "cpu"
     torch_type = "cpu"
     vendor_backend = None
-    vendor_lacks: frozenset[str] = frozenset()
     library = plugin = ""
     run_on_hardware = "x86-64, by every run of the tests"
     is_host = True
@@ -51,7 +51,7 @@ class CpuDevice:
 
     def count(self) -> int:
         """Return the number of usable cores; any number of ranks may share them."""
-        return max(1, len(os.sched_getaffinity(0)))
+        return len(usable_cores())
 
     def torch_device(self, index: int) -> torch.device:
         """Return `cpu`; there is only one, whatever the index."""

@@ -36,11 +36,18 @@ def examine_storage(run_dir: str) -> Storage:
         free = 0
     return Storage(
         folder=str(folder),
-        file_system=file_system(folder, _MOUNTS.read_text()),
+        file_system=file_system(folder, _mounts()),
         free_bytes=free,
         write_mb_per_sec=speed,
         error=error,
     )
+
+
+def _mounts() -> str:
+    try:
+        return _MOUNTS.read_text()
+    except OSError:  # as on macOS
+        return ""
 
 
 def nearest_folder(path: Path) -> Path:
@@ -80,4 +87,4 @@ def file_system(folder: Path, mounts: str) -> str:
         inside = real == place or real.startswith(place.rstrip("/") + "/")
         if inside and len(place) >= len(found[0]):
             found = place, kind
-    return f"{found[1]} on {found[0]}"
+    return f"{found[1]} on {found[0]}" if found[0] else found[1]

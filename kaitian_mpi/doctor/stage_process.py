@@ -5,7 +5,6 @@ python -P -m kaitian_mpi.doctor.stage_process NAME ARGUMENTS
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.runtime.abort import is_mpi_running
+from kaitian_mpi.system import prctl
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Make the examination that the command line names."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     result = os.dup(1)
     os.dup2(2, 1)  # vendors' libraries print to stdout
     name, arguments = sys.argv[1:]

@@ -14,6 +14,7 @@ from typing import Any
 
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.system import anonymous_file
 
 COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.doctor.stage_process")
 """The command of an examination's process; -P: nothing is imported from the current folder."""
@@ -92,8 +93,8 @@ class _Process:
     """A process with its output in memory, so that it never waits for a reader."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._out = os.memfd_create("out", os.MFD_CLOEXEC)
-        self._err = os.memfd_create("err", os.MFD_CLOEXEC)
+        self._out = anonymous_file("out")
+        self._err = anonymous_file("err")
         self._began = time.monotonic()
         self._process = subprocess.Popen(  # noqa: S603  # a list of words, no shell
             command,

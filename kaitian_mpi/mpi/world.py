@@ -36,6 +36,7 @@ from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.threads import set_default_threads
 from kaitian_mpi.runtime.ulfm import shrink, track_comm
+from kaitian_mpi.system import usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -338,7 +339,7 @@ def share_cores(comm: MPI.Comm) -> int:
     from mpi4py import MPI
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cores = set().union(*gather_values(local, sorted(os.sched_getaffinity(0))))
+    cores = set().union(*gather_values(local, sorted(usable_cores())))
     threads = max(1, len(cores) // local.size)
     local.Free()
     return threads

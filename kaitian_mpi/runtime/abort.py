@@ -5,7 +5,6 @@ Otherwise the other ranks would wait forever for the one that failed.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import io
 import os
@@ -26,6 +25,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
+from kaitian_mpi.system import prctl
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -263,6 +263,6 @@ def die_with_launcher() -> None:
     if read_launch(os.environ).world_size == 1:
         return
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

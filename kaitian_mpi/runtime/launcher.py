@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -152,11 +151,6 @@ def _pbs_hosts(environ: Mapping[str, str]) -> int:
         return len(set(Path(environ["PBS_NODEFILE"]).read_text().split()))
     except (KeyError, OSError, UnicodeDecodeError):
         return 0
-
-
-def usable_cores() -> int:
-    """Return the number of cores this process may run on (its CPU affinity)."""
-    return max(1, len(os.sched_getaffinity(0)))
 
 
 def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores: int) -> None:

@@ -79,7 +79,7 @@ def detach_from_job(keep: int = -1) -> None:
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, 0)
     os.dup2(devnull, 1)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2 and descriptor != keep:
             with suppress(OSError):
                 os.close(descriptor)

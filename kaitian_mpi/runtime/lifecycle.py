@@ -20,10 +20,10 @@ from kaitian_mpi.runtime.launcher import (
     prepare_environment,
     read_launch,
     unlaunched,
-    usable_cores,
 )
 from kaitian_mpi.runtime.mpi_libraries import launched_by
 from kaitian_mpi.runtime.polling import reduce_timer_slack
+from kaitian_mpi.system import usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,7 +53,7 @@ def initialize_mpi() -> MPI.Intracomm:
     os.environ[RANK_VARIABLE] = "1"
     launch = read_launch(os.environ)
     reduce_timer_slack()
-    prepare_environment(os.environ, launch, usable_cores())
+    prepare_environment(os.environ, launch, len(usable_cores()))
     try:
         _take_over_finalize()
         with _ended_by_signals():

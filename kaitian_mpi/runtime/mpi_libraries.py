@@ -177,6 +177,8 @@ def _connection(environ: Mapping[str, str]) -> socket.socket | None:
     number = environ.get("PMI_FD", "")
     if launched_by(environ) is not MPICH or not number.isdigit():
         return None
+    if not hasattr(socket, "SO_PEERCRED"):  # on Linux only
+        return None
     try:
         launcher = socket.socket(fileno=os.dup(int(number)))
     except OSError:

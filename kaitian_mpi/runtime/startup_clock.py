@@ -63,6 +63,8 @@ def _launch_sec() -> float | None:
 
 def _started_sec_ago() -> float:
     """Return the age of this process."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):  # nor is there /proc
+        return 0.0
     try:
         started = _start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
     except OSError:

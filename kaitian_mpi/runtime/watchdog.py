@@ -85,8 +85,9 @@ class Watchdog:
     def __init__(self, name: str, limit_sec: float, *, follow_launcher: bool = True) -> None:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        with suppress(OSError):  # limited per user; the default of 64 KB works as well
-            fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux
+            with suppress(OSError):  # limited per user; the default of 64 KB works as well
+                fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._serial = itertools.count()
         self._phase_lock = threading.Lock()
         self._woken = threading.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from kaitian_mpi.supervision.job_environment import (
 )
 from kaitian_mpi.supervision.local_ranks import has_local_ranks
 from kaitian_mpi.supervision.starts import Job, list_names
+from kaitian_mpi.system import prctl
 from kaitian_mpi.training.restart_request import request_restart, withdraw_request
 
 _log = logging.getLogger(__name__)
@@ -106,13 +106,12 @@ class Machine:
         Raises:
             UserError: it cannot be started.
         """
-        libc = ctypes.CDLL(None)
         parent = os.getpid()
 
         def die_with_parent() -> None:
             # Must be called in the child, between fork and exec, hence preexec_fn, which is safe in
             # a process without threads. So mpirun ends its ranks after a SIGKILL to us.
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 

@@ -23,6 +23,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
     poll = select.poll()
     try:
+        assert hasattr(os, "pidfd_open")  # where it is missing, nothing is drawn
         poll.register(os.pidfd_open(int(sys.argv[2])), select.POLLIN)
         poll.poll()
     except ProcessLookupError:  # it has ended already

@@ -155,6 +155,8 @@ def _no_stop() -> Iterator[None]:
 
 def _start_guard(owner: int) -> subprocess.Popen[bytes]:
     """Start the process that resets the terminal when this one dies."""
+    if not hasattr(os, "pidfd_open"):
+        raise NoTerminalError("this system has no pidfd_open")
     os.close(os.pidfd_open(os.getpid()))  # raises on an old kernel or in a sandbox
     terminal = open_terminal(owner)
     try:

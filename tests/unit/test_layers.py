@@ -44,6 +44,7 @@ FLOORS = (
     "balance",
     "factory",
     "config",
+    "system",
     "errors",
 )
 MAX_FILES = 15  # per package, without its __init__.py
