@@ -582,7 +582,7 @@ def write_documented_kind(folder):
     """Write the package that the documentation shows, as a file and its entry point."""
     text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
     (code,) = re.findall(r'```python\n("""kaitian_acme.py.*?)```', text, re.DOTALL)
-    ((group, name, value),) = re.findall(r'entry-points."(.*)"\]\n(\w+) = "(.*)"\n', text)
+    ((group, name, value),) = re.findall(r'entry-points."(.*devices)"\]\n(\w+) = "(.*)"\n', text)
     (folder / "kaitian_acme.py").write_text(code)
     information = folder / "kaitian_acme-1.0.dist-info"
     information.mkdir()
