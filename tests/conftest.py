@@ -1,7 +1,8 @@
-"""Records how long each test takes, for the list at the end of `bin/test`."""
+"""Gives every test the same surroundings, and records how long it takes, for `bin/test`."""
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,16 @@ from kaitian_mpi.runtime.mpi_libraries import launched_by
 _FILE = os.environ.get("KAITIAN_TEST_TIMES")
 _LAUNCH = read_launch(os.environ)
 _MIN_SEC = 0.1
+
+# What started the tests may have these ignored or blocked, as a background job of a shell, `nohup`
+# and cron do, and processes inherit that.
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+os.umask(0o022)
 
 
 def pytest_collection_finish() -> None:

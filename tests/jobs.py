@@ -134,7 +134,8 @@ def _fork_server() -> str:
     """Return the socket of a `fork_server.py`: a given one, or one that ends with this process."""
     if given := os.environ.get("KAITIAN_FORK_SERVER"):
         return given
-    folder = tempfile.mkdtemp(prefix="kaitian-fork-server-")  # only this user may enter it
+    # Only this user may enter it. Not below $TMPDIR: a socket's path has 107 characters at most.
+    folder = tempfile.mkdtemp(prefix="kaitian-fork-server-", dir="/tmp")
     atexit.register(shutil.rmtree, folder)
     path = f"{folder}/socket"
     server = subprocess.Popen(

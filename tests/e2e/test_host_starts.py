@@ -12,7 +12,7 @@ from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, finish, start, summary_of
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
-ANSWER_LIMIT_SEC = 10
+ANSWER_LIMIT_SEC = 60  # 10 s on a machine that has nothing else to do; mpirun may wait minutes
 ENV = (PYTHON, "-m", "kaitian_mpi.cli.env")
 
 

@@ -237,7 +237,7 @@ def test_a_rank_that_exits_early_with_0_is_named(mpirun, tmp_path, how, rank, me
     assert ended.code not in (0, None), ended.text
     assert re.search(rf"^\[\d@[^\]]+\] .*{message}", ended.err, re.MULTILINE), ended.text
     left_at = float(re.search(r"left at (\S+)", ended.out)[1])
-    assert ended.ended_at - left_at < 5 + 5  # 5 s more for busy machines
+    assert ended.ended_at - left_at < 60  # 5 s on a machine that has nothing else to do
 
 
 def test_ranks_may_exit_in_any_order_with_open_groups_and_messages(mpirun, tmp_path):

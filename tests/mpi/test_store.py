@@ -44,7 +44,7 @@ def test_waiting_for_a_missing_key_times_out_and_names_it(store, world):
     start = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="nobody"):
         store.wait(["nobody"], timedelta(seconds=0.3))
-    assert 0.25 < time.monotonic() - start < 5
+    assert 0.25 < time.monotonic() - start < 60
 
 
 def test_compare_set_has_one_winner(store, world):

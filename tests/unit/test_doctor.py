@@ -128,7 +128,7 @@ def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
     began = time.monotonic()
     with pytest.raises(StageError, match=reason):
         Stage("devices").result(time.monotonic() + 1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50  # less than the 60 s that one sleeps
 
 
 def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):

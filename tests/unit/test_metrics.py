@@ -177,7 +177,7 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
     for step in range(1, MAX_WAITING + 11):
         background.read(reading(step))
     background.close(True)
-    assert time.monotonic() - since < 2
+    assert time.monotonic() - since < 8  # less than the 10 s for which the sink blocks
     release.set()
     wait_until(lambda: True in sink.seen)
     # The oldest of those that waited are dropped.

@@ -312,7 +312,7 @@ def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "world: 100,000 ranks, 2 kinds" in done.stdout
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60  # of 1 s on a machine that has nothing else to do
 
 
 @pytest.mark.parametrize(

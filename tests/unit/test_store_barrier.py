@@ -52,13 +52,11 @@ def test_missing_ranks_are_named_also_for_a_rank_that_arrives_late():
 
 
 def test_a_rank_that_has_left_the_job_is_not_waited_for():
-    began = time.monotonic()
     outcomes = arrive(
         dist.HashStore(), 3, {0: 0.0, 2: 0.0}, departed=lambda missing: [r for r in missing if r]
     )
     message = "new_group: rank 1 of 3 left the job without calling it; every rank must call it"
-    assert outcomes == {0: message, 2: message}
-    assert time.monotonic() - began < 5
+    assert outcomes == {0: message, 2: message}  # not that of a timeout
 
 
 def test_one_rank_needs_no_store():

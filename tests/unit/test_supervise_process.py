@@ -132,7 +132,7 @@ def test_a_lost_host_is_excluded(place):
     words = ["--hostfile", "hf", "-np", "4", "kaitian-train", "--emulate-kinds=a,b,c,d"]
     began = time.monotonic()
     code, out, err = run(place, script, *words, options=["--probe-seconds", "0.5"])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < LONGEST_SEC
     assert (code, calls(place)) == (0, 2)
     assert (
         "start 2 of 4: host 198.51.100.3 does not answer; 3 ranks on localhost, 198.51.100.2" in err
@@ -217,7 +217,7 @@ def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, en
     words = ["-np", "2", "kaitian-train"]
     began = time.monotonic()
     code, _, err = run(place, script, *words, options=["--hang-seconds", "0.5"])
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50  # it hangs for 60 s
     assert (code, calls(place)) == (0, 2)
     assert (
         "mpirun is still waiting after its ranks on this machine have ended; terminating it" in err

