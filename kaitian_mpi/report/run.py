@@ -110,6 +110,8 @@ class Run:
     emulated: bool
     ranks: Mapping[int, Rank]
     groups: tuple[Group, ...]
+    steps: int
+    """How many are done."""
     intervals: tuple[Interval, ...]
     evaluations: tuple[Evaluation, ...]
     plans: tuple[PlanChange, ...]

@@ -65,6 +65,9 @@ def read_run(path: Path) -> Run:
     plans = read_plans(files.plans, files.events, members, clock)
     if readings and not any(reading.phases for reading in readings):
         files.missing.append("metrics.jsonl has no times of the ranks")
+    steps = _steps_done(readings, files.events)
+    if whole(summary.get("steps")) is not None:
+        summary = {**summary, "steps": max(steps, whole(summary.get("steps")) or 0)}
     return Run(
         path=path,
         name=text(path.resolve().name) or "run",
@@ -82,12 +85,20 @@ def read_run(path: Path) -> Run:
             for name, seconds in named_numbers(benchmark.get("allreduce_sec")).items()
             if seconds > 0
         },
+        steps=steps,
         facts=describe_facts(config, summary),
         samples_per_sec=number(summary.get("samples_per_sec")),
         training_time_sec=number(summary.get("training_time_sec")),
         has_times=clock.has_times,
         missing=files.missing,
     )
+
+
+def _steps_done(readings: Sequence[Reading], events: Sequence[dict[str, Any]]) -> int:
+    """Return how many steps are done: a signal may end a job some steps after its last reading."""
+    known = [readings[-1].step] if readings else [0]
+    known += [whole(event.get("step")) or 0 for event in events[-1:]]
+    return max(known)
 
 
 def _check(path: Path) -> None:

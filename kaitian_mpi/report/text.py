@@ -94,7 +94,7 @@ def _results(run: Run) -> list[str]:
         parts.append(f"{rate:,.4g} samples/s")
     if run.intervals:
         duration = format_duration(run.training_time_sec)
-        parts.append(f"{run.intervals[-1].step:,} steps" + (f" in {duration}" if duration else ""))
+        parts.append(f"{run.steps:,} steps" + (f" in {duration}" if duration else ""))
     if run.evaluations:
         found = list(run.evaluations[-1].values.items())
         parts += [f"held-out {name} {value:.4g}" for name, value in found[-2:]]

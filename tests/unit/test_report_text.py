@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from report_runs import make_run, reading, write_json, write_lines
+from report_runs import event, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.cli import report
 from kaitian_mpi.report.run_files import read_run
@@ -92,3 +92,14 @@ def test_only_some_of_many_ranks_are_shown(tmp_path):
     lines = side_by_side([read_run(folder)]).splitlines()
     assert lines[-1] == f"  and {100 - MAX_ROWS} more ranks"
     assert len(lines) == 3 + MAX_ROWS + 1
+
+
+def test_the_steps_after_the_last_reading_count_as_well(tmp_path):
+    """As after Ctrl-C: the state of the last step is saved, and an event says so."""
+    write_json(tmp_path / "config.json", {})
+    write_json(tmp_path / "summary.json", {"steps": 900})
+    write_lines(tmp_path / "metrics.jsonl", [reading(900), reading(960)])
+    write_lines(tmp_path / "events.jsonl", [event("stop", 971, "step 971 is saved")])
+    run = read_run(tmp_path)
+    assert ", 971 steps" in side_by_side([run])
+    assert run.facts["steps"] == "971"
