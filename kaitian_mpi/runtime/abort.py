@@ -111,7 +111,7 @@ def _abort_if_hook_was_replaced() -> None:
     trace = getattr(error, "__traceback__", None)
     # Others set it, too, such as pytest for each test that fails.
     outermost = "" if trace is None else trace.tb_frame.f_globals.get("__name__")
-    if _hook is None or outermost not in ("__main__", "runpy"):
+    if _hook is None or _hook.is_called or outermost not in ("__main__", "runpy"):
         return
     if os.getpid() == _hook.pid and read_launch(os.environ).world_size > 1:
         print_to_stderr(f"{rank_prefix()} {type(error).__name__} on this rank; ending the job")
@@ -123,10 +123,12 @@ class _AbortHook:
 
     def __init__(self, before: _Hook) -> None:
         self._before, self.pid = before, os.getpid()
+        self.is_called = False
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        self.is_called = True
         if os.getpid() != self.pid:  # a forked process is not a rank and exits alone
             self._before(kind, error, trace)
         elif isinstance(error, UserError):

@@ -128,3 +128,16 @@ def test_a_scripts_own_exception_hook_shows_the_exception_and_the_job_ends(when)
     assert ended.stderr.count("theirs: ValueError") == 1
     assert ("ending the job" in ended.stderr) == (when == "after")
     assert ended.stderr.count("[1@") == 1
+
+
+def test_an_error_that_all_ranks_raise_is_one_line():
+    script = """
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.runtime.abort import install_abort_hook
+install_abort_hook()
+raise AgreedError("planted")
+"""
+    environ = {**os.environ, **dict(zip(MPICH.rank_variables, "0202", strict=True))}
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert (ended.returncode, ended.stderr) == (2, "-c: error: planted\n")
