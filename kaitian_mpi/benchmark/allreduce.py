@@ -180,7 +180,9 @@ def choose_allreduce(request: str, world: World, buckets: Sequence[int]) -> Allr
             else f"wire: {wire} has no effect, as no gradient crosses between hosts in host memory",
         )
     if group.has_one_group:
-        print_rank_0(world, "allreduce: direct, as there is only one device kind")
+        is_all = world.size == world.started
+        there = "there is only one device kind" if is_all else "the ranks here are of one kind"
+        print_rank_0(world, f"allreduce: direct, as {there}")
         return AllreduceChoice("direct", {})
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
     print_rank_0(

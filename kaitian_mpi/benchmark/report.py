@@ -128,7 +128,7 @@ def _show_allreduce(world: World, found: Bench) -> None:
         table.add_row(
             " + ".join(entry.ranks_per_kind),
             str(sum(entry.ranks_per_kind.values())),
-            f"{1e6 * cost.latency_sec:.0f}",
+            f"{1e6 * cost.latency_sec:.0f}" if cost.latency_sec >= 1e-6 else "<1",
             rate,
             f"{1e3 * cost.seconds(found.gradient_bytes):.1f}",
         )

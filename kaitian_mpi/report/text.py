@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import quantiles
 
 from kaitian_mpi.report.rank_figures import busy_percent
 from kaitian_mpi.report.run import PlanChange, Run, format_duration
@@ -47,11 +48,27 @@ def _compare(runs: Sequence[Run], bar: _Bar) -> str:
         values = run.evaluations[-1].values if run.evaluations else {}
         line += "".join(f"  {values[each]:>{9 + len(each)}.4g}" for each in results)
         lines.append(line.rstrip())
-    for name, rate in list(zip(names, rates, strict=True))[1:]:
+    for name, rate, run in list(zip(names, rates, runs, strict=True))[1:]:
         if rate and rates[0]:
+            varies = (_spread(run) + _spread(runs[0])) / 2
+            if rate != rates[0] and abs(rate - rates[0]) <= varies:
+                lines.append(
+                    f"{name}: the machine is too busy to compare it with {names[0]}: the rates "
+                    f"of a run vary by {varies:,.3g} samples/s"
+                )
+                continue
             emulated = " (emulated devices)" if any(run.emulated for run in runs) else ""
             lines.append(f"{name}: {rate / rates[0]:.2f} times the rate of {names[0]}{emulated}")
     return "\n".join(lines)
+
+
+def _spread(run: Run) -> float:
+    """Return by how much the rates of the middle half of a run's readings differ."""
+    rates = [interval.samples_per_sec for interval in run.intervals if interval.samples_per_sec]
+    if len(rates) < 2:
+        return 0.0
+    low, _, high = quantiles(rates, n=4, method="inclusive")
+    return high - low
 
 
 def _describe(run: Run, most: int, bar: _Bar) -> str:

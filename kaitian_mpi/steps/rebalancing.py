@@ -166,7 +166,7 @@ class Balancing:
         name = self._world.infos[slow.rank]
         if slow.until_step is not None:
             return f"{name} recovered ({slow.kind}, slow since step {slow.since_step})"
-        return f"{name} is slow since step {slow.since_step} ({slow.kind}): {slow.text}"
+        return f"{name} has been slow since step {slow.since_step} ({slow.kind}): {slow.text}"
 
     def _where(self, rank: int) -> dict[str, Any]:
         info = self._world.infos[rank]

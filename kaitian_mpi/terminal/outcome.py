@@ -126,8 +126,11 @@ class Outcome(MetricsSink):
             print("\n".join(self.lines(event)), flush=True)
 
     def lines(self, finish: Event) -> list[str]:
-        """Return the three lines."""
-        return [self._reached(finish), self._used(), f"next: {self._next()}"]
+        """Return three lines, and one for what happened to ranks, if anything did."""
+        notes = [events[-1].text for events in (self._lost, [*self._slow.values()]) if events]
+        note = [f"note: {'; '.join(notes)}"] if notes else []
+        advice = f"next: {self._next(needs_advice=not notes)}"
+        return [self._reached(finish), self._used(), *note, advice]
 
     def _reached(self, finish: Event) -> str:
         figures = [finish.text]
@@ -154,13 +157,9 @@ class Outcome(MetricsSink):
         named = [f"{name} {share:.0%}" for name, share in shown if share >= _MIN_SHOWN]
         return f"{text}; lost to {', '.join(named)}" if named else text
 
-    def _next(self) -> str:
+    def _next(self, needs_advice: bool) -> str:
         advice = []
-        if self._lost:
-            advice.append(self._lost[-1].text)
-        if self._slow:
-            advice.append(list(self._slow.values())[-1].text)
-        if not advice and (largest := next(iter(self._use.losses().items()), None)):
+        if needs_advice and (largest := next(iter(self._use.losses().items()), None)):
             name, share = largest
             advice += [_ADVICE[name]] if share >= _MIN_ADVISED else []
         if self._folder:

@@ -250,8 +250,8 @@ class Attempt:
             events.report_start(run, world)
         run.has_started = True
         if losses:
-            reason = lost_line([info for loss in losses for info in loss.lost])
-            warn_rank_0(world, f"step {step}: {reason}; {world.size} ranks continue")
+            reason = lost_line([info for loss in losses for info in loss.lost], world.size)
+            warn_rank_0(world, f"step {step}: {reason}")
             events.report_losses(run, world, losses)
         elif step:
             reason = "as resumed"

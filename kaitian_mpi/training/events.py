@@ -39,7 +39,7 @@ def report_losses(run: Run, world: World, losses: Sequence[RankLoss]) -> None:
     step = run.state.progress.step
     left = [info.world_rank for info in world.infos]
     for loss in losses:
-        text = f"step {step}: {lost_line(loss.lost)}; {world.size} ranks continue"
+        text = f"step {step}: {lost_line(loss.lost, world.size)}"
         lost = [info.world_rank for info in loss.lost]
         run.sinks.event("loss", step, text, lost, at=loss.noticed_at, remaining=left)
 

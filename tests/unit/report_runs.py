@@ -95,7 +95,7 @@ def make_run(folder, *, host="node-a", emulated=True):
         folder / "events.jsonl",
         [
             event("start", 0, "training starts"),
-            event("slow", 52, "rank 1 is slow since step 50 (compute)", [1]),
+            event("slow", 52, "rank 1 has been slow since step 50 (compute)", [1]),
             event("plan", 60, "new plan", batch_sizes=[24, 8, 16, 16]),
             event("loss", 100, "rank 3 (node-b, cpu, mlu) is lost", [3]),
             event("recovery", 101, "step 101 is done, 0.21 s after the loss", [0, 1, 2]),

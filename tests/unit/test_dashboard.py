@@ -421,7 +421,7 @@ def test_process_is_light_and_ends_with_its_pipe(folder):
     port = listener.getsockname()[1]
     process = live_page._start_process(folder, listener, TOKEN)
     listener.close()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request("GET", f"/{TOKEN}/figures/learning.svg")
     assert b"<svg" in connection.getresponse().read()
     assert TOKEN not in Path(f"/proc/{process.pid}/cmdline").read_text()

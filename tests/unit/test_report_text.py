@@ -39,6 +39,21 @@ def test_two_runs_are_compared(two, capsys, monkeypatch):
     assert verdict == "adaptive: 1.50 times the rate of equal (emulated devices)"
 
 
+@pytest.mark.parametrize(("spread", "tells"), [(100, True), (400, False)])
+def test_runs_whose_rates_vary_more_than_they_differ_are_not_compared(
+    two, capsys, monkeypatch, spread, tells
+):
+    for folder in two:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        readings = [line for line in lines if "samples_per_sec" in line]
+        for number, line in enumerate(readings):
+            line["samples_per_sec"] = 640 + spread * (number % 2)
+        write_lines(folder / "metrics.jsonl", lines)
+    verdict = show(capsys, monkeypatch, *two).splitlines()[3]
+    assert verdict.startswith("adaptive: 1.50 times") == tells
+    assert ("the machine is too busy to compare it with equal" in verdict) != tells
+
+
 def test_each_rank_has_its_batch_size_and_how_busy_it_was(two, capsys, monkeypatch):
     text = show(capsys, monkeypatch, two[0])
     assert text.splitlines()[:2] == [
