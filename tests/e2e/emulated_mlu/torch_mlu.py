@@ -74,6 +74,8 @@ vars(module).update(
         total_memory=1 << 30, uuid=VISIBLE[checked(index)]
     ),
     manual_seed_all=lambda seed: None,
+    get_rng_state=lambda index: torch.get_rng_state(),
+    set_rng_state=lambda state, index: None,
     _is_in_bad_fork=lambda: False,
 )
 backend_registration._setup_privateuseone_for_python_backend("mlu", module, Hook(), Guard())
