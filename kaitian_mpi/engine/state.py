@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
@@ -71,6 +72,7 @@ class TrainingState:
         self.statistics = RunningStatistics(self.model)
         self.residuals = Residuals(wire)
         self.progress = Progress(total_steps)
+        self._trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
         self.equal_at_step = 0
         """The last step after which all ranks' weights were made or found the same."""
         self.is_begun = False
@@ -182,11 +184,17 @@ class TrainingState:
         return {
             "model": self.model.state_dict(),
             "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizer_types": self._optimizer_types(),
             "schedulers": self._scheduler_states(),
             "begun_with": self._begun_with,
             "extra": {name: plain(value.state_dict()) for name, value in self.extra.items()},
             "scaler": self.computation.scaler.state_dict(),
             "progress": asdict(self.progress),
+            "unfrozen": {
+                name: parameter.requires_grad
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad != self._trainable.get(name)
+            },
         }
 
     def load_shared(self, state: dict[str, Any]) -> None:
@@ -199,6 +207,13 @@ class TrainingState:
         Raises:
             UserError: it belongs to another model.
         """
+        saved, own_types = state.get("optimizer_types"), self._optimizer_types()
+        if saved not in (None, own_types):
+            raise UserError(
+                f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
+                f"uses {', '.join(own_types)}; use the same optimizer, or another run folder "
+                "(--run-dir)"
+            )
         with self.lock:
             settings = [_settings(group) for group in self._groups]
             try:
@@ -207,8 +222,9 @@ class TrainingState:
                     optimizer.load_state_dict(content)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
-                    f"cannot resume: the checkpoint is of another model or optimizer ({error}); "
-                    "give the same, or another run folder (--run-dir)"
+                    "cannot resume: the checkpoint is of another model or optimizer "
+                    f"({textwrap.shorten(str(error), 300)}); give the same, or another run folder "
+                    "(--run-dir)"
                 ) from error
             for name, value in self.extra.items():
                 if name in state["extra"]:
@@ -217,6 +233,10 @@ class TrainingState:
                 self.computation.scaler.load_state_dict(state["scaler"])
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"])
+            for name, parameter in self.model.named_parameters():
+                # As the script's loop has left it, which may not come by there again.
+                if name in (changed := state.get("unfrozen", {})):
+                    parameter.requires_grad_(changed[name])
             self.progress.total_steps = total_steps
             self.equal_at_step = self.progress.step
             if not any(self._scheduler_states()):
@@ -274,6 +294,9 @@ class TrainingState:
         state = self.shared()
         for name, called in _PARTS.items():
             check_loadable(plain(state[name]), f"Task: {called}")
+
+    def _optimizer_types(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
 
     def _scheduler_states(self) -> list[dict[str, Any]]:
         return [

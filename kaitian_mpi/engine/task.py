@@ -141,6 +141,11 @@ class Task:
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise _wrong("optimizer", optimizer, "a function that returns optimizers")
+            if _needs_closure(optimizer):
+                raise UserError(
+                    f"Task: {type(optimizer).__name__} computes the loss several times a step, by "
+                    "a closure, which a Training cannot; use another optimizer"
+                )
             for group in optimizer.param_groups:
                 ids = [id(parameter) for parameter in group["params"]]
                 if not own.issuperset(ids):
@@ -213,6 +218,12 @@ class Task:
                 "the batch's mean is over"
             )
         return value
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    named = (one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
+    return any(one.default is one.empty for one in named)
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

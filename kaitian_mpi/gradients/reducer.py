@@ -114,6 +114,11 @@ class GradientReducer:
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether a parameter requires gradients that did not when this was made."""
+        return any(parameter.requires_grad for parameter in self._frozen.values())
+
+    @property
     def carries_number(self) -> bool:
         """Whether a number can be summed along with the gradients; the same on every rank.
 
@@ -152,7 +157,7 @@ class GradientReducer:
             raise RuntimeError("arm() after close()")
         if self._is_armed and self._is_backward_done:
             raise RuntimeError("arm() before the finish() of the last armed backward()")
-        if any(parameter.requires_grad for parameter in self._frozen.values()):
+        if self.is_outdated:
             names = [name for name, p in self._frozen.items() if p.requires_grad]
             raise UnsupportedError(
                 f"{names[0]} requires gradients now, and did not when the GradientReducer was "

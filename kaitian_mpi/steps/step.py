@@ -68,6 +68,8 @@ class StepInProgress:
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
         self.own_weight = 0.0
+        self.counts_nothing = False
+        """Whether the weights of all ranks are 0; known once the gradients are summed."""
         self._global_weight: tuple[dist.Work, torch.Tensor] | None = None
         self._share: float | None = None
         self._losses: list[torch.Tensor] = []
@@ -117,6 +119,7 @@ class StepInProgress:
             if self._global_weight is not None:
                 self._global_weight[0].wait()
                 total = self._global_weight[1].item()
+            self.counts_nothing = not total
             self._share = self.own_weight / total if total else 0.0
         return self._share if self.own_samples else None
 

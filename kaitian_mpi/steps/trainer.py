@@ -24,6 +24,7 @@ from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.gradients.reducer import GradientReducer
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.output.console import warn_rank_0
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.steps.step import Step, StepInProgress
 from kaitian_mpi.steps.sync_bn import StepParticipation
@@ -31,6 +32,7 @@ from kaitian_mpi.steps.update import apply_step, set_learning_rates
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 _SAMPLES_OF_STATISTICS = 256
+_STEPS_TO_WARN = 5
 
 
 class Trainer:
@@ -74,11 +76,8 @@ class Trainer:
         micro_batch = plan.micro_batch_size if self.has_micro_batches else None
         self._data = StepBatches(setup.train, micro_batch, plan.min_batch)
         self._loading: Iterator[list[MicroBatch]] | None = None
-        self._gradients = GradientReducer(
-            state.model, on_bucket=self._bucket_ready, residuals=state.residuals
-        )
-        # One collective less per step; gradients that cross rounded would round it.
-        self._loss_travels = self._gradients.carries_number and config.relay_dtype == "fp32"
+        self._gradients = self._reducer()
+        self._steps_of_weight_0 = 0
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
@@ -102,6 +101,19 @@ class Trainer:
         compute equally often.
         """
         return self._task.loss is not None and not self._config.sync_bn
+
+    @property
+    def _loss_travels(self) -> bool:
+        """Whether the loss is summed along with the gradients, which saves a collective.
+
+        Not where these cross rounded, which would round it.
+        """
+        return self._gradients.carries_number and self._config.relay_dtype == "fp32"
+
+    def _reducer(self) -> GradientReducer:
+        return GradientReducer(
+            self.state.model, on_bucket=self._bucket_ready, residuals=self.state.residuals
+        )
 
     @property
     def progress(self) -> Progress:
@@ -209,6 +221,9 @@ class Trainer:
         step = self._step
         loss = step.weigh(loss, index)
         if is_last:
+            if self._gradients.is_outdated:  # the script has unfrozen parameters, on every rank
+                self._gradients.close()
+                self._gradients = self._reducer()
             loss_of_share = step.own_loss() if self._loss_travels else None
             self._gradients.arm(step.weight_of_share, loss_of_share)
         scaled = self._computation.scaler.scale(loss)
@@ -226,6 +241,7 @@ class Trainer:
         self._gradients.finish()
         is_finite = self._gradients.is_finite()
         mean_loss = self._gradients.number if self._loss_travels else step.mean_loss()
+        self._watch_weights(step)
         if step.own_samples == 0:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
@@ -249,6 +265,16 @@ class Trainer:
             times=times,
             data_sec=step.data_sec,
         )
+
+    def _watch_weights(self, step: StepInProgress) -> None:
+        """Warn, once, where the task's weights leave nothing to learn from."""
+        self._steps_of_weight_0 = self._steps_of_weight_0 + 1 if step.counts_nothing else 0
+        if self._steps_of_weight_0 == _STEPS_TO_WARN:
+            warn_rank_0(
+                self.world,
+                f"Task: weight returned 0 for every batch of {_STEPS_TO_WARN} steps in a row, so "
+                "nothing was learned; return how many terms the mean in the loss is over",
+            )
 
     def _zero_gradients(self) -> None:
         """Leave nothing of the gradients but that there are some."""

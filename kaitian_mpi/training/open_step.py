@@ -63,6 +63,8 @@ class OpenStep:
         Raises:
             UserError: there is no gradient to apply.
         """
+        if self._is_finished:
+            raise UserError("training.step() was called twice for one batch; call it once")
         if not self._has_gradient:
             raise UserError(
                 "found training.step() without a gradient, needed training.backward(loss) before it"

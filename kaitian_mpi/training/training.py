@@ -319,4 +319,9 @@ def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> Tra
             )
     if config is None:
         return TrainingConfig(**settings)
+    if not isinstance(config, TrainingConfig):
+        raise UserError(
+            f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
+            "settings by name, such as Training(task, epochs=3)"
+        )
     return replace(config, **settings)

@@ -208,6 +208,17 @@ MISTAKES = {
         "found a batch of which no step was made",
     ),
     "a step without a batch": (steps_without_a_batch, "found training.step() without a batch"),
+    "two steps of one batch": (
+        lambda: loop(
+            lambda training, loss: (training.backward(loss), training.step(), training.step())
+        ),
+        "training.step() was called twice for one batch",
+    ),
+    "an optimizer with a closure": (
+        lambda: train(optimizer=lambda model: torch.optim.LBFGS(model.parameters())),
+        "LBFGS computes the loss several times a step",
+    ),
+    "a dict for the settings": (lambda: set_to(config={}), "config is a dict and must be a"),
     "a figure that is none": (logs_text, "needed numbers or tensors of one element"),
 }
 

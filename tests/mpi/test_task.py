@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import MetricsSink, Task, Training
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.watchdog import Watchdog, current_watchdog
 
@@ -168,6 +169,78 @@ def test_token_weighted_adamw_with_clipping_is_exact(world, micro_batch_size):
 @ALSO_ALONE
 def test_the_open_form_is_exact(world):
     check_exact(world, language(loss=None), token_loss)
+
+
+@ALSO_ALONE
+@pytest.mark.parametrize("is_open", [False, True])
+def test_parameters_are_frozen_and_unfrozen_between_steps(world, folder, is_open):
+    def flip(model):
+        model[2].requires_grad_(True)
+        model[0].bias.requires_grad_(False)
+
+    def make():
+        made = regression(
+            optimizer=lambda m: AdamW(m.parameters(), lr=0.02), loss=None if is_open else squares
+        )
+        made.model[2].requires_grad_(False)
+        return made
+
+    def run(until, **settings):
+        task = make()
+        with Training(task, **{**QUIET, **settings}) as training:
+            for item in training.batches() if is_open else training:
+                if is_open:
+                    training.backward(squares(training.model, item))
+                    training.step()
+                number = training.last_step.number
+                if number == 5:
+                    flip(training.model)
+                if number == until:
+                    break
+                change_shares(training, world, number)
+        return weights_of(task.model)
+
+    alone = make()
+    (optimizer,) = alone.make_optimizers(alone.model)
+    sampler, number = LoadAdaptiveSampler(alone.data, [BATCH], 0), 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for indices in sampler:
+            batch = alone.collate_samples([alone.data[index] for index in indices])
+            squares(alone.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            number += 1
+            if number == 5:
+                flip(alone.model)
+    expected = weights_of(alone.model)
+    assert relative(run(99, epochs=2), expected) < 1e-12
+    run(9, epochs=2, run_dir=str(folder))
+    resumed = run(99, epochs=2, run_dir=str(folder), resume="auto")  # has no step 5
+    assert relative(resumed, expected) < 1e-12
+
+
+def test_a_weight_that_is_always_0_is_told_once(world, capsys):
+    train(world, regression(weight=lambda batch: 0), max_steps=12)
+    told = capsys.readouterr().out.count("weight returned 0 for every batch")
+    assert told == (world.rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"optimizer": lambda model: torch.optim.RMSprop(model.parameters())},
+            "the checkpoint has the state of SGD, and the task uses RMSprop",
+        ),
+        ({"model": nn.Linear(5, 1).double()}, "of another model or optimizer"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_one_line(world, folder, changed, message):
+    train(world, regression(), max_steps=2, run_dir=str(folder))
+    with pytest.raises(UserError, match=message) as caught:
+        train(world, regression(**changed), max_steps=4, run_dir=str(folder), resume="auto")
+    assert "\n" not in str(caught.value)
 
 
 class Experts(nn.Module):
