@@ -23,6 +23,7 @@ from kaitian_mpi.benchmark.plan import Plan, make_plan, profile_of
 from kaitian_mpi.benchmark.rank_benchmark import benchmark_ranks
 from kaitian_mpi.benchmark.rank_timer import Workload
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, Slowdown
 from kaitian_mpi.engine.computation import Computation
@@ -122,7 +123,8 @@ class Bench:
         slowdown = Slowdown(schedules[self.world.rank])
         steps = count_steps(config, len(self.data), config.global_batch_size)
         state = TrainingState(setup.task, self.computation(), steps)
-        trainer = Trainer(config, self.world, setup, state, plan, slowdown)
+        loader = ShareLoader(setup.train, config.workers, pin_memory=False)
+        trainer = Trainer(config, self.world, setup, state, plan, slowdown, loader)
         return Run(trainer, StepFollowUp(config, self.world, setup.folder, trainer, plan))
 
     def computation(self) -> Computation:

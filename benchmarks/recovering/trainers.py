@@ -10,6 +10,7 @@ import torch
 from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.datasets.sources import load_data
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.computation import Computation
@@ -53,7 +54,8 @@ def make_trainer(
     computation = Computation(world.device, "fp32", "channels_last")
     steps = count_steps(config, len(setup.train), config.global_batch_size)
     state = TrainingState(task, computation, steps)
-    trainer = Trainer(config, world, setup, state, plan, Slowdown(()), commit)
+    loader = ShareLoader(setup.train, config.workers, pin_memory=False)
+    trainer = Trainer(config, world, setup, state, plan, Slowdown(()), loader, commit)
     return trainer, StepFollowUp(config, world, setup.folder, trainer, plan)
 
 

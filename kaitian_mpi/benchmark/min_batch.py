@@ -96,7 +96,8 @@ def _works(
     try:
         weight = task.weigh(batch, samples)
         loss = computation.loss(task, model, computation.place(batch))
+        # The mean of nothing is NaN, whatever the model. A device reports its errors when it is
+        # read.
+        return bool(loss.isfinite()) or not weight
     except Exception:  # as above
         return False
-    # The mean of nothing is NaN, whatever the model.
-    return bool(loss.isfinite()) or not weight

@@ -61,7 +61,10 @@ def check_parity(
     excluded: Collection[int],
     world: World,
 ) -> bool | None:
-    """Compare the loss and the gradients of a batch between the kinds of devices. Collective.
+    """Compare what a batch leads to between the kinds of devices. Collective.
+
+    That is the loss, the gradients, and what the forward does to buffers, such as the statistics of
+    batch norms, which only show in an evaluation.
 
     One rank of each kind, and of each torch version, precision and memory format of it, computes
     the same few samples with the initial weights, each with the same random numbers and without
@@ -236,7 +239,7 @@ def _share(world: World, source: int, reference: Reference | None) -> dict[str, 
     """Return what all ranks need to know of the reference but the gradients. Collective."""
     shared = None
     if reference is not None:
-        gradients = reference.gradients.by_name
+        gradients = reference.gradients.tensors
         shared = {
             "text": reference.text,
             "loss": reference.gradients.loss,
@@ -246,7 +249,7 @@ def _share(world: World, source: int, reference: Reference | None) -> dict[str, 
             "gradients": None,
         }
     found: dict[str, Any] = gather_values(world.comm, shared)[source]
-    found["gradients"] = None if reference is None else reference.gradients.by_name
+    found["gradients"] = None if reference is None else reference.gradients.tensors
     return found
 
 

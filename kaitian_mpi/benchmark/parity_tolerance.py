@@ -24,7 +24,8 @@ class Tolerance:
     """What a result may differ from the reference by; the same on every rank."""
 
     norms: dict[str, float]
-    """Of the reference: each gradient's norm, and the absolute value of the loss."""
+    """Of the reference: the norms of each gradient and of each buffer's change, and the absolute
+    value of the loss."""
     changes: dict[str, float]
     """The norms of what random changes of the size of a rounding did to them."""
     floors: dict[str, float]
@@ -69,16 +70,19 @@ def tolerance_of(reference: Gradients, changed: Gradients, unit: float) -> Toler
         changed: the same with random changes.
         unit: the size of a rounding.
     """
-    norms = {name: _norm(gradient) for name, gradient in reference.by_name.items()}
+    norms = {name: _norm(tensor) for name, tensor in reference.tensors.items()}
     changes = {name: _change_of(name, changed, reference) for name in norms}
     # A single number may by chance have changed little.
-    typical = [changes[name] / norms[name] for name in norms if norms[name]]
+    typical = [changes[name] / norms[name] for name in reference.by_name if norms[name]]
     relative = median(typical) if typical else 0.0
     zero = unit * _UNITS_OF_ZERO * rms(reference.by_name.values())
     floors = {}
     for name, gradient in reference.by_name.items():
         changes[name] = max(changes[name], norms[name] * min(relative, 1.0))
         floors[name] = _KINK * norms[name] + zero * gradient.numel() ** 0.5
+    for name, level in reference.levels.items():
+        size = reference.buffers[name].numel() ** 0.5
+        floors[name] = _KINK * norms[name] + unit * _UNITS_OF_ZERO * level * size
     norms[LOSS] = abs(reference.loss)
     changes[LOSS] = _finite(abs(changed.loss - reference.loss))
     floors[LOSS] = unit * _UNITS_OF_RESULT * norms[LOSS] + zero
@@ -91,23 +95,24 @@ def differences(
     """Return how a result differs from the reference, what exceeds its tolerance most first.
 
     Where the reference is not finite, there is nothing to compare. A parameter without a gradient
-    has one of zero.
+    has one of zero, and a buffer that is not changed a change of zero.
 
     Args:
         own: the result.
-        reference: gradients by name.
+        reference: gradients, and changes of buffers, by name.
         loss: the reference's.
         tolerance: for the result.
     """
     found = [_difference(LOSS, abs(own.loss - loss), tolerance)]
-    names = dict.fromkeys([*reference, *own.by_name])
+    mine_by_name = own.tensors
+    names = dict.fromkeys([*reference, *mine_by_name])
     for name in names:
         if name in reference:
             other = reference[name]
-            mine = own.by_name.get(name, torch.zeros_like(other))
+            mine = mine_by_name.get(name, torch.zeros_like(other))
             found.append(_difference(name, _norm(mine.double() - other.double()), tolerance))
         else:  # the reference has not used it
-            extra = own.by_name[name]
+            extra = mine_by_name[name]
             of_zero = max(tolerance.zero * extra.numel() ** 0.5, _TINY)
             found.append(Difference(name, _norm(extra) / of_zero, 1.0))
     compared = [each for each in found if math.isfinite(tolerance.norms.get(each.name, 0.0))]
@@ -127,7 +132,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _change_of(name: str, changed: Gradients, reference: Gradients) -> float:
-    other, base = changed.by_name.get(name), reference.by_name[name]
+    other, base = changed.tensors.get(name), reference.tensors[name]
     return _finite(_norm(base if other is None else other.double() - base.double()))
 
 

@@ -84,7 +84,7 @@ class Grouping:
 
     def usable(self, tensor: torch.Tensor, op: Reduction) -> tuple[GroupCollectives, torch.Tensor]:
         """Return what reduces a tensor in the group, and the tensor as that takes it."""
-        vendor = self._vendor.group_for([tensor.dtype], op.without_division.kind)
+        vendor = self._vendor.group_for("reduce", [tensor.dtype], op.without_division.kind)
         if vendor is not None:
             return vendor, vendor.usable(tensor.detach())
         # Without a vendor's library a group works in host memory; a single rank need not.

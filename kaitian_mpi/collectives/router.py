@@ -92,7 +92,7 @@ class Router:
     def _start(self, collective: Collective, result: Tensors, number: int) -> Work:
         if self._library is not None and isinstance(collective, LibraryCollective):
             dtypes = [tensor.dtype for tensor in result]
-            group = self._library.group_for(dtypes, collective.op)
+            group = self._library.group_for(collective.name, dtypes, collective.op)
             if group is not None:
                 return self._start_on_library(collective, result, number, group)
         call = collective.on_host(self._host)

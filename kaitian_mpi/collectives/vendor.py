@@ -63,16 +63,19 @@ class VendorLibrary:
         self._timeout = timeout
         self._group: VendorGroup | None = None
 
-    def group_for(self, dtypes: Iterable[torch.dtype], op: Any = None) -> VendorGroup | None:
+    def group_for(
+        self, name: str, dtypes: Iterable[torch.dtype], op: Any = None
+    ) -> VendorGroup | None:
         """Return the library's group of the group's ranks; None for an unsupported operation.
 
         The same on all ranks of the group; collective over them the first time.
 
         Args:
+            name: the collective's, as in profiles.
             dtypes: the dtypes of the tensors to be reduced or moved.
             op: torch's reduce operation; None if nothing is reduced.
         """
-        if not self.is_present:
+        if not self.is_present or name in self._own.kind.vendor_lacks:
             return None
         named = None if op is None else getattr(op, "op", op).name
         if not all(self._own.kind.vendor_supports(dtype, named) for dtype in dtypes):

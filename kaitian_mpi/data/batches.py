@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, default_collate
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.errors import UserError
@@ -72,36 +75,74 @@ class MicroBatch(NamedTuple):
     batch: Any
 
 
-class StepBatches(Dataset[list[MicroBatch]]):
-    """Returns a rank's share of a step as micro-batches, none of them without a sample.
+class Share(NamedTuple):
+    """What a rank loads for a step."""
+
+    epoch: int
+    seed: int
+    """Of the random numbers that loading the samples draws in a data-loading process."""
+    parts: list[tuple[int, list[int]]]
+    """The number of samples of each micro-batch, and the indices to load for it."""
+
+
+def split_share(
+    indices: Sequence[int], micro_batch_size: int | None, min_batch: int
+) -> list[tuple[int, list[int]]]:
+    """Return the parts of a `Share`; without samples, one with 0 that stands in.
 
     Args:
-        batches: returns a batch when indexed by a list of sample indices.
+        indices: the samples.
         micro_batch_size: the most samples of a micro-batch; None: no limit.
         min_batch: the fewest.
     """
+    if not indices:
+        return [(0, list(range(min_batch)))]
+    parts, first = [], 0
+    for size in split_micro_batches(len(indices), micro_batch_size, min_batch):
+        parts.append((size, list(indices[first : first + size])))
+        first += size
+    return parts
 
-    def __init__(self, batches: Any, micro_batch_size: int | None, min_batch: int) -> None:
+
+class StepBatches(Dataset[list[MicroBatch]]):
+    """Returns a rank's share of a step as micro-batches.
+
+    Args:
+        batches: returns a batch when indexed by a list of sample indices.
+    """
+
+    def __init__(self, batches: Any) -> None:
         self._batches = batches
-        self._micro_batch_size, self._min_batch = micro_batch_size, min_batch
+        self._epoch: int | None = None  # that a data-loading process has told its dataset
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._batches)
 
-    def __getitem__(self, indices: Sequence[int]) -> list[MicroBatch]:
-        """Return the micro-batches of these samples; of none, one with 0 samples to stand in."""
+    def __getitem__(self, share: Share) -> list[MicroBatch]:
+        """Return the micro-batches of a share."""
+        if get_worker_info() is not None:
+            self._prepare_process(share)
         try:
-            return self._parts(indices)
+            return [MicroBatch(size, self._batches[chosen]) for size, chosen in share.parts]
         except StopIteration as error:  # torch's loader would take it for the end of the epoch
             raise RuntimeError("the dataset, or collate, raised StopIteration") from error
 
-    def _parts(self, indices: Sequence[int]) -> list[MicroBatch]:
-        if not indices:
-            return [MicroBatch(0, self._batches[list(range(self._min_batch))])]
-        parts, first = [], 0
-        for size in split_micro_batches(len(indices), self._micro_batch_size, self._min_batch):
-            chosen = list(indices[first : first + size])
-            parts.append(MicroBatch(size, self._batches[chosen]))
-            first += size
-        return parts
+    def _prepare_process(self, share: Share) -> None:
+        """Set the epoch of this process's dataset, and the state of its random numbers.
+
+        So the share is the same in whichever process it is loaded, and where the run is resumed.
+        """
+        random.seed(share.seed)
+        np.random.seed(share.seed)
+        torch.manual_seed(share.seed)
+        if share.epoch != self._epoch:
+            self._epoch = share.epoch
+            set_epoch_of(self._batches, share.epoch)
+
+
+def set_epoch_of(batches: Any, epoch: int) -> None:
+    """Tell a dataset, or the one that a `Batches` wraps, the epoch, if it has a `set_epoch`."""
+    data = batches.data if isinstance(batches, Batches) else batches
+    if (set_epoch := getattr(data, "set_epoch", None)) is not None:
+        set_epoch(epoch)

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -15,46 +15,71 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.data.batches import MicroBatch, Share, StepBatches
 from kaitian_mpi.data.shared_tensors import SharedTensorDataset
 
 _BATCHES_PER_WORKER = 2
 _POLL_SEC = 0.5
 
 
-def make_loader(
-    dataset: Dataset,
-    sampler: Sampler[list[int]],
-    workers: int,
-    pin_memory: bool,
-    seed: int = 0,
-) -> DataLoader[Any]:
-    """Return a loader that fetches each list of indices from the sampler as one batch.
+class ShareLoader:
+    """Loads a rank's shares of steps, in processes that stay until it is closed.
 
-    Make a new loader each epoch: when iteration starts, each worker gets a copy of the dataset,
-    including the epoch of its augmentation.
+    The first share starts them. Each gets a copy of the dataset as it is then, and imports the
+    script again, which takes seconds; of what happens to the dataset later they see `set_epoch`.
 
     Args:
-        dataset: indexed by a list of sample indices.
-        sampler: yields such lists.
-        workers: data loading processes; 0 loads in this process.
+        batches: returns a batch when indexed by a list of sample indices.
+        workers: data-loading processes; 0 loads in this process.
         pin_memory: whether to copy batches into page-locked memory, for faster copies to a GPU.
-        seed: seed of the workers' random numbers. The loader draws nothing from torch's global
-            generator; otherwise dropout would depend on how often a run was interrupted.
     """
-    return DataLoader(
-        SharedTensorDataset(dataset) if workers else dataset,
-        sampler=sampler,
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=pin_memory,
-        generator=torch.Generator().manual_seed(seed),
-        multiprocessing_context=_fork_server() if workers else None,
-        prefetch_factor=_BATCHES_PER_WORKER if workers else None,
-        worker_init_fn=_exit_with_rank,
-    )
+
+    def __init__(self, batches: Any, workers: int, pin_memory: bool) -> None:
+        self.data = StepBatches(batches)
+        self._workers, self._pin_memory = workers, pin_memory
+        self._shares = _Shares()
+        self._loader: DataLoader[list[MicroBatch]] | None = None
+
+    def load(self, shares: Iterator[Share]) -> Iterator[list[MicroBatch]]:
+        """Return an iterator over the loaded shares; an earlier one cannot be used any more."""
+        self._shares.next = shares
+        if self._loader is None:
+            self._loader = self._make_loader()
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._loader is not None and (loading := self._loader._iterator) is not None:
+            loading._shutdown_workers()  # type: ignore[attr-defined]
+        self._loader = None
+
+    def _make_loader(self) -> DataLoader[list[MicroBatch]]:
+        workers = self._workers
+        return DataLoader(
+            SharedTensorDataset(self.data) if workers else self.data,
+            sampler=self._shares,
+            batch_size=None,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self._pin_memory,
+            # Its own, for drawing from torch's would change the dropout of a run that is resumed.
+            generator=torch.Generator(),
+            multiprocessing_context=_fork_server() if workers else None,
+            prefetch_factor=_BATCHES_PER_WORKER if workers else None,
+            worker_init_fn=_exit_with_rank,
+        )
+
+
+class _Shares(Sampler[Share]):
+    """Yields the shares to load next; a `DataLoader` keeps its sampler."""
+
+    next: Iterator[Share]
+
+    def __iter__(self) -> Iterator[Share]:
+        return self.next
 
 
 def _fork_server() -> BaseContext:

@@ -50,6 +50,7 @@ class Accelerator:
     kind: str
     torch_type: str
     vendor_backend: str | None = None
+    vendor_lacks: frozenset[str] = frozenset()
     library = ""
     plugin = ""
     visibility: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ class CpuDevice:
     kind = "cpu"
     torch_type = "cpu"
     vendor_backend = None
+    vendor_lacks: frozenset[str] = frozenset()
     library = plugin = ""
     run_on_hardware = "x86-64, by every run of the tests"
     is_host = True

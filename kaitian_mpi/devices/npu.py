@@ -26,6 +26,7 @@ class NpuDevice(Accelerator):
     torch_type = "npu"
     plugin = "torch_npu"
     vendor_backend = "hccl"
+    vendor_lacks = frozenset({"gather"})
     library = "HCCL"
     visibility = VISIBILITY["npu"]
     pins_memory = True

@@ -51,6 +51,10 @@ class Device(Protocol):
     """Name of the torch.distributed backend for devices of this kind, such as `nccl`; None if
     MPI in host memory is used."""
 
+    vendor_lacks: frozenset[str]
+    """Collectives that the vendor's library does not have, by their names in profiles, such as
+    `gather`: they use host memory."""
+
     is_host: bool
     """Whether it is the host's CPU: it uses host memory, and its calls do the work in the calling
     thread before they return."""

@@ -39,6 +39,16 @@ class Gradients:
     loss: float
     by_name: dict[str, torch.Tensor]
     """Of each parameter that has got one."""
+    buffers: dict[str, torch.Tensor]
+    """What was added to each buffer that was changed, such as a batch norm's statistics."""
+    levels: dict[str, float]
+    """How large a typical number of each of these buffers is, or of its module's others: the mean
+    of a batch may be zero, and is rounded as its variance is."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Both, by name."""
+        return {**self.by_name, **self.buffers}
 
 
 class Noise(NamedTuple):
@@ -113,12 +123,32 @@ def _compute(
         }
         is_finite = all(bool(gradient.isfinite().all()) for gradient in found.values())
         if is_finite or scale <= _MIN_SCALE:
-            return Gradients(loss.item(), found)
+            return Gradients(loss.item(), found, *_changes_of_buffers(task.model, model))
         scale *= _SCALE_STEP
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), before, strict=True):
                 buffer.copy_(value)
+
+
+def _changes_of_buffers(
+    before: nn.Module, after: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return what was added to each buffer that was changed, and the levels of these buffers."""
+    earlier, changes = dict(before.named_buffers()), {}
+    levels: dict[str, float] = {}
+    for name, buffer in after.named_buffers():
+        own = earlier.get(name)
+        if own is None or own.shape != buffer.shape or buffer.layout is not torch.strided:
+            continue  # such as a cache that this forward has made
+        now = _on_host(buffer, 1.0, torch.float64)
+        change = now - _on_host(own, 1.0, torch.float64)
+        if change.any():
+            changes[name] = change
+        if change.any() and buffer.is_floating_point():
+            module = name.rpartition(".")[0]
+            levels[module] = max(levels.get(module, 0.0), rms([now]))
+    return changes, {name: levels.get(name.rpartition(".")[0], 0.0) for name in changes}
 
 
 def _on_host(gradient: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Setup:
     folder: RunFolder
     slowdowns: tuple[Schedule, ...]
     """The emulated slowdown of every rank; empty if there is none."""
+    job: str = ""
+    """The ID of this job, and of those that kaitian-supervise starts in its place."""
     path: Path | None = None
     """The run folder's path on rank 0; None where nothing is written."""
     dataset_size: str = ""
@@ -60,8 +62,8 @@ class Setup:
         return None if data is None else as_batches(data, self.task.collate)
 
 
-def prepare(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
-    """Make the task and open the run folder. Collective.
+def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World) -> Setup:
+    """Make the task and open the run folder, for the job of this ID. Collective.
 
     Raises:
         AgreedError: one of these fails on a rank, or the ranks' data or models differ.
@@ -73,10 +75,11 @@ def prepare(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
         check_exportable(config, setup.task.model)
         # Last, so that a run that cannot start does not leave a folder behind.
         folder = open_run_folder(config, world.rank)
+        folder.begin(config, job)
     # Reached only if no rank had an error, so `folder` is bound.
     writes = not isinstance(folder, NoFolder)
     path = gather_values(world.comm, str(folder.path) if writes else "")[0]
-    return replace(setup, folder=folder, path=Path(path) if path else None)
+    return replace(setup, folder=folder, job=job, path=Path(path) if path else None)
 
 
 def start_from_file(config: TrainingConfig, model: nn.Module, world: World) -> None:

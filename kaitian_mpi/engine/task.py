@@ -42,7 +42,9 @@ class Task:
     called more than once: the benchmark trains a copy of the model."""
     data: Any
     """The training data: a dataset with `__getitem__` and `__len__`. One that has `__getitems__`
-    is asked for a batch's samples at once; the `set_epoch` of one that has it is called."""
+    is asked for a batch's samples at once; the `set_epoch` of one that has it is called. With
+    `workers`, each data-loading process keeps a copy from the first step on, and only `set_epoch`
+    reaches it."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """`loss(model, batch)`: the mean loss over the batch, a tensor of one element. None where the
     script computes it in its own loop, with `Training.batches`."""

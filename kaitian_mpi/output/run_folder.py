@@ -19,6 +19,7 @@ from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.files import describe_failure, json_bytes, read_json, replacing
+from kaitian_mpi.output.folder_claim import Claim, check_unclaimed
 from kaitian_mpi.output.folders import make_new_folder
 from kaitian_mpi.output.tensor_files import TensorWriter
 
@@ -27,14 +28,20 @@ _log = logging.getLogger(__name__)
 _HISTORY = ("events.jsonl",)
 """JSON lines files whose lines stay when steps are trained again."""
 
-_claimed: set[Path] = set()
-"""Folders that this process has claimed."""
-
 
 class RunFolder(Protocol):
     """Where results are written. `NoFolder` is for the ranks that do not write."""
 
     path: Path
+
+    def begin(self, config: TrainingConfig, job: str) -> None:
+        """Claim the folder for this job's run, and write config.json unless it has a run already.
+
+        Args:
+            config: the job's settings.
+            job: its ID.
+        """
+        ...
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file atomically."""
@@ -68,11 +75,18 @@ class RunFolder(Protocol):
         """Update a file's modification time, because its content is valid for this job as well."""
         ...
 
+    def close(self) -> None:
+        """Let other jobs train in the folder; does nothing after the first call."""
+        ...
+
 
 class NoFolder:
     """Writes nothing, because another rank writes the files."""
 
     path = Path()
+
+    def begin(self, config: TrainingConfig, job: str) -> None:
+        """Do nothing."""
 
     def write(self, name: str, content: Any) -> None:
         """Do nothing."""
@@ -100,9 +114,12 @@ class NoFolder:
     def confirm(self, name: str) -> None:
         """Do nothing."""
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class DiskFolder:
-    """A folder on disk."""
+    """A folder on disk, in which one job at a time trains."""
 
     def __init__(self, path: Path) -> None:
         """Create the folder if it does not exist.
@@ -111,6 +128,7 @@ class DiskFolder:
             UserError: it cannot be created or written.
         """
         self.path = path
+        self._claim: Claim | None = None
         self._faults: dict[Path, str] = {}
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -121,6 +139,33 @@ class DiskFolder:
             raise UserError(
                 f"--run-dir {path}: {error.strerror}; name a folder that can be written"
             ) from error
+
+    def begin(self, config: TrainingConfig, job: str) -> None:
+        """Claim the folder for this job's run, and write config.json unless it has a run already.
+
+        Raises:
+            UserError: another job trains in it, or it has the results of another run.
+        """
+        self.claim(job)
+        is_new = not (self.path / "config.json").exists() if config.resume else self._is_first()
+        if is_new or not config.resume:  # else written once this job is known to resume the run
+            self.write("config.json", dataclasses.asdict(config))
+        if is_new:
+            self.require("config.json")  # with a full disk, the whole training would be lost
+
+    def claim(self, job: str) -> None:
+        """Keep other jobs than this one from training in the folder, until `close`.
+
+        Raises:
+            UserError: another job trains in it.
+        """
+        self._claim = Claim(self.path, job)
+        self.mend()
+
+    def close(self) -> None:
+        """Let other jobs train in the folder; does nothing after the first call."""
+        if self._claim is not None:
+            self._claim.release()
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file atomically."""
@@ -138,21 +183,20 @@ class DiskFolder:
                 _cut(target, before)  # half a line would corrupt the next one
                 raise
 
-    def claim(self) -> bool:
-        """Claim the folder for this job; return False if this job has claimed it before.
+    def _is_first(self) -> bool:
+        """Create config.json; return False if a rank of this job, which is lost, has done so.
 
         Raises:
-            UserError: another job has claimed it.
+            UserError: another job has.
         """
-        if self.path in _claimed:  # before a rank was lost
-            return False
         try:
             (self.path / "config.json").touch(exist_ok=False)
         except FileExistsError as error:
+            if self._claim is not None and self._claim.is_renewed:
+                return False
             raise _used(self.path) from error
         except OSError as error:
             raise StorageError(f"--run-dir {self.path}: {error.strerror}") from error
-        _claimed.add(self.path)
         return True
 
     def mend(self) -> None:
@@ -247,14 +291,15 @@ def check_run_folder(config: TrainingConfig, world: World) -> None:
     """Check the folder given by `--run-dir`; nothing is created yet. Collective.
 
     Raises:
-        AgreedError: it has the results of another run and `--resume` is not given, or it cannot be
-            used.
+        AgreedError: it has the results of another run and `--resume` is not given, another job
+            trains in it, or it cannot be used.
     """
     if not config.run_dir:
         return
     with agree_on_errors(world.comm):
         if world.rank == 0:
             _check(Path(config.run_dir), config.resume)
+            check_unclaimed(Path(config.run_dir))
 
 
 def _check(path: Path, resume: str) -> None:
@@ -281,21 +326,14 @@ def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
     """Return the run folder on rank 0, and a stand-in that writes nothing on other ranks.
 
     Args:
-        config: names the folder, and is written into it. Without a name, a new folder is created,
+        config: names the folder. Without a name, a new folder is created,
             or nothing is written at all; see `TrainingConfig.choose_folder`.
         rank: this rank.
 
     Raises:
-        UserError: the folder cannot be created or written, or another job uses it.
+        UserError: the folder cannot be created or written.
     """
     path = config.choose_folder()
     if rank != 0 or path is None:
         return NoFolder()
-    folder = DiskFolder(path if config.run_dir else make_new_folder(path))
-    folder.mend()
-    is_new = folder.claim() if not config.resume else not (folder.path / "config.json").exists()
-    if is_new or not config.resume:  # else written once this job is known to resume the run
-        folder.write("config.json", dataclasses.asdict(config))
-    if is_new:
-        folder.require("config.json")  # with a full disk, the whole training would be lost
-    return folder
+    return DiskFolder(path if config.run_dir else make_new_folder(path))

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from kaitian_mpi.backend.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.data.batches import MicroBatch, StepBatches
-from kaitian_mpi.data.loader import make_loader
+from kaitian_mpi.data.batches import MicroBatch, Share, set_epoch_of, split_share
+from kaitian_mpi.data.counter_random import random_bits
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.emulation import Slowdown
@@ -50,6 +51,7 @@ class Trainer:
         state: TrainingState,
         plan: Plan,
         slowdown: Slowdown,
+        loader: ShareLoader,
         commit: Callable[[bool], None] | None = None,
     ) -> None:
         """Build the sampler and DDP for these ranks, around a state that outlives them.
@@ -61,6 +63,7 @@ class Trainer:
             state: the same on every rank.
             plan: the ranks' batch sizes.
             slowdown: this rank's emulated slowdown.
+            loader: of the training data; it outlives these ranks as well.
             commit: called before a step or evaluation takes effect, with whether this rank has done
                 it; raises if some rank has not.
         """
@@ -73,8 +76,7 @@ class Trainer:
             setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
         )
         self._micro_batch = plan.micro_batch_size
-        micro_batch = plan.micro_batch_size if self.has_micro_batches else None
-        self._data = StepBatches(setup.train, micro_batch, plan.min_batch)
+        self._loader = loader
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._gradients = self._reducer()
         self._steps_of_weight_0 = 0
@@ -329,22 +331,26 @@ class Trainer:
         with torch.random.fork_rng(devices, device_type=device.type):
             for indices in filter(None, shares):
                 enter_phase("getting a batch")
-                for part in self._data[indices]:
+                for part in self._loader.data[self._share(indices)]:
                     batch = self.place(part)
                     enter_phase("forward")
                     self._computation.loss(self._task, self.state.model, batch)
 
     def _set_epoch(self) -> None:
-        if (set_epoch := getattr(self._task.data, "set_epoch", None)) is not None:
-            set_epoch(self.progress.epoch)
+        set_epoch_of(self._setup.train, self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
 
     def _load_epoch(self) -> Iterator[list[MicroBatch]]:
         self._set_epoch()
         self.sampler.position = self.progress.position
-        pin_memory = self.world.device_kind.pins_memory
-        seed = (self._config.seed + self.progress.step) * self.world.size + self.world.rank
-        return iter(make_loader(self._data, self.sampler, self._config.workers, pin_memory, seed))
+        return self._loader.load(self._share(indices) for indices in self.sampler)
+
+    def _share(self, indices: list[int]) -> Share:
+        """Return what to load for the step with these samples, which the sampler is at."""
+        limit = self._micro_batch if self.has_micro_batches else None
+        place = self.sampler.position * self.world.size + self.world.rank
+        seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
+        return Share(self.sampler.epoch, seed, split_share(indices, limit, self.sampler.min_batch))
 
     def _commit_unit(self) -> None:
         """Continue only if every rank got this far."""

@@ -210,6 +210,8 @@ class ElasticRun:
             if error is not None and not self._run.summary.finished:
                 events.report_failure(self._run, error)
             self._run.sinks.close(finished=self._run.summary.finished)
+            self._run.loader.close()
+            self._run.setup.folder.close()
         stop_recording()
         self._page.close()
         if self._owns_watchdog:
@@ -263,6 +265,7 @@ class ElasticRun:
             self.membership.commit()
         self.membership.release()
         run = self._unfinished
+        run.loader.close()
         if self.membership.has_standby and not self.membership.is_abandoned:
             self._share_results(run)
             self.membership.commit()

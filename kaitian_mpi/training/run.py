@@ -14,6 +14,7 @@ from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.engine.progress import count_steps
@@ -49,6 +50,8 @@ class Run:
     excluded_places: list[str]
     """The places of the ranks without which the job is faster."""
     state: TrainingState
+    loader: ShareLoader
+    """Of the training data; its processes stay over the epochs and the attempts."""
     checkpoints: Checkpointing
     summary: Summary
     costs: dict[str, RankCost] = field(default_factory=dict)
@@ -97,12 +100,13 @@ class Run:
         """Make the first active rank the one that writes the files."""
         folder = self.setup.folder
         if world.rank != 0:
+            folder.close()
             self.setup = replace(self.setup, folder=NoFolder())
             self.sinks.close(finished=False)
             self.writes_metrics = False
         elif isinstance(folder, NoFolder) and self.setup.path is not None:
             taken = DiskFolder(self.setup.path)
-            taken.mend()
+            taken.claim(self.setup.job)
             self.setup = replace(self.setup, folder=taken)
             print_rank_0(world, f"{world.info} now writes the files")
         if world.rank == 0 and not self.writes_metrics:
@@ -164,7 +168,8 @@ class Run:
         """Return a trainer on these ranks; with fault tolerance, each of its steps is committed."""
         commit = self.membership.commit if self.membership.survives else None
         slowdown = Slowdown(self.setup.slowdowns[world.info.world_rank])
-        return Trainer(self.config, world, self.setup, self.state, plan, slowdown, commit)
+        setup, state = self.setup, self.state
+        return Trainer(self.config, world, setup, state, plan, slowdown, self.loader, commit)
 
     def record_costs(self, world: World, costs: Sequence[RankCost] | None) -> None:
         """Store these ranks' costs as estimated while training; nothing if `costs` is None."""

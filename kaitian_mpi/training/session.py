@@ -6,6 +6,8 @@ is given, and is repeated on the surviving ranks where a rank is lost meanwhile.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +22,7 @@ from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.checkpoint.resume import hand_over, restore
 from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.elastic.standby import plan_standby
@@ -32,12 +35,13 @@ from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.metrics.sink import MetricsSink
-from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same
+from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.output.console import print_rank_0, show_topology
 from kaitian_mpi.output.run_folder import NoFolder, check_run_folder
 from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.steps.profiling import check_profile
 from kaitian_mpi.training.live_page import LivePage
@@ -93,10 +97,12 @@ def open_run(
     _check_request(config, membership, page)
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
-    setup: Setup = on_all(partial(prepare, make_task, config))
+    job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
+    setup: Setup = on_all(partial(prepare, make_task, config, job))
     earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
     if earlier.is_finished:
         membership.attempt(partial(load_finished, config, setup, earlier))
+        setup.folder.close()
         return setup.task, None, earlier.summary
     if not isinstance(setup.folder, NoFolder):
         page.serve(setup.folder.path)
@@ -128,6 +134,12 @@ def check_settings(config: TrainingConfig, world: World) -> None:
         AgreedError: they differ.
     """
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
+
+
+def _agree_on_job(world: World) -> str:
+    """Return an ID of the job, the same on every rank. Collective."""
+    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
+    return gather_values(world.comm, own)[0]
 
 
 def _make_run(
@@ -176,6 +188,7 @@ def _make_run(
         allreduce_algorithm=selection.allreduce_algorithm,
         excluded_places=[info.place for info in selection.excluded],
         state=state,
+        loader=ShareLoader(setup.train, config.workers, started_with.device_kind.pins_memory),
         checkpoints=Checkpointing(config, setup.path),
         own_sinks=own_sinks,
         summary=replace(summary_of(started_with, setup, earlier, selection), parity=agrees),

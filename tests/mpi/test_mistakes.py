@@ -4,6 +4,7 @@ Each case makes its mistake on all ranks; afterwards a Training still opens and 
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.output.folder_claim import Claim
+from kaitian_mpi.runtime.polling import sleeping_barrier
 
 pytestmark = pytest.mark.sizes(2)
 
@@ -271,6 +274,23 @@ def test_state_that_checkpoints_cannot_hold_ends_the_run_at_the_first_or_is_warn
     assert train_with(Extra(until=3), f"{folder}/later").finished
     warned = "could not be written: state['extra']['ema']['value'] is a set" in caplog.text
     assert warned == (world.rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, tmp_path):
+    folder = Path(gather_values(world.comm, str(tmp_path))[0])
+    claim = Claim(folder, "another job") if world.rank == 1 else None
+    sleeping_barrier(world.comm)
+    with pytest.raises(AgreedError, match="another job is training in it") as caught:
+        set_to(run_dir=str(folder), resume="auto")
+    assert "\n" not in str(caught.value)
+    assert list(folder.iterdir()) == [folder / ".job"], "nothing is begun"
+    sleeping_barrier(world.comm)
+    if claim is not None:
+        claim.release()
+    sleeping_barrier(world.comm)
+    assert set_to(run_dir=str(folder), resume="auto") == 3
+    assert not (folder / ".job").exists()
 
 
 DIFFERING = {

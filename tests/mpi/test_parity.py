@@ -36,6 +36,13 @@ class Kernel(torch.autograd.Function):
         return gradient * ctx.factor, None, None
 
 
+class ForgetfulNorm(nn.BatchNorm1d):
+    """A batch norm as on a device that never updates the running statistics."""
+
+    def forward(self, x):
+        return functional.batch_norm(x, None, None, self.weight, self.bias, True)
+
+
 class Network(nn.Module):
     """A small network with batch norm, dropout and random noise, and a kernel to make wrong."""
 
@@ -115,6 +122,15 @@ def test_kinds_that_compute_alike_agree(world, capsys, precision):
     assert (f"parity: even, odd compute like rank {world.size // 3 * 2} (" in printed) == (
         world.rank == 0
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_kind_that_does_not_update_running_statistics_is_named(world, precision):
+    model = Network()
+    if world.rank % 2:
+        model.norm = ForgetfulNorm(32)
+    with pytest.raises(AgreedError, match=r"more than rounding on odd .*norm\.running_mean 1.0e"):
+        run(world, model, precision=precision)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch import nn
 
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.errors import CollectiveError
@@ -72,6 +73,7 @@ class Run:
         model = make_model(with_norm)
         self.setup = make_setup(self.config, model, Points())
         self.state = make_state(world, self.setup, count_steps(self.config, LENGTH, BATCH))
+        self.loader = ShareLoader(self.setup.train, workers, pin_memory=False)
         self.taken = []
         """This rank's samples in each completed step."""
         self.results = []
@@ -90,7 +92,8 @@ class Run:
                 self.refusals += 1
                 shares = other_shares or shares
             finally:
-                trainer.close()  # or its loading process would be waited for when it is collected
+                trainer.close()
+        self.loader.close()
         return self
 
     def _make_trainer(self, shares):
@@ -102,9 +105,8 @@ class Run:
             "fp32",
             micro_batch_size=self.micro_batch_size,
         )
-        trainer = Trainer(
-            self.config, self.world, self.setup, self.state, plan, Slowdown(), self.commit
-        )
+        own = self.setup, self.state, plan, Slowdown(), self.loader, self.commit
+        trainer = Trainer(self.config, self.world, *own)
         note_samples(trainer, self.taken)
         return trainer
 

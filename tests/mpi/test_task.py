@@ -4,6 +4,7 @@ import collections
 import copy
 import itertools
 import json
+import multiprocessing
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,8 +282,16 @@ def test_equal_shares_are_exact(world):
     check_exact(world, language(), uneven=False)
 
 
-def test_loading_processes_are_exact(world):
-    check_exact(world, language(), workers=1)
+def test_loading_processes_are_exact_and_stay_over_the_epochs(world):
+    task, pids = language(), set()
+
+    def noting(model, batch):
+        pids.update(child.pid for child in multiprocessing.active_children())
+        return task.loss(model, batch)
+
+    check_exact(world, replace(task, loss=noting), workers=1)
+    assert len(pids) == 1
+    assert multiprocessing.active_children() == []  # they end with the run
 
 
 def test_step_loss_is_the_mean_over_the_global_batch(world):

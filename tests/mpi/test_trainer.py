@@ -13,6 +13,7 @@ from torch import nn
 
 from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.engine.batch_norm import RunningStatistics
@@ -69,7 +70,8 @@ def make_trainer(
     setup = make_setup(config, model, Points())
     plan = make_plan(world, shares, micro_batch_size, min_batch)
     state = make_state(world, setup, count_steps(config, LENGTH, BATCH))
-    return Trainer(config, world, setup, state, plan, Slowdown())
+    loader = ShareLoader(setup.train, workers, pin_memory=False)
+    return Trainer(config, world, setup, state, plan, Slowdown(), loader)
 
 
 def train(trainer, plans=None):
@@ -190,7 +192,8 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     steps = count_steps(config, length, sum(shares), 2)
     assert steps == 2 * (2 if rest < 2 else 3)
     state = make_state(world, setup, steps)
-    trainer = Trainer(config, world, setup, state, plan, Slowdown())
+    loader = ShareLoader(setup.train, 0, pin_memory=False)
+    trainer = Trainer(config, world, setup, state, plan, Slowdown(), loader)
     taken = []
     note_samples(trainer, taken)
     assert [step.number for step in trainer.steps()] == list(range(1, steps // 2 + 1))

@@ -1,4 +1,4 @@
-"""make_loader and evaluation_indices."""
+"""ShareLoader and evaluation_indices."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import pickle
 import random
 import subprocess
+from collections.abc import Iterator
 from multiprocessing import reduction
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from jobs import PYTHON, forked
 
-from kaitian_mpi.data.batches import Batches, StepBatches
-from kaitian_mpi.data.loader import evaluation_indices, make_loader
+from kaitian_mpi.data.batches import Batches, Share, split_share
+from kaitian_mpi.data.loader import ShareLoader, evaluation_indices
 from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.data.shared_tensors import SharedTensors
 from kaitian_mpi.datasets.arrays import ImageArrays
@@ -27,20 +31,46 @@ def make_data() -> Augmented:
     return Augmented(arrays, "crop-flip", seed=0)
 
 
+def shares(epoch: int, count: int = 6) -> Iterator[Share]:
+    return (Share(epoch, 10 * epoch + step, [(1, [step]), (2, [3, 4])]) for step in range(count))
+
+
+class Noted(Augmented):
+    """Also returns where each batch was loaded: the process, its open files, random numbers."""
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        random_numbers = random.random(), np.random.rand(), torch.rand(1).item()
+        place = os.getpid(), len(os.listdir("/proc/self/fd"))
+        return *super().__getitem__(indices), place, random_numbers
+
+
 # A worker takes seconds to import torch, so one test covers everything that needs one.
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_index_list_is_a_batch(workers: int) -> None:
-    data = make_data()
-    sampler = LoadAdaptiveSampler(data, [1, 9], 0)
-    data.set_epoch(2)
-    sampler.set_epoch(2)
-    loader = make_loader(data, sampler, workers, pin_memory=False)
-    assert len(loader) == 3
-    batches = list(loader)
-    assert [len(labels) for _, labels in batches] == [1, 1, 0]
-    for inputs, labels in batches:
-        expected, _ = data[labels.tolist()]
-        assert torch.equal(inputs, expected)
+def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers: int) -> None:
+    arrays = make_data().arrays
+    data, expected = (kind(arrays, "crop-flip", seed=0) for kind in (Noted, Augmented))
+    loader = ShareLoader(data, workers, pin_memory=False)
+    loaded, before = [], torch.get_rng_state()
+    for epoch, count in ((0, 6), (1, 2), (1, 6), (0, 6)):  # one is left early and begun again
+        expected.set_epoch(epoch)
+        if not workers:
+            data.set_epoch(epoch)
+        for number, parts in zip(range(count), loader.load(shares(epoch)), strict=False):
+            assert [part.samples for part in parts] == [1, 2]
+            for part, indices in zip(parts, ([number], [3, 4]), strict=True):
+                for found, wanted in zip(part.batch, expected[indices], strict=False):
+                    assert torch.equal(found, wanted)
+                loaded.append(part.batch[2:])
+    assert len({process for (process, _), _ in loaded}) == 1
+    pid = loaded[0][0][0]
+    if workers:
+        assert [numbers for _, numbers in loaded[:12]] == [numbers for _, numbers in loaded[-12:]]
+        files = [count for (_, count), _ in loaded]
+        assert max(files[12:]) <= max(files[:12]) + 2
+        assert torch.equal(torch.get_rng_state(), before)  # or a resumed run would differ
+    assert (pid == os.getpid()) == (workers == 0)
+    loader.close()
+    assert psutil.pid_exists(pid) == (workers == 0)
 
 
 class Stopping(dict[int, int]):
@@ -60,9 +90,9 @@ def stop(_: object) -> int:
     ids=["dataset", "collate"],
 )
 def test_stop_iteration_in_the_users_code_does_not_end_the_epoch(batches: Batches) -> None:
-    loader = make_loader(StepBatches(batches, None, 1), [[0], [1]], 0, pin_memory=False)
+    loading = ShareLoader(batches, 0, pin_memory=False).load(shares(0))
     with pytest.raises(RuntimeError, match="the dataset, or collate, raised StopIteration"):
-        list(loader)
+        list(loading)
 
 
 class TooFew(list[int]):
@@ -76,20 +106,25 @@ def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for() -> None:
         Batches(TooFew([0, 1]))[[0, 1]]
 
 
-def test_workers_are_not_forked() -> None:
-    data = make_data()
-    loader = make_loader(data, LoadAdaptiveSampler(data, [4], 0), 2, pin_memory=False)
-    assert loader.multiprocessing_context.get_start_method() == "forkserver"
-
-
 def test_a_plan_set_while_loading_applies_from_the_next_step() -> None:
-    data = make_data()
-    sampler = LoadAdaptiveSampler(data, [4], 0)
+    sampler = LoadAdaptiveSampler(range(23), [4], 0)
     sizes = []
-    for _, labels in make_loader(data, sampler, 0, pin_memory=False):
-        sizes.append(len(labels))
+    for indices in sampler:
+        sizes.append(len(indices))
         sampler.set_plan([7])
     assert sizes == [4, 7, 7, 5]
+
+
+@pytest.mark.parametrize(
+    ("samples", "limit", "sizes"), [(7, None, [7]), (7, 3, [3, 2, 2]), (0, 3, [0]), (0, None, [0])]
+)
+def test_a_share_is_split_into_micro_batches(samples, limit, sizes) -> None:
+    parts = split_share(range(10, 10 + samples), limit, min_batch=2)
+    assert [size for size, _ in parts] == sizes
+    if samples:
+        assert [index for _, part in parts for index in part] == list(range(10, 10 + samples))
+    else:
+        assert parts == [(0, [0, 1])]  # which stand in
 
 
 def test_evaluation_covers_each_sample_once() -> None:
@@ -133,16 +168,16 @@ def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch) -> None:
 
 LOAD = """
 import torch
-from kaitian_mpi.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.data.loader import make_loader
+from kaitian_mpi.data.batches import Share
+from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.datasets.user_dataset import CollatedDataset
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":
     images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()
     data = CollatedDataset(TensorDataset(images, torch.arange(64)))
-    sampler = LoadAdaptiveSampler(data, [8], 0)
-    for inputs, labels in make_loader(data, sampler, 1, pin_memory=False):
+    shares = (Share(0, 0, [(8, list(range(first, first + 8)))]) for first in range(0, 64, 8))
+    for [(_, (inputs, labels))] in ShareLoader(data, 1, pin_memory=False).load(shares):
         assert torch.equal(inputs[:, -1], labels.float())
     print("loaded")
 """

@@ -11,7 +11,8 @@ LIMIT_SEC = 30
 # The samples are the ids of the processes that load them.
 RANK = f"""
 import os, time
-from kaitian_mpi.data.loader import make_loader
+from kaitian_mpi.data.batches import Share
+from kaitian_mpi.data.loader import ShareLoader
 
 class Identities:
     def __len__(self):
@@ -21,8 +22,9 @@ class Identities:
         return os.getpid()
 
 if __name__ == "__main__":
-    batches = iter(make_loader(Identities(), [[index] for index in range(8)], 1, False))
-    print(os.getpid(), next(batches), flush=True)
+    shares = (Share(0, 0, [(1, [index])]) for index in range(8))
+    loading = ShareLoader(Identities(), 1, pin_memory=False).load(shares)
+    print(os.getpid(), next(loading)[0].batch, flush=True)
     time.sleep({LIMIT_SEC})
 """
 

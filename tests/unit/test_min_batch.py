@@ -40,6 +40,18 @@ class Failing(nn.Module):
         raise ValueError("never works")
 
 
+class Late(torch.Tensor):
+    """A result whose computation failed, which a device reports only when it is read."""
+
+    def isfinite(self):
+        raise RuntimeError("device-side assert triggered")
+
+
+class FailingForOne(nn.Module):
+    def forward(self, x):
+        return x.sum().as_subclass(Late) if len(x) == 1 else x.sum()
+
+
 class Uncopied(nn.Module):
     def __deepcopy__(self, _):
         raise RuntimeError("cannot be copied")
@@ -69,6 +81,7 @@ def flat(*layers):
         (flat(nn.LayerNorm(48)), 1),
         (Standardised(), 2),
         (Failing(), 1),
+        (FailingForOne(), 2),
         (Uncopied(), 1),
         (flat(nn.LazyLinear(3)), 1),
         (build_model("cnn", 3), 1),

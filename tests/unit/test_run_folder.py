@@ -1,6 +1,7 @@
 """Run folders on full disks, and folders that cannot be created."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.output import folders, run_folder
+from kaitian_mpi.output.folder_claim import check_unclaimed
 from kaitian_mpi.output.folders import make_new_folder
 from kaitian_mpi.output.run_folder import DiskFolder, open_run_folder
 from kaitian_mpi.training.results import write_results
@@ -65,9 +67,15 @@ def full(monkeypatch):
     return fill
 
 
+def begin_run(config, job="job"):
+    folder = open_run_folder(config, 0)
+    folder.begin(config, job)
+    return folder
+
+
 def run_in(folder, **flags):
     config = TrainConfig(run_dir=str(folder), **flags)
-    return open_run_folder(config, 0), Checkpointing(config, folder)
+    return begin_run(config), Checkpointing(config, folder)
 
 
 def finish(folder, checkpoints):
@@ -181,20 +189,104 @@ def test_jobs_started_simultaneously_get_different_folders(tmp_path):
 def test_each_unnamed_run_gets_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    folders = [open_run_folder(TrainConfig(model="cnn"), 0) for _ in range(3)]
+    folders = [begin_run(TrainConfig(model="cnn")) for _ in range(3)]
     names = [f"cnn-20260101-000000{end}" for end in ("", "-2", "-3")]
     assert [folder.path.name for folder in folders] == names
     assert all((folder.path / "config.json").stat().st_size for folder in folders)
 
 
-def test_a_second_job_in_the_same_folder_is_rejected(tmp_path, monkeypatch):
+def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
     config = TrainConfig(run_dir=str(tmp_path))
-    open_run_folder(config, 0)
-    open_run_folder(config, 0)  # the same process again, after a loss
-    monkeypatch.setattr(run_folder, "_claimed", set())
+    begin_run(config, "job")
+    begin_run(config, "job")  # the same process again, after a loss
     with pytest.raises(UserError, match="found the results of another run, needed a new or empty"):
-        open_run_folder(config, 0)
-    open_run_folder(TrainConfig(run_dir=str(tmp_path), resume="auto"), 0)
+        begin_run(config, "another")
+    begin_run(TrainConfig(run_dir=str(tmp_path), resume="auto"), "another")
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from kaitian_mpi.output.folder_claim import Claim
+
+folder = Path(sys.argv[1])
+claim = Claim(folder, "job")
+(folder / "config.json").touch()
+print("holds", flush=True)
+sys.stdin.readline()
+claim.release()
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Yield a process that trains in the folder, for the job `job`."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
+
+
+def test_two_jobs_do_not_train_in_one_folder(tmp_path, held):
+    resuming = TrainConfig(run_dir=str(tmp_path), resume="auto")
+    message = rf"another job is training in it \(process {held.pid} on .*remove {tmp_path}/.job$"
+    for begin in (
+        lambda: check_unclaimed(tmp_path),
+        lambda: begin_run(resuming, "another"),
+        lambda: DiskFolder(tmp_path).claim("another"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            begin()
+        assert "\n" not in str(caught.value)
+    held.communicate("end\n")
+    assert not (tmp_path / ".job").exists()
+    check_unclaimed(tmp_path)
+    begin_run(resuming, "another").close()
+
+
+def test_the_claim_of_a_job_that_was_killed_is_none(tmp_path, held):
+    held.kill()
+    held.wait()
+    assert (tmp_path / ".job").exists()
+    check_unclaimed(tmp_path)
+    with pytest.raises(UserError, match="found the results of another run"):
+        begin_run(TrainConfig(run_dir=str(tmp_path)), "another")
+    begin_run(TrainConfig(run_dir=str(tmp_path), resume="auto"), "another").close()
+    assert not (tmp_path / ".job").exists()
+
+
+def test_a_new_run_is_begun_by_the_rank_after_the_one_that_was_lost(tmp_path, held):
+    held.kill()
+    held.wait()
+    folder = begin_run(TrainConfig(run_dir=str(tmp_path), lr=0.3), "job")
+    assert folder.read("config.json")["lr"] == 0.3
+
+
+def test_a_job_takes_over_from_its_own_rank_that_does_not_end(tmp_path, held):
+    """It is on standby, or on a host that is not reached; also for a job that replaces it."""
+    taken = DiskFolder(tmp_path)
+    taken.claim("job")
+    held.communicate("end\n")
+    assert (tmp_path / ".job").exists(), "the claim is another one's now"
+    taken.close()
+    assert not (tmp_path / ".job").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_files_cannot_be_locked_nothing_is_claimed(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    check_unclaimed(tmp_path)
+    begin_run(TrainConfig(run_dir=str(tmp_path)), "job").close()
+
+
+def test_a_claim_that_cannot_be_written_stops_nobody(tmp_path):
+    (tmp_path / ".job").mkdir()
+    begin_run(TrainConfig(run_dir=str(tmp_path)), "job").close()
 
 
 @pytest.mark.parametrize(

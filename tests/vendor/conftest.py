@@ -2,11 +2,13 @@
 
 Some ranks have a fake accelerator, whose kind has a collective library as NVIDIA's has NCCL; the
 kinds are added by entry points, as other packages add theirs. Every test runs in worlds of several
-layouts, one after the other.
+layouts, one after the other, in which the library keeps the contracts of several vendors; see
+`contracts.py`, also for a run with one of them alone.
 """
 
 from __future__ import annotations
 
+import contracts
 import pytest
 import torch.distributed as dist
 from mpi_session import *  # noqa: F403
@@ -15,23 +17,35 @@ from mpi_session import LAUNCH
 import kaitian_mpi
 from kaitian_mpi.mpi.world import World
 
+# Devices, and the library. Each library serves a group of all ranks, and groups beside others.
 LAYOUTS = {
-    1: ["vendor"],
-    2: ["vendor,cpu", "vendor,vendor2", "auto"],
-    3: ["vendor,vendor2,cpu", "vendor,cpu,vendor"],
+    1: [("vendor", "nccl")],
+    2: [
+        ("vendor,cpu", "hccl"),
+        ("vendor,vendor2", "nccl"),
+        ("auto", "xccl"),
+        ("vendor,vendor", "mccl"),
+    ],
+    3: [
+        ("vendor,vendor2,cpu", "nccl"),
+        ("vendor,cpu,vendor", "xccl"),
+        ("vendor,vendor,vendor", "hccl"),
+    ],
     4: [
-        "vendor,cpu,vendor,vendor2",
-        "vendor,vendor2,vendor2,vendor2",
-        "vendor,vendor,vendor,vendor",
+        ("vendor,cpu,vendor,vendor2", "hccl"),
+        ("vendor,vendor2,vendor2,vendor2", "mccl"),
+        ("vendor,vendor,vendor,vendor", "nccl"),
     ],
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS[LAUNCH.world_size])
+@pytest.fixture(scope="module", params=LAYOUTS[LAUNCH.world_size], ids="-".join)
 def world(request: pytest.FixtureRequest) -> World:
+    devices, library = request.param
     if dist.is_initialized():
         dist.destroy_process_group()
-    made = kaitian_mpi.init(devices=request.param)
-    if request.param == "auto":  # which prefers any accelerator to the CPU
+    contracts.choose(library)
+    made = kaitian_mpi.init(devices=devices)
+    if devices == "auto":  # which prefers any accelerator to the CPU
         assert set(made.kinds) == {"vendor"}
     return made

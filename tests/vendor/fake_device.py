@@ -5,6 +5,17 @@ stream of the thread that asks, as on a GPU; what makes a new tensor waits for t
 The memory of a tensor that is dropped is overwritten as soon as the stream it was made on is done
 with what it had been given, unless `record_stream` named further streams.
 
+`KAITIAN_FAKE_DEVICE` switches on, separated by commas, what some real devices do:
+
+`frozen-statistics`
+    Batch norm does not update its running statistics.
+`rounding`
+    Results of 32-bit floats are rounded from 64 bits, so that they are not the CPU's to the bit.
+`no-record-stream`
+    `Tensor.record_stream` is missing, as in some plug-ins.
+`-NAME`
+    The device's module lacks a name, such as `-mem_get_info`.
+
 A bus with a copy engine for each direction connects it with the host: `set_bandwidth` makes a copy
 take its time, during which neither other copies in the other direction nor other work are delayed.
 A copy reads and writes memory at its end, so that whoever does not wait for it sees old values.
@@ -40,9 +51,15 @@ DIVISIONS = {
     torch.ops.aten.div_.Tensor_mode: torch.ops.aten.mul_.Tensor,
 }
 GARBAGE = 0xAB
+VARIABLE = "KAITIAN_FAKE_DEVICE"
 LATE_SEC = 100e-6  # by which a thread may wake up late
 
 _local = threading.local()
+
+
+def switches() -> set[str]:
+    """Return what is switched on."""
+    return set(os.environ.get(VARIABLE, "").split(","))
 
 
 class Stream:
@@ -258,6 +275,8 @@ class DeviceTensor(torch.Tensor):
         return values(self).__reduce_ex__(protocol)  # a checkpoint is loaded to the host
 
     def record_stream(self, stream: Stream) -> None:
+        if "no-record-stream" in switches():
+            raise NotImplementedError("Could not run 'aten::record_stream' on this device")
         self.memory.recorded.append(stream)
 
     @classmethod
@@ -274,9 +293,12 @@ class DeviceTensor(torch.Tensor):
         kwargs.pop("pin_memory", None)
         raw_args, raw_kwargs = tree_map(_content, args), tree_map(_content, kwargs)
         func, raw_args, raw_kwargs = _divided_as_on_a_gpu(func, raw_args, raw_kwargs)
+        if "frozen-statistics" in switches() and "batch_norm" in func.name():
+            raw_args = [*raw_args[:3], *tree_map(_copied, raw_args[3:5]), *raw_args[5:]]
+        run = _rounded(func) if "rounding" in switches() else func
         returns = func._schema.returns
         if func._schema.is_mutable and all(r.alias_info is not None for r in returns):
-            current_stream().give(lambda: func(*raw_args, **raw_kwargs))
+            current_stream().give(lambda: run(*raw_args, **raw_kwargs))
             return kwargs.get("out", args[0]) if returns else None
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if not is_view:
@@ -291,7 +313,41 @@ class DeviceTensor(torch.Tensor):
                 return same[id(value)]
             return DeviceTensor(value, owners.get(_address(value)))
 
-        return tree_map(wrap, func(*raw_args, **raw_kwargs))
+        return tree_map(wrap, (func if is_view else run)(*raw_args, **raw_kwargs))
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _rounded(func):
+    """Return an operation that computes 32-bit floats in 64 bits."""
+    if torch.Tag.nondeterministic_seeded in func.tags:  # another type has other random numbers
+        return func
+
+    def run(*args, **kwargs):
+        wide: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def widen(value):
+            if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+                return value
+            return wide.setdefault(id(value), (value, value.double()))[1]
+
+        result = func(*tree_map(widen, list(args)), **tree_map(widen, kwargs))
+        if func._schema.is_mutable or "batch_norm" in func.name():  # whose schema hides it
+            for value, changed in wide.values():
+                value.copy_(changed)
+        return tree_map(lambda r: _narrow(r, wide, kwargs), result)
+
+    return run
+
+
+def _narrow(result, wide, kwargs):
+    is_wide = isinstance(result, torch.Tensor) and result.dtype is torch.float64
+    if not is_wide or not wide or kwargs.get("dtype") is torch.float64:
+        return result
+    same = [value for value, changed in wide.values() if changed is result]
+    return same[0] if same else result.float()
 
 
 def _divided_as_on_a_gpu(func, args, kwargs):
@@ -387,6 +443,9 @@ def install() -> torch.library.Library:
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     )
+    for switch in switches():
+        if switch.startswith("-"):
+            delattr(module, switch[1:])
     if HAS_PYTHON_DEVICES:
         backend_registration._setup_privateuseone_for_python_backend(TYPE, module)
     else:

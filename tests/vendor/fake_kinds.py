@@ -12,8 +12,13 @@ import fake_device
 import fake_library
 import psutil
 import torch
+from contracts import chosen_name
 
 from kaitian_mpi.devices.accelerator import Accelerator
+from kaitian_mpi.devices.cuda import CudaDevice
+from kaitian_mpi.devices.musa import MusaDevice
+from kaitian_mpi.devices.npu import NpuDevice
+from kaitian_mpi.devices.xpu import XpuDevice
 
 _LIBRARY = fake_device.install()  # as a vendor's plug-in makes torch know the device type
 fake_library.register()
@@ -21,6 +26,14 @@ fake_library.register()
 
 SHARED = 7
 """The index of the one device that all processes share."""
+
+
+def _kind_with_this_library() -> Accelerator:
+    """Return the built-in kind whose library the fake one is now: what it says of it must hold."""
+    return next(k for k in BUILT_IN if k.vendor_backend == chosen_name())
+
+
+BUILT_IN = (CudaDevice(), XpuDevice(), NpuDevice(), MusaDevice())
 
 
 class VendorDevice(Accelerator):
@@ -31,14 +44,11 @@ class VendorDevice(Accelerator):
     vendor_backend = fake_library.NAME
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        if reduction is None:
-            return dtype in fake_library.TYPES
-        if reduction == "PREMUL_SUM":
-            return dtype in (torch.float64, torch.float32, torch.float16)
-        if reduction == "AVG" and dtype is torch.bool:
-            return False
-        is_known = reduction in {kind.name for kind in fake_library.OPERATIONS}
-        return is_known and dtype in fake_library.TYPES
+        return _kind_with_this_library().vendor_supports(dtype, reduction)
+
+    @property
+    def vendor_lacks(self) -> frozenset[str]:
+        return _kind_with_this_library().vendor_lacks
 
     def count(self) -> int:
         return 8

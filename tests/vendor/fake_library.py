@@ -10,34 +10,29 @@ where a real library would hang or mix up their data.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import itertools
+import os
+import signal
 import threading
 import time
 import zlib
+from datetime import timedelta
 
 import fake_device
 import torch
 import torch.distributed as dist
-from contracts import Contract, chosen_contract
+from contracts import CONTRACTS, Contract, chosen_name
 from fake_device import DeviceTensor, Event, Stream, current_stream
 from mpi4py import MPI
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.mpi.world import current_world
+from kaitian_mpi.runtime.abort import write_labelled
 
 NAME = "fakeccl"
-TYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
 OPERATIONS = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -47,7 +42,12 @@ OPERATIONS = {
     dist.ReduceOp.MAX: torch.maximum,
 }
 HEADER_BYTES = 128
+THREAD = "fake library"
+"""The name of its threads."""
+DUMP_KEY = "exception_dump"
 _LATER_SEC = 1e-3  # by which a stream goes on after what it waited for
+_WATCH_SEC = 0.1
+_POLL_SEC = 1.0
 
 calls: list[str] = []
 """The operations that this rank has submitted to the library, in order."""
@@ -59,13 +59,14 @@ _abandoned: list = []  # what MPI may still write, of kernels that were aborted
 class Library:
     """The ranks of one communicator."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._contract = chosen_contract()
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._contract = CONTRACTS[chosen_name()]
         self._rank, self._size = rank, size
         self._stream = Stream()
         self._last: Event | None = None
         self._aborted = threading.Event()
         self._shelf: list[LibraryWork] = []
+        self._watchdog = Watchdog(self._contract, store, timeout)
         # Not of COMM_WORLD, of which no communicator can be made after a rank has died; a real
         # library does not use MPI.
         known = current_world()
@@ -154,11 +155,31 @@ class Library:
         )
 
     def shutdown(self) -> None:
-        if self._contract.shutdown_waits and self._last is not None:
+        if not self._contract.shutdown_waits:
+            return
+        if self._last is not None:
             self._last.synchronize()
+        self._watchdog.stop()
+        if self._contract.destroys_together and not self._aborted.is_set():
+            with contextlib.suppress(AbortedError):
+                self._complete([self._comm.Ibarrier()])
 
     def abort(self) -> None:
+        if self._contract.ended_by == "abort":
+            self._end_kernels()
+
+    def __getattr__(self, name):
+        if name == self.__dict__["_contract"].ended_by:
+            return lambda reason: self._end_kernels()
+        raise AttributeError(name)
+
+    def _end_kernels(self) -> None:
         self._aborted.set()
+        self._watchdog.stop()
+
+    def __del__(self) -> None:
+        self._watchdog.stop()
+        self._watchdog.join()
 
     # What follows runs on the library's stream, on the memory itself.
 
@@ -263,13 +284,13 @@ class Library:
 
     def _reducer(self, tensor, op):
         kind = getattr(op, "op", op)
-        if kind not in OPERATIONS:
-            raise ValueError(f"Cannot use {kind} with the fake library")
-        if tensor.dtype is torch.bool:
-            if kind == dist.ReduceOp.AVG:
-                raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
-            if kind == dist.ReduceOp.SUM:
-                kind = dist.ReduceOp.MAX
+        if kind.name not in self._contract.reductions:
+            raise ValueError(f"Cannot use {kind} with this library")
+        is_refused = (kind.name, tensor.dtype) in self._contract.refused
+        if is_refused or tensor.dtype not in self._contract.reduced:
+            raise TypeError(f"Cannot use {kind} with {tensor.dtype}")
+        if tensor.dtype is torch.bool and kind == dist.ReduceOp.SUM:
+            kind = dist.ReduceOp.MAX
         factor = None
         if kind == dist.ReduceOp.PREMUL_SUM:
             factor = op.__getstate__()[1]
@@ -300,12 +321,14 @@ class Library:
         for tensor in tensors:
             if not isinstance(tensor, DeviceTensor):
                 raise RuntimeError(f"No backend type associated with device type {tensor.device}")
-            if tensor.dtype not in TYPES:
+            if tensor.dtype not in self._contract.moved:
                 raise TypeError(f"Input tensor data type is not supported: {tensor.dtype}")
             if tensor.layout is not torch.strided or not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
         if name not in ("alltoall", "reduce_scatter", "allgather") and tensors:
             assert len({tensor.dtype for tensor in tensors}) == 1, "tensors of unlike types"
+        if name.partition(" ")[0] in self._contract.lacks:
+            raise RuntimeError(f"the library does not support {name}")
         calls.append(name)
         sizes = ""
         if name.partition(" ")[0] in ("allreduce", "reduce", "broadcast"):
@@ -313,7 +336,11 @@ class Library:
         header = f"{name} {tensors[0].dtype} {sizes}"
         if self._aborted.is_set():
             raise dist.DistBackendError("the communicator was aborted")
-        raw, outputs = fake_device.tree_map(fake_device._content, (arguments, list(written)))
+        raw, sources, outputs = fake_device.tree_map(
+            fake_device._content, (arguments, list(read), list(written))
+        )
+        used = {tensor.untyped_storage().data_ptr() for tensor in sources}
+        unread = [each for each in outputs if each.untyped_storage().data_ptr() not in used]
         is_on_own_stream = opts.asyncOp or self._contract.returns_work_always
         stream = self._stream if is_on_own_stream else current_stream()
         if is_on_own_stream:
@@ -326,15 +353,16 @@ class Library:
             stream.wait_event(self._last)
 
         def run():
+            _spoil(unread)  # a host that reads them too early shall notice
             try:
                 self._check_alike(header)
                 work(*raw)
             except AbortedError:
-                for tensor in outputs:
-                    tensor.untyped_storage().fill_(fake_device.GARBAGE)
+                _spoil(outputs)
 
         stream.give(run)
         self._last = Event(stream)
+        self._watchdog.watch(self._last)
         if not is_on_own_stream:
             return None
         started = LibraryWork(self._last, list(written), self._contract)
@@ -393,14 +421,69 @@ class LibraryWork(Work):
         return future
 
 
-def create(store: dist.Store, rank: int, size: int, timeout) -> Library:
+class Watchdog:
+    """The threads of a library: it ends the process where a kernel takes too long."""
+
+    def __init__(self, contract: Contract, store: dist.Store, timeout: timedelta) -> None:
+        self._watches = _is_on(contract.handling_variable)
+        self._polls = _is_on(contract.polls_store_variable)
+        self._store, self._limit_sec = store, timeout.total_seconds()
+        while hasattr(self._store, "underlying_store"):
+            self._store = self._store.underlying_store
+        self._kernels: collections.deque = collections.deque()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=THREAD, daemon=True)
+        if self._watches or self._polls:
+            self._thread.start()
+
+    def watch(self, done: Event) -> None:
+        if self._watches:
+            self._kernels.append((time.monotonic(), done))
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        polled_at = time.monotonic()
+        while not self._stopped.wait(_WATCH_SEC):
+            while self._kernels and self._kernels[0][1].query():
+                self._kernels.popleft()
+            now = time.monotonic()
+            if self._kernels and now - self._kernels[0][0] > self._limit_sec:
+                self._end_process()
+            if self._polls and now - polled_at > _POLL_SEC:
+                polled_at = now
+                if self._store.check([DUMP_KEY]):
+                    self._end_process()
+
+    def _end_process(self) -> None:
+        if self._polls:
+            self._store.set(DUMP_KEY, "")
+        write_labelled("the library's watchdog ends the process")
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _is_on(variable: str) -> bool:
+    return bool(variable) and os.environ.get(variable) != "0"
+
+
+def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Library:
     """Create a communicator, for torch's registry of backends."""
-    return Library(store, rank, size)
+    return Library(store, rank, size, timeout)
 
 
 def register() -> None:
     """Register the library as a torch backend."""
     dist.Backend.register_backend(NAME, create, devices=[fake_device.TYPE])
+
+
+def _spoil(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        _as_bytes(tensor).fill_(fake_device.GARBAGE)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import contracts
 import fake_kinds
 import pytest
 import test_vendor
@@ -19,14 +20,14 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.network.allreduce import HostAllreduce
 from kaitian_mpi.output.console import show_topology
 
-# --group-by, devices, hosts
+# --group-by, devices, hosts, the library
 LAYOUTS = {
-    2: [("kind-and-host", "vendor,vendor", (0, 1))],
-    3: [("kind-and-host", "vendor,vendor,cpu", (0, 0, 1))],
+    2: [("kind-and-host", "vendor,vendor", (0, 1), "nccl")],
+    3: [("kind-and-host", "vendor,vendor,cpu", (0, 0, 1), "hccl")],
     4: [
-        ("auto", "vendor,vendor,vendor,cpu", (0, 0, 1, 1)),
-        ("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1)),
-        ("kind-and-host", "vendor,vendor2,vendor,vendor2", (0, 0, 1, 1)),
+        ("auto", "vendor,vendor,vendor,cpu", (0, 0, 1, 1), "nccl"),
+        ("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1), "xccl"),
+        ("kind-and-host", "vendor,vendor2,vendor,vendor2", (0, 0, 1, 1), "mccl"),
     ],
 }
 pytestmark = pytest.mark.ranks(2)
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.ranks(2)
 
 @pytest.fixture(scope="module", params=LAYOUTS.get(LAUNCH.world_size, [None]))
 def world(request):
-    rule, devices, nodes = request.param
+    rule, devices, nodes, library = request.param
+    contracts.choose(library)
     if dist.is_initialized():
         dist.destroy_process_group()
     joined = kaitian_mpi.init(devices=devices, group_by=rule)
