@@ -31,6 +31,13 @@ from recovering import host_joins, host_losses, kills, soak
 from recovering.job import Launch
 
 HERE = Path(__file__).parent / "recovering"
+VENDOR = Path(__file__).parents[1] / "tests" / "vendor"
+VENDOR_WORLDS = (
+    "vendor:0,vendor:1,vendor:2",
+    "vendor:0,vendor:1,cpu",
+    "vendor:0,vendor2:0",
+    "vendor:0,vendor:1,vendor2:0",
+)
 MPIRUN = ["mpirun", "--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE", "-np"]
 SLOTS = [1, 2, 1]  # hosts are assigned to cores in turn, so each of two cores runs two ranks
 ON_HOSTS = {"hosts", "host-losses", "host-joins"}
@@ -71,14 +78,28 @@ def run_open(options: argparse.Namespace) -> Result:
     return run_script("open", options)
 
 
-def run_script(form: str, options: argparse.Namespace) -> Result:
+def run_vendor(options: argparse.Namespace) -> Result:
+    """The same in worlds with a vendor's library, whose kernels wait for a dead rank forever."""
+    paths = [str(VENDOR), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    found = {}
+    for devices in VENDOR_WORLDS:
+        print(f"-- {devices}", flush=True)
+        options.ranks = devices.count(",") + 1
+        # Between kinds, which would else meet in host memory where that is faster.
+        arguments = [f"--devices={devices}", "--allreduce=leader"]
+        found[devices] = run_script("closed", options, *arguments)
+    return found
+
+
+def run_script(form: str, options: argparse.Namespace, *arguments: str) -> Result:
     """Time from the kill of a rank to the next step of a script."""
     launch = Launch(options.ranks, script=(str(HERE / "own_training.py"), form))
-    arguments = [f"--global-batch-size={options.batch}"]
+    given = [f"--global-batch-size={options.batch}", *arguments]
     with tempfile.TemporaryDirectory(prefix="kaitian-undisturbed-") as folder:
-        weights = kills.train_undisturbed(launch, arguments, Path(folder))
+        weights = kills.train_undisturbed(launch, given, Path(folder))
         is_same = partial(kills.has_weights, weights)
-        result = kills.measure(launch, arguments, options.trials, options.seed, is_same)
+        result = kills.measure(launch, given, options.trials, options.seed, is_same)
     kills.show(result)
     return result
 
@@ -175,6 +196,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "kills": run_kills,
     "closed": run_closed,
     "open": run_open,
+    "vendor": run_vendor,
     "agreement": run_agreement,
     "checkpoint": run_checkpoint,
     "writing": run_writing,

@@ -72,9 +72,11 @@ def measure(
     """
     choice, done = random.Random(seed), []
     print("  killed rank  after step  normal step  to recover  to the next step  over  whole  same")
-    for _ in range(trials):
-        done.append(_try(launch, arguments, choice, is_same))
-        print(_row(done[-1]), flush=True)
+    while len(done) < trials:
+        trial = _try(launch, arguments, choice, is_same)
+        if trial is not None:
+            done.append(trial)
+            print(_row(trial), flush=True)
     return _result(done)
 
 
@@ -120,7 +122,8 @@ def _try(
     arguments: list[str],
     choice: random.Random,
     is_same: Callable[[Path], bool] | None,
-) -> Trial:
+) -> Trial | None:
+    """Return what a kill did; None if the job was done before it."""
     rank = choice.randrange(launch.ranks)
     with tempfile.TemporaryDirectory(prefix="kaitian-kills-") as folder:
         given = [*arguments, f"--max-steps={_STEPS}"]
@@ -129,6 +132,8 @@ def _try(
             normal, pid = _normal_step(job.lines), job.pid_of(rank)
             time.sleep(choice.uniform(0, _STEPS_TO_KILL_IN * normal))
             at = kill(pid)
+            if any(line.step == _STEPS for line in job.lines):
+                return None
             code = job.wait(_TRAINING_SEC)
             trial = _judge(job, rank, at, code)
             if is_same is not None:

@@ -77,8 +77,11 @@ def main() -> None:
     parser.add_argument("--log-interval", type=float)
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--allreduce", default="auto")
     options = vars(parser.parse_args())
     form = options.pop("form")
+    kaitian_mpi.init(devices=options.pop("devices"))
     task = make_task(form)
     with kaitian_mpi.Training(task, balance="off", epochs=1000, **options) as training:
         seen = train(training, form)

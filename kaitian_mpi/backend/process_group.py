@@ -89,14 +89,18 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._name = name
         self._timeout = timeout
         self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
-        self._library = VendorLibrary(own, comms, store, timeout)
+        streams = SideStreams(own.device if own.has_vendor else None)
+        self._worker = Worker(f"kaitian-{name}", streams)
+
+        def library(groups: GroupComms) -> VendorLibrary:
+            return VendorLibrary(own, groups, store, group_store, timeout, self._worker.fail)
+
+        self._library = library(comms)
         host = HostOperations(comms.world, self._arrivals, relay)
         self._libraries = [self._library]
         if comms.by_host is not None:
-            self._libraries.append(VendorLibrary(own, comms.by_host, store, timeout))
+            self._libraries.append(library(comms.by_host))
         self._hybrid = HybridOperations(comms, self._arrivals, self._libraries, relay)
-        streams = SideStreams(own.device if own.has_vendor else None)
-        self._worker = Worker(f"kaitian-{name}", streams)
         self.torch_versions = tuple(torch_versions)
         """The release of torch of each rank."""
         self._check = agreement_check(comms.world, self._arrivals.arrive, torch_versions)
@@ -234,6 +238,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._closed = True
         unregister_close(self.shutdown)
         self._run = _raise_ended
+        if self.is_broken:  # also by what no library knows; its threads may wait in one
+            for library in self._libraries:
+                library.abort(CollectiveError(ENDED))
         self._worker.close()
         for library in self._libraries:
             library.close()

@@ -1,9 +1,13 @@
-"""Arrival tracking: waits for the other ranks of a group, and names the missing ones."""
+"""Arrival tracking: waits for the other ranks of a group, and names the missing ones.
+
+Where a vendor's library waits for them, a thread looks for those that will not come.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,8 +19,9 @@ from kaitian_mpi.errors import (
     RankLostError,
     format_ranks,
 )
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
-from kaitian_mpi.runtime.ulfm import may_be_loss
 from kaitian_mpi.tracing.collectives import part
 
 if TYPE_CHECKING:
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 
 _RECORD_AFTER_SEC = 1.0
 _EVENTS_INTERVAL_SEC = 2.0
+_WATCH_SEC = 0.02
+_ANSWER_SEC = 1.0
 _PASSED, _FAILED = b"passed", b"failed"
 _ENDED, _FAILURE = "ended/", "failure"
 
@@ -99,7 +106,7 @@ class ArrivalTracker:
             self._store.set(f"{_ENDED}{self._comm.rank}", str(self._calls))
         except Exception as error:
             # The rank that served the store may have died; ranks that wait learn that from MPI.
-            if not (isinstance(error, RankLostError) or may_be_loss(error)):
+            if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
                 raise
 
     def ranks_left(self, until: Callable[[], bool]) -> list[int]:
@@ -131,11 +138,8 @@ class ArrivalTracker:
         # A late rank may have arrived at this moment: either all continue, or all fail.
         if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
             return
-        text = (
-            f"timed out after {self._timeout_sec:g} s in {OPERATION_PLACEHOLDER} #{self._calls}: "
-            f"waiting for {format_ranks(self._missing(), self._comm.size)}; "
-            "give the group a longer timeout if it is only slow"
-        )
+        name, missing = OPERATION_PLACEHOLDER, self._missing()
+        text = _timed_out(self._timeout_sec, name, self._calls, missing, self._comm.size)
         self._store.set(f"{_ENDED}{_FAILURE}", text)
         raise CollectiveError(text)
 
@@ -179,3 +183,102 @@ class ArrivalTracker:
         """Return the ranks that have not recorded their arrival at this collective."""
         arrived = self._store.items("arrived/")
         return [r for r in range(self._comm.size) if int(arrived.get(str(r), -1)) < self._calls]
+
+
+class LibraryWatch:
+    """Looks, in a thread, for ranks that a vendor's library waits for in vain.
+
+    A library's kernel waits for a lost rank forever, whoever waits for the device waits with it,
+    and MPI reports the loss to neither.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        ranks: Sequence[int],
+        store: MPIStore,
+        timeout: timedelta,
+        on_failure: Callable[[CollectiveError], None],
+    ) -> None:
+        """Start the thread. Not collective.
+
+        Args:
+            comm: the process group's ranks; the loss of any of them is one for the library, too,
+                since those that have noticed it do not come any more.
+            ranks: the library's, among those.
+            store: for these ranks' calls of the library alone.
+            timeout: how long a rank may be later than this one.
+            on_failure: called once, in the thread: a rank is lost, or does not come.
+        """
+        self._comm, self._ranks, self._store = comm, ranks, store
+        self._on_failure = on_failure
+        self.set_timeout(timeout)
+        self._calls, self._name, self._called_at = 0, "", time.monotonic()
+        self._recorded = self._compared = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="kaitian-library", daemon=True)
+        self._thread.start()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following calls."""
+        self._timeout_sec = timeout.total_seconds()
+        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
+
+    def called(self, name: str) -> None:
+        """Note that this rank calls the library."""
+        self._name, self._called_at = name, time.monotonic()
+        self._calls += 1
+
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        try:
+            while not self._stop.wait(_WATCH_SEC):
+                failure = self._failure()
+                if failure is not None:
+                    self._on_failure(failure)
+                    return
+        except BaseException:  # without this thread, a lost rank would be waited for forever
+            abort_with_traceback("looking for lost ranks failed:\n")
+
+    def _failure(self) -> CollectiveError | None:
+        try:
+            if not (ulfm.is_enabled() and ulfm.is_loss_detected(self._comm)):
+                return self._late()
+        except Exception as error:
+            if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
+                raise
+        ulfm.revoke_all()
+        return RankLostError("a rank is lost")
+
+    def _late(self) -> CollectiveError | None:
+        """Return an error if a rank has not made this rank's last call within the timeout.
+
+        A rank that has waited for a second records its number of calls, as for `ArrivalTracker`.
+        """
+        calls, name, waited = self._calls, self._name, time.monotonic() - self._called_at
+        if self._recorded < calls and waited > self._record_after_sec:
+            self._store.set(str(self._comm.rank), str(calls))
+            self._recorded = calls
+        # A rank that arrived a moment ago will have recorded it by then.
+        if self._compared == calls or waited < self._timeout_sec + 1.5 * self._record_after_sec:
+            return None
+        give_up = time.monotonic() + _ANSWER_SEC
+        done = self._store.items("", until=lambda: time.monotonic() > give_up)
+        if calls != self._calls or str(self._comm.rank) not in done:  # it may answer later
+            return None
+        self._compared = calls
+        late = [rank for rank in self._ranks if int(done.get(str(rank), 0)) < calls]
+        if not late:
+            return None
+        return CollectiveError(_timed_out(self._timeout_sec, name, calls, late, self._comm.size))
+
+
+def _timed_out(sec: float, name: str, calls: int, missing: Sequence[int], size: int) -> str:
+    return (
+        f"timed out after {sec:g} s in {name} #{calls}: waiting for {format_ranks(missing, size)}; "
+        "give the group a longer timeout if it is only slow"
+    )

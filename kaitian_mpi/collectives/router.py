@@ -20,6 +20,7 @@ from kaitian_mpi.collectives.validation import not_dense
 from kaitian_mpi.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
 from kaitian_mpi.collectives.work import Finished
 from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.tracing import recorder
 from kaitian_mpi.tracing.collectives import NO_LABEL, GroupLabel, recorded
 
@@ -104,6 +105,16 @@ class Router:
         return self._worker.run(collective.name, call, result, is_async, collective)
 
     def _start_on_library(
+        self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
+    ) -> Work:
+        try:
+            return self._call_library(collective, result, number, group)
+        except RankLostError:
+            if not (self._worker.records_losses and collective.options.asyncOp):
+                raise
+            return Finished(result)  # the worker is broken, as after a queued collective's loss
+
+    def _call_library(
         self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
     ) -> Work:
         name = collective.name

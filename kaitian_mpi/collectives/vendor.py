@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from kaitian_mpi.collectives.arrivals import LibraryWatch
 from kaitian_mpi.collectives.staging import (
     contiguous,
     from_host,
@@ -19,12 +22,19 @@ from kaitian_mpi.collectives.staging import (
     keep_for_current_stream,
     tensors_in,
 )
+from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.abort import abort_job, write_labelled
 
 if TYPE_CHECKING:
     from kaitian_mpi.collectives.collective import LibraryCollective
     from kaitian_mpi.devices import Device
     from kaitian_mpi.mpi.datatypes import Reduction
+    from kaitian_mpi.mpi.store import MPIStore
     from kaitian_mpi.mpi.topology import Group, GroupComms
+
+_log = logging.getLogger(__name__)
+_LIBRARY_MARGIN = timedelta(seconds=30)  # its own error at its timeout names no rank
 
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """The library's tensor and the caller's, by the id of the caller's."""
@@ -45,7 +55,13 @@ class VendorLibrary:
     """The library of this rank's group; it is initialized when it is first needed."""
 
     def __init__(
-        self, own: OwnDevice, comms: GroupComms, store: dist.Store, timeout: timedelta
+        self,
+        own: OwnDevice,
+        comms: GroupComms,
+        store: dist.Store,
+        group_store: MPIStore,
+        timeout: timedelta,
+        on_failure: Callable[[CollectiveError], None],
     ) -> None:
         """Store what its initialization needs.
 
@@ -53,10 +69,18 @@ class VendorLibrary:
             own: this rank's device.
             comms: the ranks, split into groups.
             store: for the library's bootstrap.
+            group_store: the process group's own view of the job's store.
             timeout: how long one collective may take.
+            on_failure: called, maybe from another thread, when a rank is lost; before anything
+                that waits in the library goes on.
         """
         self.is_present = own.has_vendor
         """Whether there is such a library."""
+        self._on_failure = on_failure
+        self._failure: CollectiveError | None = None
+        self._watch: LibraryWatch | None = None
+        self._lock = threading.Lock()
+        self._group_store = group_store
         self._own = own
         self._comms = comms
         self._store = store
@@ -81,23 +105,60 @@ class VendorLibrary:
         if not all(self._own.kind.vendor_supports(dtype, named) for dtype in dtypes):
             return None
         if self._group is None:
-            own, ranks = self._own, self._comms.group
-            store = dist.PrefixStore(_store_prefix(self._comms.own), self._store)
-            self._group = VendorGroup(
-                own.kind, own.device, store, ranks.rank, ranks.size, self._timeout
-            )
+            self._group = self._join()
         return self._group
+
+    def _join(self) -> VendorGroup:
+        own, comms, ranks = self._own, self._comms, self._comms.group
+        prefix = _store_prefix(comms.own)
+        if ulfm.is_enabled():
+            faults = own.kind.leave_losses_to_caller()
+            if faults and comms.world.rank == 0:
+                _log.warning("%s", "; ".join(faults))
+        watch = self._watch = LibraryWatch(
+            comms.world, comms.own.ranks, self._group_store.view(prefix), self._timeout, self._fail
+        )
+        store = dist.PrefixStore(prefix, self._store)
+        limit = self._timeout + _LIBRARY_MARGIN
+        group = VendorGroup(
+            own.kind, own.device, store, ranks.rank, ranks.size, limit, watch.called
+        )
+        with self._lock:
+            if self._failure is None:
+                return group
+        group.abort()
+        raise self._failure
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives, if the library supports that."""
         self._timeout = timeout
+        if self._watch is not None:
+            self._watch.set_timeout(timeout)
         if self._group is not None:
-            self._group.set_timeout(timeout)
+            self._group.set_timeout(timeout + _LIBRARY_MARGIN)
+
+    def abort(self, failure: CollectiveError) -> None:
+        """End what waits in the library, and make later calls fail. May be called by any thread."""
+        with self._lock:
+            self._failure, group = self._failure or failure, self._group
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Release the library's resources. Collective over the ranks of the group."""
+        if self._watch is not None:
+            self._watch.close()
         if self._group is not None:
             self._group.close()
+
+    def _fail(self, failure: CollectiveError) -> None:
+        """Let nobody wait in the library any longer. Called by the watch, in its thread."""
+        if not isinstance(failure, RankLostError):
+            # Whoever waits for the device would compute with what is not there.
+            write_labelled(str(failure))
+            abort_job(1)
+        self._on_failure(failure)
+        self.abort(failure)
 
 
 def _store_prefix(group: Group) -> str:
@@ -121,6 +182,7 @@ class VendorGroup:
         rank: int,
         size: int,
         timeout: timedelta,
+        on_call: Callable[[str], None],
     ) -> None:
         """Join the group. Collective over its ranks.
 
@@ -131,9 +193,13 @@ class VendorGroup:
             rank: this rank in the group.
             size: the group's number of ranks.
             timeout: how long one collective may take.
+            on_call: called with the name of each collective before it is started.
         """
+        self._on_call = on_call
         self.rank, self.size = rank, size
-        self._device = device
+        self._kind, self._device = kind, device
+        self._is_aborted = False
+        self._lock = threading.Lock()
         self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
     def can_use_in_place(self, collective: LibraryCollective) -> bool:
@@ -156,7 +222,7 @@ class VendorGroup:
                 copies[id(tensor)] = self.usable(tensor), tensor
             return copies[id(tensor)][0]
 
-        with _asking_for_a_work(collective.options):
+        with self._calling(collective.name), _asking_for_a_work(collective.options):
             works = collective.on_tensors(usable).on_library(self._backend)
         written = {id(tensor) for tensor in collective.result}
         results = [pair for key, pair in copies.items() if key in written]
@@ -172,7 +238,8 @@ class VendorGroup:
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
             options.asyncOp = True  # see `_asking_for_a_work`
-            self._backend.reduce([piece], options).wait()
+            with self._calling("all_reduce"):
+                self._backend.reduce([piece], options).wait()
 
     def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
@@ -181,16 +248,39 @@ class VendorGroup:
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.BroadcastOptions()
             options.rootRank, options.asyncOp = root, True
-            self._backend.broadcast([piece], options).wait()
+            with self._calling("all_reduce"):
+                self._backend.broadcast([piece], options).wait()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives, if the library supports that."""
         if hasattr(self._backend, "_set_default_timeout"):
             self._backend._set_default_timeout(timeout)
 
+    def abort(self) -> None:
+        """End what waits in the library and release its resources. May be called by any thread."""
+        with self._lock:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+        self._kind.abort_vendor_group(self._backend)
+
     def close(self) -> None:
-        """Release the library's resources. Collective over the group."""
-        self._backend.shutdown()
+        """Release the library's resources. Collective over the group, if it was not aborted."""
+        if not self._is_aborted:
+            self._backend.shutdown()
+
+    @contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """Say of an error of the library's that a rank is lost, where this is the cause."""
+        if self._is_aborted:
+            raise RankLostError("a rank is lost")
+        self._on_call(name)
+        try:
+            yield
+        except Exception as error:
+            if not self._is_aborted:
+                raise
+            raise RankLostError(f"a rank is lost ({error})") from None
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type and is_plain(tensor)

@@ -31,6 +31,9 @@ _OUT_OF_MEMORY = (
     "cnrtErrorNoMem",  # Cambricon's runtime
 )
 """What drivers and libraries say of too little memory, in torch's errors."""
+
+_OFF = ("0", "n", "no", "f", "false")  # as `getCvarBool` of torch's Utils.hpp reads them
+
 _LACKING = {
     "is not a DeviceAllocator": "its allocator is not a c10::DeviceAllocator",
     "Backend doesn't support": "its device guard has none",
@@ -84,6 +87,36 @@ class Accelerator:
         options.store, options.group_rank, options.group_size = store, rank, size
         options.timeout = timeout
         return plugin.creator_fn(options, None)
+
+    def leave_losses_to_caller(self) -> list[str]:
+        """Turn off what torch's backend does about errors of its own accord.
+
+        By default, NCCL's watchdog ends the process after a group's timeout, another thread does
+        when it finds that watchdog stuck, and both when another rank has asked for a dump of the
+        flight recorder (`ProcessGroupNCCL.cpp`: `ErrorHandlingMode`, `HeartbeatMonitor`). The
+        vendors' plug-ins have the same, with their library's name in the variables' names.
+        """
+        faults = []
+        for name, off in self.error_handling().items():
+            given = os.environ.setdefault(name, off[0])
+            if given.strip().lower() not in off:
+                faults.append(
+                    f"{name}={given}: torch may end the ranks that survive a loss; unset it"
+                )
+        return faults
+
+    def error_handling(self) -> dict[str, tuple[str, ...]]:
+        """Return the variables that `leave_losses_to_caller` sets, and the values that mean off."""
+        library = (self.vendor_backend or "").upper()
+        errors = {f"TORCH_{library}_ASYNC_ERROR_HANDLING": ("0", "2")}  # 2: aborts only the group
+        if self.plugin:  # whose older releases, and all of torch_npu, have no prefix here
+            errors[f"{library}_ASYNC_ERROR_HANDLING"] = ("0", "2")
+        names = ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")
+        return {**errors, **{f"TORCH_{library}_{name}": _OFF for name in names}}
+
+    def abort_vendor_group(self, group: Any) -> None:
+        """Call the group's `abort`."""
+        group.abort()
 
     def count(self) -> int:
         """Return the number of visible devices; 0 if torch does not know the type.

@@ -50,6 +50,13 @@ class CpuDevice:
         """Never called: there is no such library."""
         raise AssertionError("CPU ranks have no vendor's library")
 
+    def leave_losses_to_caller(self) -> list[str]:
+        """Return an empty list: there is no such library."""
+        return []
+
+    def abort_vendor_group(self, group: Any) -> None:
+        """Never called: there is no such library."""
+
     def count(self) -> int:
         """Return the number of usable cores; any number of ranks may share them."""
         return len(usable_cores())

@@ -8,6 +8,8 @@ Sources: Ascend/pytorch's `torch_npu/_init/registry/distributed.py` (the backend
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kaitian_mpi.devices.accelerator import Accelerator
@@ -41,3 +43,7 @@ class NpuDevice(Accelerator):
         if reduction == "PRODUCT" and dtype is torch.bfloat16:
             return False
         return dtype in _REDUCED and reduction in ("SUM", "PRODUCT", "MIN", "MAX")
+
+    def abort_vendor_group(self, group: Any) -> None:
+        """Call torch_npu's own method; the one that it inherits from torch does nothing."""
+        group.abort_hccl_comm("a rank is lost")

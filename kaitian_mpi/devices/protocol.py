@@ -100,6 +100,23 @@ class Device(Protocol):
         """
         ...
 
+    def leave_losses_to_caller(self) -> list[str]:
+        """Have the vendor's backend not end the process itself when a rank of a group is lost.
+
+        Called before the first group is created, where a job is to survive the loss of ranks.
+
+        Returns:
+            What stands in the way, as text for warnings: settings of the user's.
+        """
+        ...
+
+    def abort_vendor_group(self, group: Any) -> None:
+        """End what the device does for a group, and release it, without its other ranks.
+
+        May be called while other threads wait for the device, or call the group.
+        """
+        ...
+
     def count(self) -> int:
         """Return how many devices of this kind the process can use; 0 if there are none.
 

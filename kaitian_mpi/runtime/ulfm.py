@@ -74,12 +74,16 @@ def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
     For an error that a loss may have caused: a collective may deliver corrupt data before MPI
     reports the death of its sender.
     """
+    return is_enabled() and wait_until(lambda: is_loss_detected(comm), seconds, _POLL_SEC)
 
-    def is_detected() -> bool:
-        make_progress()
-        return comm.Is_revoked() or comm.Get_failed().size > 0
 
-    return is_enabled() and wait_until(is_detected, seconds, _POLL_SEC)
+def is_loss_detected(comm: MPI.Intracomm) -> bool:
+    """Return whether a rank of `comm` is lost, or one of them has noticed a loss. Not collective.
+
+    Only with fault tolerance.
+    """
+    make_progress()
+    return comm.Is_revoked() or comm.Get_failed().size > 0
 
 
 def make_progress() -> None:

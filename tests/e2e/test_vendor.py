@@ -61,3 +61,20 @@ def test_accelerators_survive_the_only_cpu_rank(tmp_path):
     assert summary["device_kinds"] == ["vendor"]
     assert summary["allreduce"] == "direct"
     assert [[lost["rank"] for lost in loss["ranks"]] for loss in summary["failures"]] == [[cpu]]
+
+
+@pytest.mark.parametrize("devices", ["vendor:0,vendor:1,vendor:2", "vendor:0,vendor:1,vendor2:0"])
+def test_accelerators_survive_one_of_their_own(tmp_path, devices):
+    """The library's kernels wait for the lost rank forever, and the others for their devices."""
+    command = f"kaitian-train --devices {devices} --model cnn --balance off --no-parity"
+    command += " --max-steps 8 --log-interval 0 --run-dir run"
+    with Job(3, *command.split(), cwd=tmp_path, fresh=False, PYTHONPATH=str(OTHER_PACKAGE)) as job:
+        job.wait_for("step 3/")
+        job.kill(1)
+        ended = job.finish()
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["finished"]
+    assert summary["ranks"] == [0, 2]
+    assert [[lost["rank"] for lost in loss["ranks"]] for loss in summary["failures"]] == [[1]]
+    assert "differ" not in ended.text  # the weights, which are compared after a loss

@@ -23,7 +23,9 @@ from torch.utils import backend_registration
 from kaitian_mpi.backend import registration
 from kaitian_mpi.devices import known_kinds, registry
 from kaitian_mpi.devices.choice import assign_devices, choose_device
-from kaitian_mpi.devices.cuda import is_on_pci
+from kaitian_mpi.devices.cuda import CudaDevice, is_on_pci
+from kaitian_mpi.devices.musa import MusaDevice
+from kaitian_mpi.devices.npu import NpuDevice
 from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
 from kaitian_mpi.errors import UserError
 
@@ -761,3 +763,31 @@ def test_the_devices_own_error_is_passed_on(tmp_path):
         return "passed on"
 
     assert forked(with_documented_kind(synchronize), tmp_path) == "passed on"
+
+
+def test_a_lost_rank_is_left_to_the_job_and_not_to_torch(monkeypatch):
+    """Otherwise torch's watchdogs would end the ranks that survive it."""
+    expected = {
+        CudaDevice: ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"],
+        NpuDevice: ["HCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_DUMP_ON_TIMEOUT"],
+        MusaDevice: ["MCCL_ASYNC_ERROR_HANDLING", "TORCH_MCCL_PROPAGATE_ERROR"],
+    }
+    monkeypatch.setattr(os, "environ", {})
+    for kind, names in expected.items():
+        assert kind().leave_losses_to_caller() == []
+        assert {os.environ[name] for name in names} == {"0"}
+    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "No"}
+    os.environ.update(given)
+    assert CudaDevice().leave_losses_to_caller() == []
+    assert given.items() <= os.environ.items()
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    assert CudaDevice().leave_losses_to_caller() == [
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1: torch may end the ranks that survive a loss; unset it"
+    ]
+    ended = []
+    group = SimpleNamespace(
+        abort=lambda: ended.append("abort"), abort_hccl_comm=lambda reason: ended.append(reason)
+    )
+    CudaDevice().abort_vendor_group(group)
+    NpuDevice().abort_vendor_group(group)
+    assert ended == ["abort", "a rank is lost"]

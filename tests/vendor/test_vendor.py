@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 import zlib
+from datetime import timedelta
 
 import fake_device
 import fake_library
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.backend.data_parallel import _Weights, count_rows, sum_on_host
+from kaitian_mpi.collectives import vendor
 from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.engine.clock import StepClock
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
@@ -531,3 +533,29 @@ def test_a_rank_that_communicates_another_devices_tensors_warns_once(world, capl
     text = f"{world.info} communicates tensors on {fake_device.TYPE}:0, which is not its device"
     assert caplog.text.count(text) == world.device_kind.is_host
     dist.destroy_process_group(groups[1])
+
+
+@pytest.mark.ranks(2)
+def test_a_time_out_in_the_library_names_the_missing_rank(world, monkeypatch):
+    """It ends the job: whoever waits for the device would compute with what is not there."""
+    if len(world.groups) > 1:
+        pytest.skip("ranks of several kinds meet in host memory first")
+    said, codes = [], []
+    monkeypatch.setattr(vendor, "write_labelled", said.append)
+    monkeypatch.setattr(vendor, "abort_job", codes.append)
+    group, last = dist.new_group(timeout=timedelta(seconds=1)), world.size - 1
+    dist.all_reduce(on_device(torch.ones(3)), group=group)
+    if world.rank != last:
+        work = dist.all_reduce(on_device(torch.ones(3)), group=group, async_op=True)
+        work.wait()
+        current_stream().synchronize()  # lasts until the library is aborted
+        expected = (
+            f"timed out after 1 s in all_reduce #2: waiting for rank {last} of {world.size}; "
+        )
+        assert said == [f"{expected}give the group a longer timeout if it is only slow"]
+        assert codes == [1]
+        with pytest.raises(CollectiveError, match="timed out after 1 s in all_reduce #2"):
+            dist.all_reduce(on_device(torch.ones(3)), group=group)
+    total = torch.ones(1)
+    sum_on_host(total).wait()  # no rank ends the group while others wait in it
+    dist.destroy_process_group(group)
