@@ -244,6 +244,8 @@ class Worker:
             else:
                 with context:
                     call()
+            if self.broken is not None:  # meanwhile: what a library has left is no result
+                raise self.broken
         except CollectiveError as error:
             self.broken = error.with_operation(name)
             raise self.broken from None

@@ -187,7 +187,10 @@ def broadcast_model(model: nn.Module) -> None:
         model: with the same parameters and buffers on every rank, on any device.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor, src=0)
+        # By way of the host, so that a rank lost meanwhile leaves the tensor as it is.
+        received = tensor.detach().cpu()
+        dist.broadcast(received, src=0)
+        tensor.detach().copy_(received)
 
 
 def describe_model(model: nn.Module) -> str:

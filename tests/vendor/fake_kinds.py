@@ -7,6 +7,7 @@ beside this file, found wherever this folder is on Python's path.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import fake_device
 import fake_library
@@ -49,6 +50,12 @@ class VendorDevice(Accelerator):
     @property
     def vendor_lacks(self) -> frozenset[str]:
         return _kind_with_this_library().vendor_lacks
+
+    def error_handling(self) -> dict[str, tuple[str, ...]]:
+        return _kind_with_this_library().error_handling()
+
+    def abort_vendor_group(self, group: Any) -> None:
+        _kind_with_this_library().abort_vendor_group(group)
 
     def count(self) -> int:
         return 8
