@@ -1,6 +1,7 @@
 """`kaitian-train` on fake accelerators of another package, beside the CPU."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
         *"--epochs 2 --check-every 2 --keep-all --benchmark-seconds 1 --run-dir run".split(),
         *"--relay-dtype bf16 --sync-bn".split(),
         PYTHONPATH=f"{OTHER_PACKAGE}:{broken.parent}",
+        KAITIAN_FAKE_DEVICE="rounding",
     )
     assert ended.code == 0, ended.text
     assert "broken" not in ended.text
@@ -43,6 +45,19 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     }
     assert summary["val_accuracy"] > 0.2  # chance gives 0.1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_bn"]
+
+
+def test_a_device_without_running_statistics_is_named_before_it_trains(mpirun):
+    ended = mpirun(
+        2,
+        *"kaitian-train --devices vendor:0,cpu --model cnn --balance off --max-steps 2".split(),
+        PYTHONPATH=str(OTHER_PACKAGE),
+        KAITIAN_FAKE_DEVICE="frozen-statistics",
+    )
+    assert ended.code == 2, ended.text
+    assert "by more than rounding on vendor (rank 0" in ended.err
+    assert re.search(r"running_(mean|var) 1\.0e\+00", ended.err), ended.err
+    assert "Traceback" not in ended.text
 
 
 def test_accelerators_survive_the_only_cpu_rank(tmp_path):
