@@ -5,9 +5,12 @@ torch calls `register` at the end of `import torch`, by the entry point `torch.b
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -67,6 +70,7 @@ def _create(options: Any, _: Any = None) -> Any:
     from kaitian_mpi.backend.creation import create
 
     extend_monitored_barrier()
+    serve_by_torchs_own()
     return create(options)
 
 
@@ -81,16 +85,22 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
         yield found
 
 
-def replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") -> None:
     """Replace a function in every loaded module that refers to it by its name.
 
     For example, `device_mesh` has its own reference to `new_group`, and a script may have imported
     `monitored_barrier`.
+
+    Args:
+        old: the function.
+        new: what takes its place.
+        name: by which it is known; empty: its own.
     """
+    name = name or old.__name__
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        if names.get(old.__name__) is old:
-            names[old.__name__] = new
+        if names.get(name) is old:
+            names[name] = new
 
 
 def extend_monitored_barrier() -> None:
@@ -116,3 +126,49 @@ def extend_monitored_barrier() -> None:
 
     vars(monitored_barrier)["accepts_ours"] = True
     replace(original, monitored_barrier)
+
+
+def serve_by_torchs_own() -> None:
+    """Have torch's own functions serve our groups where a plug-in has replaced them.
+
+    Importing torch_npu replaces some by functions that call methods of HCCL's group, or another
+    collective than the ranks of other kinds do (torch_npu's `distributed/distributed_c10d.py`:
+    `_batch_isend_irecv`, `_gather`). Other groups keep the plug-in's.
+    """
+    import torch.distributed as dist
+
+    for name in ("gather", "gather_object", "batch_isend_irecv"):
+        theirs: Any = getattr(dist, name)
+        if theirs.__module__ != dist.distributed_c10d.__name__ and not hasattr(
+            theirs, "serves_ours"
+        ):
+            replace(theirs, _shared(_torchs_own(name), theirs), name)
+
+
+def _shared(original: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is torch's for our groups, and a plug-in's for others."""
+    import torch.distributed as dist
+
+    @functools.wraps(original)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        operations = given.get("p2p_op_list")
+        group = operations[0].group if operations else given.get("group")
+        is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
+        return (original if is_ours else theirs)(*args, **kwargs)
+
+    vars(shared)["serves_ours"] = True
+    return shared
+
+
+def _torchs_own(name: str) -> Any:
+    """Return one of torch's functions from its source: nothing may refer to it any more."""
+    import torch.distributed as dist
+
+    module = dist.distributed_c10d
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    made: dict[str, Any] = {}
+    exec(compile(tree, module.__file__, "exec", dont_inherit=True), vars(module), made)  # noqa: S102
+    return made[name]

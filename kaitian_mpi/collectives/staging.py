@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.devices.accelerator import event_to_wait_for
 
 Streams = AbstractContextManager[None]
 
@@ -74,10 +75,10 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
 
 def _record(tensor: torch.Tensor, stream: Any) -> None:
     if tensor.layout is torch.sparse_coo:
-        tensor._indices().record_stream(stream)
-        tensor._values().record_stream(stream)
+        _record(tensor._indices(), stream)
+        _record(tensor._values(), stream)
     elif tensor.layout is torch.strided:
-        tensor.record_stream(stream)
+        device_of(tensor.device).keep_until_done(tensor, stream)
 
 
 def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -110,7 +111,7 @@ class StreamEnd:
         self.is_handled_by_futures = _is_ordered_by_futures(device)
         """Whether a future makes its reader's stream wait for it."""
         self._module, self._device = module, device
-        self._event = module.Event()
+        self._event = event_to_wait_for(module)
         self._event.record(module.current_stream(device))
 
     def let_current_stream_wait(self) -> None:

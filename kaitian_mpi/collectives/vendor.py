@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,13 @@ from kaitian_mpi.collectives.staging import (
     is_plain,
     keep_for_current_stream,
     tensors_in,
+    writing,
 )
+from kaitian_mpi.collectives.work import Finished
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_job, write_labelled
+from kaitian_mpi.runtime.polling import wait_until
 
 if TYPE_CHECKING:
     from kaitian_mpi.collectives.collective import LibraryCollective
@@ -146,10 +149,10 @@ class VendorLibrary:
 
     def close(self) -> None:
         """Release the library's resources. Collective over the ranks of the group."""
-        if self._watch is not None:
-            self._watch.close()
         if self._group is not None:
             self._group.close()
+        if self._watch is not None:  # to the end: the group may still wait for others
+            self._watch.close()
 
     def _fail(self, failure: CollectiveError) -> None:
         """Let nobody wait in the library any longer. Called by the watch, in its thread."""
@@ -198,9 +201,13 @@ class VendorGroup:
         self._on_call = on_call
         self.rank, self.size = rank, size
         self._kind, self._device = kind, device
+        self._timeout_sec = timeout.total_seconds()
+        self._last: Work | None = None
         self._is_aborted = False
         self._lock = threading.Lock()
-        self._backend = kind.create_vendor_group(store, rank, size, timeout)
+        self._backend: Any = _Alone()
+        if size > 1:
+            self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
     def can_use_in_place(self, collective: LibraryCollective) -> bool:
         """Return whether the library can use all tensors without copies."""
@@ -224,6 +231,7 @@ class VendorGroup:
 
         with self._calling(collective.name), _asking_for_a_work(collective.options):
             works = collective.on_tensors(usable).on_library(self._backend)
+        self._last = works[-1] if works else None
         written = {id(tensor) for tensor in collective.result}
         results = [pair for key, pair in copies.items() if key in written]
         return VendorCall(
@@ -239,7 +247,8 @@ class VendorGroup:
             options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
             options.asyncOp = True  # see `_asking_for_a_work`
             with self._calling("all_reduce"):
-                self._backend.reduce([piece], options).wait()
+                self._last = self._backend.reduce([piece], options)
+                self._last.wait()
 
     def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
@@ -249,10 +258,12 @@ class VendorGroup:
             options = dist.BroadcastOptions()
             options.rootRank, options.asyncOp = root, True
             with self._calling("all_reduce"):
-                self._backend.broadcast([piece], options).wait()
+                self._last = self._backend.broadcast([piece], options)
+                self._last.wait()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives, if the library supports that."""
+        self._timeout_sec = timeout.total_seconds()
         if hasattr(self._backend, "_set_default_timeout"):
             self._backend._set_default_timeout(timeout)
 
@@ -262,12 +273,21 @@ class VendorGroup:
             if self._is_aborted:
                 return
             self._is_aborted = True
-        self._kind.abort_vendor_group(self._backend)
+        if self.size > 1:
+            self._kind.abort_vendor_group(self._backend)
 
     def close(self) -> None:
-        """Release the library's resources. Collective over the group, if it was not aborted."""
-        if not self._is_aborted:
-            self._backend.shutdown()
+        """Wait for what this rank has started, up to the timeout, and end the library's group.
+
+        Not collective. A library's own `shutdown` waits without a limit, and NCCL's from 2.31.2 on
+        for the other ranks of the host as well (pytorch#194775), so that ranks which destroy their
+        groups in different orders would wait forever.
+        """
+        if (last := self._last) is not None:
+            wait_until(lambda: self._is_aborted or last.is_completed(), self._timeout_sec)
+        self.abort()
+        # The library's threads end, which use the store, by MPI: before MPI does.
+        self._backend = self._last = None
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
@@ -284,6 +304,45 @@ class VendorGroup:
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type and is_plain(tensor)
+
+
+class _Alone:
+    """The library's group of a single rank, which needs no library: no threads, no store."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
+        """Leave the tensors as they are, but for the factor of a `PREMUL_SUM`."""
+        op = getattr(options, "reduceOp", None)
+        if op == dist.ReduceOp.PREMUL_SUM:
+            factor = op.__getstate__()[1]
+            return self._copy(tensors, [tensor.detach() * factor for tensor in tensors])
+        return Finished(tensors)
+
+    reduce = broadcast = allreduce
+
+    def allgather(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
+        """Copy the rank's tensor to its piece."""
+        return self._copy(outputs[0], inputs)
+
+    def scatter(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
+        """Copy the rank's piece to its tensor."""
+        return self._copy(outputs, inputs[0])
+
+    def alltoall(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
+        """Copy each input to its output."""
+        return self._copy(outputs, inputs)
+
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *_: Any) -> Work:
+        """Copy the input to the output."""
+        return self._copy([output], [tensor])
+
+    gather, reduce_scatter = allgather, scatter
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = alltoall
+
+    def _copy(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        with writing(outputs) or nullcontext():
+            for output, tensor in zip(outputs, inputs, strict=True):
+                output.detach().view(-1).copy_(tensor.detach().view(-1))
+        return Finished(outputs)
 
 
 @contextmanager
@@ -350,7 +409,8 @@ class VendorCall(Work):
 
     def is_success(self) -> bool:
         """Return whether the device has finished it without an error."""
-        return all(work.is_success() for work in self._works)
+        # Not the works' own `is_success`, which raises an error for NCCL's.
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
         """Return the first error, or None."""

@@ -64,6 +64,7 @@ class Accelerator:
     is_host = False
     pins_memory = False
     futures_handle_streams = False
+    _kept: list[_KeptTensor] = []  # noqa: RUF012 - replaced, never changed
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return False: collectives use host memory, unless the kind overrides this."""
@@ -215,7 +216,15 @@ class Accelerator:
     def mark(self) -> EventMark | HostMark:
         """Record an event on the current stream."""
         streams = self.streams()
-        return EventMark(streams.Event(enable_timing=True)) if streams else HostMark()
+        return EventMark(event_to_wait_for(streams, enable_timing=True)) if streams else HostMark()
+
+    def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep a tensor's memory until a stream has done what it is given up to the next call."""
+        try:
+            tensor.record_stream(stream)
+        except NotImplementedError:  # some plug-ins lack it
+            self._kept = [each for each in self._kept if not each.is_done(stream)]
+            self._kept = [*self._kept, _KeptTensor(tensor, stream)]
 
     def random_state(self, index: int) -> torch.Tensor | None:
         """Return the state of the device's generator."""
@@ -322,6 +331,28 @@ class UnlistedAccelerator(Accelerator):
 
     def __init__(self, torch_type: str) -> None:
         self.kind = self.torch_type = torch_type
+
+
+class _KeptTensor:
+    """A tensor that a stream may still use."""
+
+    def __init__(self, tensor: torch.Tensor, stream: Any) -> None:
+        self._tensor, self._stream = tensor, stream
+        self._end: Any = None
+
+    def is_done(self, stream: Any) -> bool:
+        """Return whether it is; what `stream` has been given by now is all that uses the tensor."""
+        if self._end is None and stream == self._stream:
+            self._end = stream.record_event()
+        return self._end is not None and bool(self._end.query())
+
+
+def event_to_wait_for(streams: Any, **options: Any) -> Any:
+    """Return an event for which the host sleeps, if the device can do that, instead of spinning."""
+    try:
+        return streams.Event(blocking=True, **options)
+    except TypeError:  # such as torch.xpu's
+        return streams.Event(**options)
 
 
 class EventMark:

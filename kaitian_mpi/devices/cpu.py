@@ -115,6 +115,9 @@ class CpuDevice:
     def streams(self) -> None:
         """Return None: CPU calls return when done."""
 
+    def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Do nothing: there are no streams."""
+
     def mark(self) -> HostMark:
         """Return the time."""
         return HostMark()

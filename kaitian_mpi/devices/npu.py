@@ -46,4 +46,4 @@ class NpuDevice(Accelerator):
 
     def abort_vendor_group(self, group: Any) -> None:
         """Call torch_npu's own method; the one that it inherits from torch does nothing."""
-        group.abort_hccl_comm("a rank is lost")
+        group.abort_hccl_comm("the group is not used any more")

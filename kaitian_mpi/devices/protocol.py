@@ -51,10 +51,6 @@ class Device(Protocol):
     """Name of the torch.distributed backend for devices of this kind, such as `nccl`; None if
     MPI in host memory is used."""
 
-    vendor_lacks: frozenset[str]
-    """Collectives that the vendor's library does not have, by their names in profiles, such as
-    `gather`: they use host memory."""
-
     is_host: bool
     """Whether it is the host's CPU: it uses host memory, and its calls do the work in the calling
     thread before they return."""
@@ -75,6 +71,10 @@ class Device(Protocol):
 
     run_on_hardware: str
     """On what the kind has been run, such as `NVIDIA H100, 2026-11-22`; empty: not on hardware."""
+
+    vendor_lacks: frozenset[str]
+    """Collectives that the vendor's library does not have, by their names in profiles, such as
+    `gather`: they use host memory."""
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether the vendor's library can move or reduce tensors of a dtype.
@@ -191,6 +191,10 @@ class Device(Protocol):
 
         It has `Stream`, `Event`, `stream` and `current_stream`, like `torch.cuda`.
         """
+        ...
+
+    def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep a tensor's memory until a stream has done what it is given up to the next call."""
         ...
 
     def mark(self) -> Mark:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.devices.accelerator import event_to_wait_for
 
 
 class Event(Protocol):
@@ -81,7 +82,7 @@ class StreamCopies:
         """
         for stream in (self.out, self.back):
             # If the caller drops the tensor, its memory must not be reused before they are done.
-            tensor.record_stream(stream)
+            device_of(self._device).keep_until_done(tensor, stream)
         self.out.wait_event(self._record(self._module.current_stream(self._device)))
 
     def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
@@ -106,7 +107,7 @@ class StreamCopies:
             self._last = None
 
     def _record(self, stream: Any) -> Event:
-        event = self._module.Event()
+        event = event_to_wait_for(self._module)
         event.record(stream)
         return event  # type: ignore[no-any-return]
 

@@ -94,6 +94,9 @@ CONTRACTS = {
         ended_by="abort",  # abort, abortComms
         # shutdown: finalize, waitReady(true), then destroy
         shutdown_waits=True,
+        # NCCL's commDestroySync has a barrier of the host's ranks from 2.31.2 on (pytorch#194775,
+        # and pytorch#194679 about the same one).
+        destroys_together=True,
         # Watchdog::runLoop, WorkNCCL::handleException: SkipCleanUp by default
         handling_variable="TORCH_NCCL_ASYNC_ERROR_HANDLING",
         # HeartbeatMonitor::runLoop; ~ProcessGroupNCCL joins it

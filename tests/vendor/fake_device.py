@@ -54,6 +54,9 @@ GARBAGE = 0xAB
 VARIABLE = "KAITIAN_FAKE_DEVICE"
 LATE_SEC = 100e-6  # by which a thread may wake up late
 
+spins: list[Event] = []
+"""The events for which the host has waited on a core, as for those of CUDA without `blocking`."""
+
 _local = threading.local()
 
 
@@ -97,9 +100,12 @@ class Stream:
         elif reached is None:
             self.give(lambda: sleep_until(reached_at))
 
+    def record_event(self) -> Event:
+        return Event(self)
+
     def synchronize(self) -> None:
         if threading.current_thread() is not self._thread:
-            Event(self).synchronize()
+            Event(self, blocking=True).synchronize()
 
     def _loop(self) -> None:
         reduce_timer_slack()
@@ -118,7 +124,10 @@ class Stream:
 class Event:
     """An event recorded on a stream."""
 
-    def __init__(self, stream: Stream | None = None, enable_timing: bool = False) -> None:
+    def __init__(
+        self, stream: Stream | None = None, enable_timing: bool = False, blocking: bool = False
+    ) -> None:
+        self.blocking = blocking
         self.reached: threading.Event | None = None
         """Set by the stream's thread; None where it is known when the stream reaches it."""
         self.reached_at = 0.0
@@ -142,6 +151,8 @@ class Event:
         return self.reached.is_set()
 
     def synchronize(self) -> None:
+        if not self.blocking:
+            spins.append(self)
         if self.reached is None:
             sleep_until(self.reached_at)
         else:

@@ -18,6 +18,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 import zlib
 from datetime import timedelta
 
@@ -52,6 +53,9 @@ _POLL_SEC = 1.0
 calls: list[str] = []
 """The operations that this rank has submitted to the library, in order."""
 
+communicators: weakref.WeakSet[Library] = weakref.WeakSet()
+"""Those that have not been freed."""
+
 _tokens = itertools.count()
 _abandoned: list = []  # what MPI may still write, of kernels that were aborted
 
@@ -67,6 +71,7 @@ class Library:
         self._aborted = threading.Event()
         self._shelf: list[LibraryWork] = []
         self._watchdog = Watchdog(self._contract, store, timeout)
+        communicators.add(self)
         # Not of COMM_WORLD, of which no communicator can be made after a rank has died; a real
         # library does not use MPI.
         known = current_world()
@@ -347,7 +352,7 @@ class Library:
             stream.wait_event(Event(current_stream()))
             if not self._contract.works_keep_tensors:
                 for tensor in tensors:
-                    tensor.record_stream(stream)
+                    tensor.memory.recorded.append(stream)  # as the allocator is told in C++
 
         if self._last is not None:  # a communicator's kernels follow each other, on any streams
             stream.wait_event(self._last)
@@ -361,7 +366,7 @@ class Library:
                 _spoil(outputs)
 
         stream.give(run)
-        self._last = Event(stream)
+        self._last = Event(stream, blocking=True)
         self._watchdog.watch(self._last)
         if not is_on_own_stream:
             return None

@@ -31,9 +31,9 @@ def test_two_ranks_on_one_device_are_refused_or_use_host_memory(capsys):
     assert values(tensor).tolist() == [3.0] * 5
     alone = [dist.new_group([rank]) for rank in range(2)][world.rank]
     assert fake_library.calls == calls
-    dist.all_reduce(tensor, group=alone)  # this group has one device, so it has the library
+    dist.all_reduce(tensor, group=alone)  # which needs neither library nor host memory
     assert values(tensor).tolist() == [3.0] * 5
-    assert fake_library.calls == [*calls, "allreduce"]
+    assert fake_library.calls == calls
     show_topology(world)
     if world.rank == 0:
         line = "share one device: group vendor communicates through host memory, not by fakeccl"

@@ -261,6 +261,65 @@ def test_debug_detail_compares_the_ranks_calls(world, put):
     dist.destroy_process_group(group)
 
 
+def test_torchs_own_functions_serve_our_groups_where_a_plug_in_replaced_them(
+    world, device_of, monkeypatch
+):
+    """As importing torch_npu does, in two modules and by functions of other names."""
+    served = []
+    for name in ("gather", "gather_object", "batch_isend_irecv"):
+
+        def _theirs(*args, name=name, **kwargs):
+            served.append(name)
+
+        for module in (dist, dist.distributed_c10d):
+            monkeypatch.setattr(module, name, _theirs)
+    group = dist.new_group()
+    tensor = device_of(torch.tensor([world.rank + 1.0]))
+    pieces = [torch.zeros_like(tensor) for _ in range(world.size)] if world.rank == 0 else None
+    dist.gather(tensor, pieces, group=group)
+    objects = [None] * world.size if world.rank == 0 else None
+    dist.distributed_c10d.gather_object(world.rank, objects)
+    if world.rank == 0:
+        assert [values(piece).item() - 1 for piece in pieces] == objects == [*range(world.size)]
+    received = torch.zeros_like(tensor)
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    operations = [
+        dist.P2POp(dist.isend, tensor, right),
+        dist.P2POp(dist.irecv, received, left),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert values(received).item() == left + 1
+    assert served == []
+    with monkeypatch.context() as of_another_backend:
+        of_another_backend.setattr(dist, "get_backend", lambda group: "hccl")
+        dist.gather(tensor, pieces)
+        dist.batch_isend_irecv(operations)
+    assert served == ["gather", "batch_isend_irecv"]
+    dist.destroy_process_group(group)
+
+
+def test_groups_are_destroyed_in_any_order_and_leave_no_thread(world, device_of):
+    """NCCL's own shutdown would wait for the other ranks, and its threads ask the store."""
+    groups = [dist.new_group() for _ in range(2)]
+    tensor = device_of(torch.full((9,), world.rank + 1.0))
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+    work = dist.all_reduce(tensor, group=groups[0], async_op=True)
+    for group in groups if world.rank else groups[::-1]:
+        dist.destroy_process_group(group)
+    work.wait()
+    assert values(tensor).tolist() == [float(factor(world) * world.size**2)] * 9
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    dist.all_reduce(tensor, group=alone)
+    gathered = torch.zeros_like(tensor)
+    dist.all_gather_single(gathered, tensor, group=alone)
+    assert torch.equal(values(gathered), values(tensor))
+    open_groups = {id(each) for each in fake_library.communicators}
+    del group, groups
+    assert len(open_groups) <= 2  # of the default group, by kind and by host
+
+
 def test_objects_and_barriers(world):
     gathered = [None] * world.size
     dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * world.rank * 1_000})
@@ -302,11 +361,14 @@ def test_premul_sum_works_where_all_ranks_have_nccl(world, put):
 
 
 class Held:
-    """Blocks the current stream inside a `with`."""
+    """Blocks a stream inside a `with`; by default the current one."""
+
+    def __init__(self, stream=None):
+        self._stream = stream
 
     def __enter__(self):
         self._go = threading.Event()
-        current_stream().give(lambda: fake_device.wait_until(self._go))
+        (self._stream or current_stream()).give(lambda: fake_device.wait_until(self._go))
 
     def __exit__(self, *_):
         self._go.set()
@@ -325,6 +387,43 @@ def test_an_operation_runs_after_work_queued_on_the_callers_stream(
         work.wait()
         tensor.mul_(2)  # after it, on the caller's stream
         assert torch.equal(values(tensor), torch.full((length,), 2.0 * factor(world)))
+
+
+def test_the_host_sleeps_while_it_waits_for_the_device(world, device_of, algorithm):
+    fake_device.spins.clear()
+    tensor = device_of(torch.full((100_000,), world.rank + 1.0))
+    work = dist.all_reduce(tensor, async_op=True)
+    work.get_future().wait()
+    if world.info.kind != "cpu":
+        world.device_kind.mark().wait()
+    assert torch.equal(values(tensor), torch.full((100_000,), float(factor(world))))
+    assert fake_device.spins == []
+
+
+def test_memory_is_kept_where_a_plug_in_lacks_record_stream(world, device_of, monkeypatch):
+    monkeypatch.setenv(fake_device.VARIABLE, "no-record-stream")
+    if world.info.kind != "cpu":
+        side = Stream()
+        dropped = device_of(torch.full((7,), 3.0))
+        content = dropped.content
+        with Held(side):
+            for _ in range(2):  # the second call begins when the stream has been given the first's
+                world.device_kind.keep_until_done(dropped, side)
+                dropped = device_of(torch.zeros(1))
+            fake_device.reaper.synchronize()
+            assert content.tolist() == [3.0] * 7
+        side.synchronize()
+        world.device_kind.keep_until_done(dropped, side)
+        fake_device.reaper.synchronize()
+        assert content.view(torch.uint8).tolist() == [fake_device.GARBAGE] * 28
+    for length in (3, 100_000):
+        own = device_of(torch.full((length,), world.rank + 1.0))
+        total = device_of(torch.zeros(length * world.size))
+        work = dist.all_gather_single(total, own, async_op=True)
+        del own
+        work.wait()
+        expected = torch.arange(1.0, world.size + 1).repeat_interleave(length)
+        assert torch.equal(values(total), expected)
 
 
 def test_a_futures_result_is_complete(world, device_of, algorithm):
@@ -513,7 +612,7 @@ def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
     weights._samples = world.rank + 1
     weights._start_sum()
     step = StepInProgress()
-    step.own_weight = world.rank + 1.0
+    step.own_samples, step.own_weight = 1, world.rank + 1.0
     step.sum_weights()
     weights._bucket_ready(is_last=True)
     share = (world.rank + 1) / total.item()
