@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py [PART ...] [--json FILE]
 
-The parts are kills, closed, open, agreement, checkpoint, writing and soak. Twenty minutes in all;
-nothing else may run meanwhile. On three hosts, which are emulated by network namespaces of this
-machine and share its cores, and so as root:
+The parts are kills, closed, open, vendor, agreement, checkpoint, writing and soak. Forty minutes in
+all; nothing else may run meanwhile. On three hosts, which are emulated by network namespaces of
+this machine and share its cores, and so as root:
 
     python benchmarks/recovery.py hosts host-losses host-joins
 """

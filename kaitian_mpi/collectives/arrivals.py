@@ -252,7 +252,9 @@ class LibraryWatch:
             if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
                 raise
         ulfm.revoke_all()
-        return RankLostError("a rank is lost")
+        lost = ulfm.lost_ranks(self._comm)
+        named = f": {format_ranks(lost, self._comm.size)}" if lost else ""
+        return RankLostError(f"a rank is lost{named}")
 
     def _late(self) -> CollectiveError | None:
         """Return an error if a rank has not made this rank's last call within the timeout.

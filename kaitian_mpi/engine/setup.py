@@ -187,8 +187,9 @@ def broadcast_model(model: nn.Module) -> None:
         model: with the same parameters and buffers on every rank, on any device.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        # By way of the host, so that a rank lost meanwhile leaves the tensor as it is.
-        received = tensor.detach().cpu()
+        # Into a copy, so that a rank lost meanwhile leaves the tensor as it is; on the host, where
+        # the broadcast is known to be done when it returns.
+        received = tensor.detach().to("cpu", copy=True)
         dist.broadcast(received, src=0)
         tensor.detach().copy_(received)
 

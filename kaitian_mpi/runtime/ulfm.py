@@ -86,6 +86,14 @@ def is_loss_detected(comm: MPI.Intracomm) -> bool:
     return comm.Is_revoked() or comm.Get_failed().size > 0
 
 
+def lost_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of `comm` that are known to be dead. Not collective."""
+    from mpi4py import MPI
+
+    dead = comm.Get_failed()
+    return list(MPI.Group.Translate_ranks(dead, list(range(dead.size)), comm.group))
+
+
 def make_progress() -> None:
     """Let MPI make progress, i.e. process incoming messages such as a revocation."""
     from mpi4py import MPI

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from kaitian_mpi.engine import setup
 from kaitian_mpi.engine.initial_weights import load_weights
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import RankLostError, UserError
 
 
 class Language(nn.Module):
@@ -183,3 +184,19 @@ def test_what_is_no_file_is_a_one_line_error(tmp_path, name):
             load_weights(Language(), str(path))
         assert "\n" not in str(error.value)
         path.mkdir(exist_ok=True)
+
+
+def test_a_rank_lost_while_the_first_weights_are_sent_leaves_each_ranks_own(monkeypatch):
+    """Whoever follows rank 0 starts from them."""
+
+    def leave_garbage(tensor, src):
+        tensor.fill_(7)
+        raise RankLostError("a rank is lost")
+
+    monkeypatch.setattr(setup.dist, "broadcast", leave_garbage)
+    model = Language()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RankLostError):
+        setup.broadcast_model(model)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
