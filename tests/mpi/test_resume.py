@@ -321,7 +321,8 @@ def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
         folder.mkdir()
         request_restart(folder, "id")
     world.comm.Barrier()
-    assert run(world, folder, snapshots=f"full{os.getppid()}")["finished"]
+    name = gather_values(world.comm, secrets.token_hex(8))[0]
+    assert run(world, folder, snapshots=name)["finished"]
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
     refused = "could not be saved: the job goes on as it is"
     assert capsys.readouterr().out.count(refused) == (world.rank == 0)
