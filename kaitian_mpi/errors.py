@@ -19,7 +19,7 @@ def format_ranks(ranks: Sequence[int], size: int) -> str:
 class UserError(Exception):
     """An error in the user's input: printed as one line without a traceback; exit code 2.
 
-    The message says what was found, what was expected and what to do.
+    The message says what is wrong and what to do.
     """
 
     exit_code = 2

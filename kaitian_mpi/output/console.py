@@ -118,10 +118,9 @@ def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]
     return " | ".join([where, f"step {step}", *values])
 
 
-def lost_line(lost: Sequence[RankInfo], left: int) -> str:
-    """Return a line that names the lost ranks, and says how many continue."""
-    gone = f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} lost"
-    return f"{gone}; {_count(left, 'rank')} {'continues' if left == 1 else 'continue'}"
+def lost_line(lost: Sequence[RankInfo]) -> str:
+    """Return a line that names the ranks that were lost."""
+    return f"{', '.join(map(str, lost))} {'was' if len(lost) == 1 else 'were'} lost"
 
 
 def _count(number: int, noun: str) -> str:

@@ -117,7 +117,7 @@ class Run:
     plans: tuple[PlanChange, ...]
     events: tuple[Event, ...]
     algorithm: str
-    """By which gradients are summed between kinds; empty if unknown."""
+    """By which gradients are summed between kinds; empty if unknown, or if they never are."""
     allreduce_sec: Mapping[str, float]
     """Measured seconds by algorithm."""
     facts: Mapping[str, str]
@@ -154,7 +154,7 @@ def describe_facts(config: dict[str, Any], summary: dict[str, Any]) -> dict[str,
         "mean step": _milliseconds(summary.get("step_time_sec")),
         "training time": format_duration(number(summary.get("training_time_sec"))),
         "start-up": _startup(summary),
-        "sum of gradients between kinds": text(summary.get("allreduce")),
+        "sum of gradients between kinds": text(summary.get("allreduce")).removeprefix("direct"),
         "gradients between hosts": text(summary.get("wire")),
         "kinds compute alike": _yes_or_no(summary.get("parity")),
         "balance": text(config.get("balance")),

@@ -79,7 +79,7 @@ def read_run(path: Path) -> Run:
         evaluations=_evaluations(files.metrics, summary, clock),
         plans=plans,
         events=find_events(files.events, summary, clock),
-        algorithm=text(summary.get("allreduce")),
+        algorithm=text(summary.get("allreduce")).removeprefix("direct"),
         allreduce_sec={
             name: seconds
             for name, seconds in named_numbers(benchmark.get("allreduce_sec")).items()

@@ -127,7 +127,7 @@ class Outcome(MetricsSink):
 
     def lines(self, finish: Event) -> list[str]:
         """Return three lines, and one for what happened to ranks, if anything did."""
-        notes = [events[-1].text for events in (self._lost, [*self._slow.values()]) if events]
+        notes = [event.text for event in (*self._lost, *[*self._slow.values()][-1:])]
         note = [f"note: {'; '.join(notes)}"] if notes else []
         advice = f"next: {self._next(needs_advice=not notes)}"
         return [self._reached(finish), self._used(), *note, advice]

@@ -250,8 +250,9 @@ class Attempt:
             events.report_start(run, world)
         run.has_started = True
         if losses:
-            reason = lost_line([info for loss in losses for info in loss.lost], world.size)
-            warn_rank_0(world, f"step {step}: {reason}")
+            reason = lost_line([info for loss in losses for info in loss.lost])
+            left = "1 rank continues" if world.size == 1 else f"{world.size} ranks continue"
+            warn_rank_0(world, f"{reason} at step {step}; {left}")
             events.report_losses(run, world, losses)
         elif step:
             reason = "as resumed"

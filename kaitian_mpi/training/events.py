@@ -35,11 +35,11 @@ def report_start(run: Run, world: World) -> None:
 
 
 def report_losses(run: Run, world: World, losses: Sequence[RankLoss]) -> None:
-    """Report which ranks were lost, and how many continue."""
+    """Report which ranks were lost, and which continue."""
     step = run.state.progress.step
     left = [info.world_rank for info in world.infos]
     for loss in losses:
-        text = f"step {step}: {lost_line(loss.lost, world.size)}"
+        text = f"{lost_line(loss.lost)} at step {step}"
         lost = [info.world_rank for info in loss.lost]
         run.sinks.event("loss", step, text, lost, at=loss.noticed_at, remaining=left)
 

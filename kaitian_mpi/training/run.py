@@ -46,7 +46,7 @@ class Run:
     """What was found of an earlier job."""
     profiles: Profiles
     allreduce_algorithm: str
-    """The algorithm that sums gradients across device kinds."""
+    """The algorithm that sums gradients across device kinds, or did while there were several."""
     excluded_places: list[str]
     """The places of the ranks without which the job is faster."""
     state: TrainingState
@@ -129,7 +129,9 @@ class Run:
             buckets = gradient_buckets(self.setup.task.model)
             choice = choose_allreduce(request, world, buckets)
             record_allreduce(self.setup, choice.seconds)
-            self.allreduce_algorithm = choice.algorithm
+            # Where only one kind is left, the name of what was used before is kept.
+            if choice.algorithm != "direct" or not self.membership.losses:
+                self.allreduce_algorithm = choice.algorithm
 
     def plan(self, world: World) -> Plan:
         """Plan the batch sizes from the latest costs of these ranks."""

@@ -34,7 +34,10 @@ class Summary:
     excluded: list[dict[str, Any]] | None = None
     """The ranks without which the job is faster: `rank` and `reason` of each."""
     allreduce: str | None = None
-    """The algorithm that sums gradients across groups; `direct` with a single one."""
+    """The algorithm that sums gradients across groups, or did before a loss left a single one.
+
+    `direct` where there was never more than one.
+    """
     relay: dict[str, Any] | None = None
     """How tensors cross between groups; None with a single one."""
     wire: str | None = None

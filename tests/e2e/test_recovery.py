@@ -85,7 +85,9 @@ def test_job_survives_the_loss_of_rank_0(killed):
     assert lost["host"] == os.uname().nodename
     assert 8 < failure["step"] < 5 * STEPS_PER_EPOCH
     assert 0 < failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
-    assert f"step {failure['step'] - 1}: rank 0 ({lost['host']}" in ended.text
+    said = f"rank 0 ({lost['host']}, cpu) was lost at step {failure['step'] - 1}"
+    assert f"{said}; 2 ranks continue" in ended.text
+    assert f"\nnote: {said}" in ended.text
     assert "Traceback" not in ended.text
 
 
@@ -227,7 +229,7 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
     assert summary["failures"][-1]["step"] == STEPS_PER_EPOCH + 1
     for failure in summary["failures"]:
         assert failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
-    lost_at = ended.text.index(f"step {STEPS_PER_EPOCH}: rank 2 (")
+    lost_at = ended.text.index(f"was lost at step {STEPS_PER_EPOCH}; 1 rank continues")
     assert lost_at < ended.text.index("epoch 1 done")
     assert ended.text.count("epoch 1 done") == ended.text.count("epoch 2 done") == 1
 

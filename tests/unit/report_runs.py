@@ -88,7 +88,7 @@ def make_run(folder, *, host="node-a", emulated=True):
         {"step": 60, "time": START + 7, "batch_sizes": [24, 8, 16, 16], "predicted_gain": 0.4,
          "reason": "rank 1 (node-a, cpu, gpu) takes 2.00x as long as planned"},
         {"step": 100, "time": START + 11, "batch_sizes": [30, 12, 22], "ranks": [0, 1, 2],
-         "reason": "rank 3 (node-b, cpu, mlu) is lost"},
+         "reason": "rank 3 (node-b, cpu, mlu) was lost"},
     ]  # fmt: skip
     write_lines(folder / "plan.jsonl", plans)
     write_lines(
@@ -97,7 +97,7 @@ def make_run(folder, *, host="node-a", emulated=True):
             event("start", 0, "training starts"),
             event("slow", 52, "rank 1 has been slow since step 50 (compute)", [1]),
             event("plan", 60, "new plan", batch_sizes=[24, 8, 16, 16]),
-            event("loss", 100, "rank 3 (node-b, cpu, mlu) is lost", [3]),
+            event("loss", 100, "rank 3 (node-b, cpu, mlu) was lost at step 100", [3]),
             event("recovery", 101, "step 101 is done, 0.21 s after the loss", [0, 1, 2]),
             event("checkpoint", 150, "checkpoint at step 150"),
             event("slow_end", 180, "rank 1 recovered", [1]),

@@ -178,6 +178,7 @@ def test_outcome_advises_on_what_costs_most(compute, wait, data, advice):
 
 def test_outcome_names_lost_and_slow_ranks_first():
     slow = [event("slow", [1]), event("slow", [0]), event("slow_end", [0])]
-    found = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, event("loss", [3])])
-    assert found[2:] == ["note: loss!; slow!", "next: kaitian-report run shows the run"]
+    lost = [event("loss", [3]), event("loss", [2])]
+    found = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, *lost])
+    assert found[2:] == ["note: loss!; loss!; slow!", "next: kaitian-report run shows the run"]
     assert "--run-dir keeps" in outcome(two_ranks([0.1, 0.1], [0.0, 0.0]), folder="")[2]

@@ -91,7 +91,7 @@ def test_a_real_run_is_not_called_emulated(tmp_path, monkeypatch):
 def test_each_new_plan_is_explained_in_the_figure(figures):
     shown = " ".join(text.get_text() for text in texts_of(figures["batch-sizes"]))
     assert "1: from step 60, rank 1 (node-a, cpu, gpu) takes 2.00x as long as planned" in shown
-    assert "2: from step 100, rank 3 (node-b, cpu, mlu) is lost" in shown
+    assert "2: from step 100, rank 3 (node-b, cpu, mlu) was lost" in shown
     assert "rank 3 lost" in shown
 
 

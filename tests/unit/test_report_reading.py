@@ -11,6 +11,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.report import run_files
 from kaitian_mpi.report.readings import max_readings
 from kaitian_mpi.report.run_files import read_run
+from kaitian_mpi.report.topology_figure import describe_topology
 
 
 @pytest.fixture
@@ -32,6 +33,14 @@ def test_a_complete_folder_is_read(folder):
     assert (kinds["loss"].ranks, kinds["loss"].until_step) == ((3,), 101)
     assert "recovery" not in kinds
     assert run.allreduce_sec == {"flat": 0.0042, "leader": 0.0031, "striped": 0.0025}
+
+
+def test_a_run_whose_gradients_cross_no_kinds_names_no_algorithm_for_that(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    write_json(folder / "summary.json", summary | {"allreduce": "direct"})
+    run = read_run(folder)
+    assert "between kinds" not in describe_topology(run)
+    assert "sum of gradients between kinds" not in run.facts
 
 
 def test_folders_of_earlier_versions_are_read(folder):
