@@ -94,15 +94,18 @@ class Accelerator:
 
         By default, NCCL's watchdog ends the process after a group's timeout, another thread does
         when it finds that watchdog stuck, and both when another rank has asked for a dump of the
-        flight recorder (`ProcessGroupNCCL.cpp`: `ErrorHandlingMode`, `HeartbeatMonitor`). The
-        vendors' plug-ins have the same, with their library's name in the variables' names.
+        flight recorder (`ProcessGroupNCCL.cpp`: `ErrorHandlingMode`, `HeartbeatMonitor`). After an
+        error of its own, as of a broken connection, the watchdog also sleeps for four times the
+        time of a dump, holding a lock that the next call needs, and the group's destructor waits
+        for it (`Watchdog::runLoop`): a minute, even where there is no dump. The vendors' plug-ins
+        have the same, with their library's name in the variables' names.
         """
         faults = []
         for name, off in self.error_handling().items():
             given = os.environ.setdefault(name, off[0])
             if given.strip().lower() not in off:
                 faults.append(
-                    f"{name}={given}: torch may end the ranks that survive a loss; unset it"
+                    f"{name}={given}: torch may end or delay the ranks that survive a loss; unset it"
                 )
         return faults
 
@@ -112,6 +115,7 @@ class Accelerator:
         errors = {f"TORCH_{library}_ASYNC_ERROR_HANDLING": ("0", "2")}  # 2: aborts only the group
         if self.plugin:  # whose older releases, and all of torch_npu, have no prefix here
             errors[f"{library}_ASYNC_ERROR_HANDLING"] = ("0", "2")
+        errors[f"TORCH_{library}_WAIT_TIMEOUT_DUMP_MILSEC"] = ("0",)
         names = ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")
         return {**errors, **{f"TORCH_{library}_{name}": _OFF for name in names}}
 
