@@ -105,13 +105,14 @@ class Accelerator:
             given = os.environ.setdefault(name, off[0])
             if given.strip().lower() not in off:
                 faults.append(
-                    f"{name}={given}: torch may end or delay the ranks that survive a loss; unset it"
+                    f"{name}={given}: torch may end or delay a loss's survivors; unset it"
                 )
         return faults
 
     def error_handling(self) -> dict[str, tuple[str, ...]]:
         """Return the variables that `leave_losses_to_caller` sets, and the values that mean off."""
         library = (self.vendor_backend or "").upper()
+        errors: dict[str, tuple[str, ...]]
         errors = {f"TORCH_{library}_ASYNC_ERROR_HANDLING": ("0", "2")}  # 2: aborts only the group
         if self.plugin:  # whose older releases, and all of torch_npu, have no prefix here
             errors[f"{library}_ASYNC_ERROR_HANDLING"] = ("0", "2")
