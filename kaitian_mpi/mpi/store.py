@@ -4,9 +4,9 @@ There is no TCP port and nothing to authenticate: only ranks of the job can send
 torch's bookkeeping and the bootstrap of the vendor libraries.
 
 Rank 0 calls the server directly; the other ranks send MPI messages. The server cannot answer while
-its rank is in a call that does not let Python run, such as mpi4py's `comm.allreduce`, which may
-wait for the very rank that asks. So what needs no answer is sent without waiting for one, and who
-waits for an answer may stop waiting.
+its rank is in a call that does not let Python run, such as mpi4py's first `comm.allreduce` on a
+communicator, which may wait for the very rank that asks. So what needs no answer is sent without
+waiting for one, and who waits for an answer may stop waiting.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class MPIStore(dist.Store):
         if status == _UNANSWERED and until is _never:
             raise dist.DistStoreError(
                 f"rank 0, which serves the store, has not answered within {limit_sec:g} s; it may "
-                "be in a call that does not let Python run, such as mpi4py's comm.allreduce"
+                "be in a call that does not let Python run, such as mpi4py's first comm.allreduce"
             )
         if status == TIMED_OUT:
             raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")

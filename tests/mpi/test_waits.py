@@ -14,6 +14,7 @@ from kaitian_mpi.backend import point_to_point
 from kaitian_mpi.collectives import arrivals
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi import deferred_free
+from kaitian_mpi.mpi import store as mpi_store
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=60)
@@ -33,6 +34,15 @@ def seconds_until_error(call, message):
     with pytest.raises(CollectiveError, match=message):
         call()
     return time.monotonic() - began
+
+
+def meet_without_python(comm):
+    """Wait for all ranks, with the interpreter lock held.
+
+    mpi4py duplicates a communicator, holding that lock, for the first allreduce of objects on it.
+    """
+    assert comm.allreduce(1) == comm.size
+    comm.Free()
 
 
 def test_groups_may_be_destroyed_in_any_order(world):
@@ -69,11 +79,10 @@ def test_destroying_a_group_does_not_wait_for_other_ranks(world):
 
 @pytest.mark.sizes(3)
 def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world, monkeypatch):
-    """mpi4py's allreduce of objects holds the interpreter lock while it waits."""
     monkeypatch.setattr(arrivals, "_RECORD_AFTER_SEC", 0.1)
     monkeypatch.setattr(arrivals, "_EVENTS_INTERVAL_SEC", 0.1)
     monkeypatch.setattr(point_to_point, "_LEFT_INTERVAL_SEC", 0.1)
-    group = dist.new_group([1, 2])
+    group, comm = dist.new_group([1, 2]), world.comm.Dup()
     add()  # the group is made
     if world.rank > 0:
         time.sleep(world.rank)  # rank 1 waits for rank 2 so long that it looks for lost ranks
@@ -86,7 +95,24 @@ def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world, monkey
             time.sleep(1)
             dist.send(torch.full((3,), 2.0), 1, group=group)
         dist.destroy_process_group(group)
-    assert world.comm.allreduce(1) == world.size
+    meet_without_python(comm)
+    assert add() == world.size
+
+
+@pytest.mark.sizes(3)
+def test_a_time_out_ends_while_rank_0_does_not_let_python_run(world, monkeypatch):
+    """Only its store knows who is missing, so the error says why it names nobody."""
+    monkeypatch.setattr(mpi_store, "_MARGIN_SEC", 0.5)
+    group, comm = dist.new_group([1, 2], timeout=SHORT), world.comm.Dup()
+    add()  # the group is made
+    if world.rank == 1:
+        seconds_until_error(
+            lambda: add(group),
+            r"^all_reduce #1: rank 0, which serves the store, has not answered within 1 s",
+        )
+    meet_without_python(comm)
+    if world.rank > 0:
+        dist.destroy_process_group(group)
     assert add() == world.size
 
 

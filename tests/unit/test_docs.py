@@ -23,6 +23,7 @@ MESSAGES = {
         "give the group a longer timeout if it is only slow",
         " ended the group before ",
         " left the job ",
+        "rank 0, which serves the store, has not answered",
         "the ranks call different collectives, or with different shapes: ",
         " failed to pass monitoredBarrier in ",
     ),
