@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -99,7 +100,7 @@ class Training:
     ) -> None:
         # A loop is left by sys.exit() as well, or with the generator that it is in.
         is_left = isinstance(error, GeneratorExit) or (
-            isinstance(error, SystemExit) and not error.code
+            isinstance(error, SystemExit) and not error.code and not _is_raised_inside(trace)
         )
         if error is None or is_left:
             self.close()
@@ -298,6 +299,16 @@ class Training:
                 "training.batches(), once for each batch"
             )
         return self._open_step
+
+
+def _is_raised_inside(trace: TracebackType | None) -> bool:
+    """Return whether an exception comes from what the training calls, such as the model.
+
+    Then the loop was not left: the other ranks may know nothing of it.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(trace)][1:]
+    package = __name__.partition(".")[0] + "."
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
 
 
 def _as_task(task: Task | Callable[[], Task]) -> Task:
