@@ -294,6 +294,41 @@ def test_loading_processes_are_exact_and_stay_over_the_epochs(world):
     assert multiprocessing.active_children() == []  # they end with the run
 
 
+class OfEpoch:
+    """Samples that are the epoch which the dataset was told last."""
+
+    epoch = -1
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.tensor([float(self.epoch)])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_is_told_the_epoch_also_in_loading_processes(world, workers):
+    seen = []
+
+    def noting(model, batch):
+        seen.append(set(batch.flatten().tolist()))
+        return model(batch).square().mean()
+
+    task = Task(
+        model=nn.Linear(1, 1),
+        optimizer=lambda model: SGD(model.parameters(), lr=0.01),
+        data=OfEpoch(),
+        loss=noting,
+    )
+    settings = {"global_batch_size": 12, "epochs": 3, "balance": "off", "workers": workers}
+    with Training(task, **{**QUIET, **settings}) as training:
+        told = [(step.epoch, seen[-1]) for step in training]
+    assert told == [(epoch, {epoch}) for epoch in (0, 0, 1, 1, 2, 2)]
+
+
 def test_step_loss_is_the_mean_over_the_global_batch(world):
     task = language()
     data, sampler = task.data, LoadAdaptiveSampler(task.data, [BATCH], 0)
