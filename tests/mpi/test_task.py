@@ -815,7 +815,7 @@ def test_an_exit_from_the_loop_saves_as_a_return_does(world, folder, error):
 
 
 @pytest.mark.parametrize(("is_open", "last"), [(False, 7), (True, 2)])
-def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, is_open, last):
+def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, capfd, is_open, last):
     """As for a rank that evaluates alone, after an epoch or in it; the watchdogs know of each."""
     began_again = []
     renew = Watchdog.renew
@@ -841,6 +841,8 @@ def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, is_open,
     assert training.summary.finished
     expected = "the sum of gradients" if is_open else "the end of the epoch"
     assert world.rank == 1 or expected in {phase.name for phase in began_again}
+    said = f"s in the script's own code of step {last}: the other ranks wait for this one"
+    assert (said in capfd.readouterr().err) == (world.rank == 1)
 
 
 @ALSO_ALONE
