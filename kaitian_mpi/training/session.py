@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -98,17 +99,19 @@ def open_run(
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
     job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
-    setup: Setup = on_all(partial(prepare, make_task, config, job))
-    earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
-    if earlier.is_finished:
-        membership.attempt(partial(load_finished, config, setup, earlier))
-        setup.folder.close()
-        return setup.task, None, earlier.summary
-    if not isinstance(setup.folder, NoFolder):
-        page.serve(setup.folder.path)
-    if config.resume and earlier.found.metadata is None:
-        membership.attempt(partial(start_from_file, config, setup.task.model))
-    run = _make_run(config, world, membership, setup, earlier, page, own_sinks)
+    with ExitStack() as unless_opened:
+        setup: Setup = on_all(partial(prepare, make_task, config, job))
+        unless_opened.callback(setup.folder.close)
+        earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
+        if earlier.is_finished:
+            membership.attempt(partial(load_finished, config, setup, earlier))
+            return setup.task, None, earlier.summary
+        if not isinstance(setup.folder, NoFolder):
+            page.serve(setup.folder.path)
+        if config.resume and earlier.found.metadata is None:
+            membership.attempt(partial(start_from_file, config, setup.task.model))
+        run = _make_run(config, world, membership, setup, earlier, page, own_sinks)
+        unless_opened.pop_all()
     return setup.task, run, run.summary
 
 

@@ -146,18 +146,21 @@ def test_a_rank_lost_before_the_first_step_needs_no_run_folder(world, capfd):
     assert (said in capfd.readouterr().out) == (world.rank == 0)
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def contents(world, folder):
+    world.comm.Barrier()  # rank 0 has closed the folder
+    found = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    world.comm.Barrier()
+    return found
 
 
 def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys):
     first = run(world, folder)
-    before = contents(folder)
+    before = contents(world, folder)
     if world.rank == 0:
         os.utime(folder / "summary.json", (1, 1))
     capsys.readouterr()
     assert run(world, folder, lr=0.3).keys() == first.keys()
-    assert contents(folder) == before
+    assert contents(world, folder) == before
     assert (folder / "summary.json").stat().st_mtime > 1  # it was written again
     if world.rank == 0:
         out = capsys.readouterr().out
@@ -353,13 +356,13 @@ def test_resuming_from_a_file_abandons_later_checkpoints(world, folder):
 
 def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
     run(world, folder, max_steps=3)
-    before = contents(folder)
+    before = contents(world, folder)
     monkeypatch.setenv("POINTS", "40")
     with pytest.raises(AgreedError, match=r"the dataset: found 40 \+ 40 .*, needed 60 \+ 60 "):
         run(world, folder)
     with pytest.raises(AgreedError, match="--seed: found 3, needed 0"):
         run(world, folder, seed=3)
-    assert contents(folder) == before
+    assert contents(world, folder) == before
 
 
 def test_a_large_state_is_saved_and_resumed_without_a_copy(world, folder, monkeypatch):
@@ -395,12 +398,12 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
         for path in folder.glob("checkpoints/step-*.pt"):
             path.write_bytes(b"not what it was")
     world.comm.Barrier()
-    before = contents(folder)
+    before = contents(world, folder)
     needed = rf"found 2 checkpoints in {folder}/checkpoints, but none is intact; restore"
     with pytest.raises(AgreedError, match=needed) as caught:
         run(world, folder)
     assert "\n" not in str(caught.value)
-    assert contents(folder) == before
+    assert contents(world, folder) == before
 
 
 class Loaded:
