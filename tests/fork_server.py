@@ -130,6 +130,8 @@ def take_over(request, descriptors):
     join_host_of(request["pid"])
     os.sched_setaffinity(0, request["cores"])
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    # What started this server, such as a shell's background job, may have SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     above = max(request["descriptors"]) + 1

@@ -65,7 +65,7 @@ class CollectiveCalls(dist.ProcessGroup):
         """Start to sum a host tensor over all ranks, in place and in host memory."""
         options = AllreduceOptions()
         options.asyncOp = True
-        return self._run(HostSum([tensor], [], options, dist.ReduceOp.SUM))
+        return self._run(HostSum([tensor], [], options, options.reduceOp))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""

@@ -35,7 +35,7 @@ class Library:
         self.carried, self.in_place = carried, in_place
         self.work = Finished([])
 
-    def group_for(self, dtypes, op):
+    def group_for(self, _, dtypes, op):
         return self if set(dtypes) == {torch.float32} else None
 
     def can_use_in_place(self, _):
