@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from emulated_hosts import EmulatedHosts
 
 _STEP = re.compile(r"epoch \d+/\d+ \| step (\d+)/\d+ \|")
-_LOSS = re.compile(r"step (\d+): ranks? .* lost; \d+")
+_LOSS = re.compile(r"ranks? .* lost at step (\d+); \d+ ranks? continue")
 _ENDING_SEC = 15.0
 
 
