@@ -149,9 +149,11 @@ def _shared(original: Callable[..., Any], theirs: Callable[..., Any]) -> Callabl
     """Return a function that is torch's for our groups, and a plug-in's for others."""
     import torch.distributed as dist
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def shared(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        given = signature.bind(*args, **kwargs).arguments
         operations = given.get("p2p_op_list")
         group = operations[0].group if operations else given.get("group")
         is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND

@@ -245,10 +245,7 @@ class VendorGroup:
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.ReduceOptions()
             options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
-            options.asyncOp = True  # see `_asking_for_a_work`
-            with self._calling("all_reduce"):
-                self._last = self._backend.reduce([piece], options)
-                self._last.wait()
+            self._call_for_piece(self._backend.reduce, piece, options)
 
     def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
@@ -256,10 +253,8 @@ class VendorGroup:
             return
         for root, piece in enumerate(tensor.split(list(shares))):
             options = dist.BroadcastOptions()
-            options.rootRank, options.asyncOp = root, True
-            with self._calling("all_reduce"):
-                self._last = self._backend.broadcast([piece], options)
-                self._last.wait()
+            options.rootRank = root
+            self._call_for_piece(self._backend.broadcast, piece, options)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives, if the library supports that."""
@@ -288,6 +283,12 @@ class VendorGroup:
         self.abort()
         # The library's threads end, which use the store, by MPI: before MPI does.
         self._backend = self._last = None
+
+    def _call_for_piece(self, call: Callable[..., Work], piece: torch.Tensor, options: Any) -> None:
+        """Call the library for a part of an all_reduce; the current stream waits for it."""
+        with self._calling("all_reduce"), _asking_for_a_work(options):
+            self._last = call([piece], options)
+            self._last.wait()
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:

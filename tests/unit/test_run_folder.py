@@ -282,6 +282,7 @@ def test_where_files_cannot_be_locked_nothing_is_claimed(tmp_path, monkeypatch, 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     check_unclaimed(tmp_path)
     begin_run(TrainConfig(run_dir=str(tmp_path)), "job").close()
+    assert (tmp_path / "config.json").is_file()
 
 
 def test_a_claim_that_cannot_be_written_stops_nobody(tmp_path):
