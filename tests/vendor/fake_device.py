@@ -368,8 +368,9 @@ def _divided_as_on_a_gpu(func, args, kwargs):
     by = torch.as_tensor(args[1])
     if by.ndim or not args[0].is_floating_point():
         return func, args, kwargs
-    inverse = torch.tensor(1.0, dtype=torch.promote_types(args[0].dtype, torch.float32)) / by
-    return DIVISIONS[func], (args[0], inverse), {}
+    # In the type that the kernel accumulates in, doubles for doubles.
+    wide = torch.promote_types(args[0].dtype, torch.float32)
+    return DIVISIONS[func], (args[0], torch.as_tensor(args[1], dtype=wide).reciprocal()), {}
 
 
 def _content(value):

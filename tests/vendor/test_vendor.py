@@ -581,6 +581,10 @@ def test_division_on_the_fake_device_rounds_differently():
     """A test above relies on this."""
     tensor = torch.arange(1.0, 1_000.0)
     assert not torch.equal(values(on_device(tensor).div_(3)), tensor / 3)
+    exact = tensor.double() / 0.7
+    torch.testing.assert_close(
+        values(on_device(tensor.double()).div_(0.7)), exact, rtol=1e-15, atol=0.0
+    )
 
 
 def test_streams_run_asynchronously():
