@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import init
-from kaitian_mpi.benchmark.allreduce import choose_algorithm
-from kaitian_mpi.models.mobilenetv2 import MobileNetV2
+from kaitian_mpi.recipes.models.mobilenetv2 import MobileNetV2
+from kaitian_mpi.train.measure.allreduce import choose_algorithm
 
 
 class Trainer:

@@ -74,8 +74,8 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import kaitian_mpi
-    from kaitian_mpi.benchmark.allreduce import choose_allreduce
     from kaitian_mpi.mpi.exchange import gather_values
+    from kaitian_mpi.train.measure.allreduce import choose_allreduce
 
     world = kaitian_mpi.init(devices=options.devices, group_by=options.group_by)
     group = dist.group.WORLD
@@ -108,8 +108,8 @@ def report_steps(world, steps: int) -> None:
     import torch.distributed as dist
     from torch.nn import functional
 
-    from kaitian_mpi.gradients.reducer import GradientReducer
-    from kaitian_mpi.models import build_model
+    from kaitian_mpi.distributed.reducer import GradientReducer
+    from kaitian_mpi.recipes.models import build_model
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ class Dashboard:
         (self._server,) = (
             child
             for child in psutil.Process().children()
-            if "kaitian_mpi.dashboard" in child.cmdline()
+            if "kaitian_mpi.observe.dashboard" in child.cmdline()
         )
         self._watcher = psutil.Popen([sys.executable, "-c", WATCH, address[1]])
         self._watcher.nice(19)  # stands for one on another computer

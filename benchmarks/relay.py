@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 
 import kaitian_mpi
+from kaitian_mpi.distributed.relay.copies import StreamCopies
+from kaitian_mpi.distributed.relay.pipeline import exchange_in_chunks
+from kaitian_mpi.distributed.relay.slots import Slots
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.relay.copies import StreamCopies
-from kaitian_mpi.relay.pipeline import exchange_in_chunks
-from kaitian_mpi.relay.slots import Slots
 
 REPEATS = 7
 

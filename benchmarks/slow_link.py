@@ -57,9 +57,9 @@ def train(links: Links, options: argparse.Namespace) -> list[Pair]:
     from torch.nn import functional
 
     import kaitian_mpi
-    from kaitian_mpi.gradients.reducer import GradientReducer
-    from kaitian_mpi.models import build_model
-    from kaitian_mpi.wire.residual import Residuals
+    from kaitian_mpi.distributed.network.residual import Residuals
+    from kaitian_mpi.distributed.reducer import GradientReducer
+    from kaitian_mpi.recipes.models import build_model
 
     world = kaitian_mpi.init()
     torch.set_num_threads(1)

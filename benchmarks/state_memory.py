@@ -143,10 +143,10 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
     from torch import nn
 
     import kaitian_mpi
-    from kaitian_mpi.checkpoint.policy import Checkpointing
-    from kaitian_mpi.checkpoint.snapshots import Pace
-    from kaitian_mpi.output.run_folder import DiskFolder
-    from kaitian_mpi.training.run import Run
+    from kaitian_mpi.observe.run_folder import DiskFolder
+    from kaitian_mpi.train.checkpoint.policy import Checkpointing
+    from kaitian_mpi.train.checkpoint.snapshots import Pace
+    from kaitian_mpi.train.run import Run
 
     world = kaitian_mpi.init()
     rank = world.rank

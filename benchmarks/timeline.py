@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 import kaitian_mpi
-from kaitian_mpi.models import build_model
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
+from kaitian_mpi.observe.timeline.sampling import Sampling
+from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.tracing import recorder
-from kaitian_mpi.tracing.recorder import Recorder, start_recording, stop_recording
-from kaitian_mpi.tracing.sampling import Sampling
 
 CALLS = 100_000
 WARM_UP = 6

@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from kaitian_mpi.report.canvas import WIDTH, drawing, titled_figure
-from kaitian_mpi.report.palette import (
+from kaitian_mpi.observe.report.canvas import WIDTH, drawing, titled_figure
+from kaitian_mpi.observe.report.palette import (
     BLACK,
     BLUE,
     GREEN,

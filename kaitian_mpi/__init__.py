@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 from kaitian_mpi.runtime import RANK_VARIABLE
 
 if TYPE_CHECKING:
-    from kaitian_mpi.backend.data_parallel import data_parallel
-    from kaitian_mpi.backend.ddp_hook import WeightedSum
-    from kaitian_mpi.backend.startup import init
-    from kaitian_mpi.backend.sync_batch_norm import convert_sync_batchnorm
-    from kaitian_mpi.data.sampler import LoadAdaptiveSampler
-    from kaitian_mpi.engine.task import Task
-    from kaitian_mpi.metrics.sink import MetricsSink
+    from kaitian_mpi.distributed.data_parallel import data_parallel
+    from kaitian_mpi.distributed.ddp_hook import WeightedSum
+    from kaitian_mpi.distributed.startup import init
+    from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
     from kaitian_mpi.mpi.world import World
-    from kaitian_mpi.training.training import Training
+    from kaitian_mpi.observe.sink import MetricsSink
+    from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+    from kaitian_mpi.train.task import Task
+    from kaitian_mpi.train.training import Training
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,15 +46,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LoadAdaptiveSampler": "kaitian_mpi.data.sampler",
-    "MetricsSink": "kaitian_mpi.metrics.sink",
-    "Task": "kaitian_mpi.engine.task",
-    "Training": "kaitian_mpi.training.training",
-    "WeightedSum": "kaitian_mpi.backend.ddp_hook",
+    "LoadAdaptiveSampler": "kaitian_mpi.train.data.sampler",
+    "MetricsSink": "kaitian_mpi.observe.sink",
+    "Task": "kaitian_mpi.train.task",
+    "Training": "kaitian_mpi.train.training",
+    "WeightedSum": "kaitian_mpi.distributed.ddp_hook",
     "World": "kaitian_mpi.mpi.world",
-    "convert_sync_batchnorm": "kaitian_mpi.backend.sync_batch_norm",
-    "data_parallel": "kaitian_mpi.backend.data_parallel",
-    "init": "kaitian_mpi.backend.startup",
+    "convert_sync_batchnorm": "kaitian_mpi.distributed.sync_batch_norm",
+    "data_parallel": "kaitian_mpi.distributed.data_parallel",
+    "init": "kaitian_mpi.distributed.startup",
 }
 
 
@@ -63,7 +63,7 @@ _MODULES = {
 if RANK_VARIABLE in os.environ and getattr(
     multiprocessing.process.current_process(), "_inheriting", False
 ):
-    import_module("kaitian_mpi.data.worker_process")
+    import_module("kaitian_mpi.train.data.worker_process")
 
 
 def __getattr__(name: str) -> Any:

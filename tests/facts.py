@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kaitian_mpi.checks.facts import Devices, Kind, Machine, Mpi, RankFacts, Software, Storage
+from kaitian_mpi.preflight.facts import Devices, Kind, Machine, Mpi, RankFacts, Software, Storage
 
 GIB = 1 << 30
 SOFTWARE = Software(

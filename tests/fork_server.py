@@ -41,8 +41,12 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.nn.parallel"),
     *("torch.distributed._functional_collectives", "torch.distributed.optim", "torch.utils.data"),
     *("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch.export"),
-    *("kaitian_mpi.backend.data_parallel", "kaitian_mpi.backend.startup", "kaitian_mpi.cli.train"),
-    *("kaitian_mpi.recipes.image_classification", "kaitian_mpi.training.training"),
+    *(
+        "kaitian_mpi.distributed.data_parallel",
+        "kaitian_mpi.distributed.startup",
+        "kaitian_mpi.cli.train",
+    ),
+    *("kaitian_mpi.recipes.image_classification", "kaitian_mpi.train.training"),
 )
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 32

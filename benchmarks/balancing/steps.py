@@ -19,25 +19,25 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import kaitian_mpi
-from kaitian_mpi.benchmark.plan import Plan, make_plan, profile_of
-from kaitian_mpi.benchmark.rank_benchmark import benchmark_ranks
-from kaitian_mpi.benchmark.rank_timer import Workload
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.loader import ShareLoader
-from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.devices.emulation import Schedule, Slowdown
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.progress import count_steps
-from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import TrainingState
-from kaitian_mpi.models import build_model
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.recipes.datasets.sources import DataSource, load_data
 from kaitian_mpi.recipes.image_classification import classify
+from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.steps.follow_up import StepFollowUp
-from kaitian_mpi.steps.trainer import Trainer
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.follow_up import StepFollowUp
+from kaitian_mpi.train.measure.plan import Plan, make_plan, profile_of
+from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
+from kaitian_mpi.train.measure.rank_timer import Workload
+from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.trainer import Trainer
 
 FACTOR = 3.0
 WARM_UP = 3

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import kaitian_mpi
-from kaitian_mpi.models import build_model
+from kaitian_mpi.recipes.models import build_model
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from trainers import endless, make_config, make_trainer, timed
 
 import kaitian_mpi
-from kaitian_mpi.elastic.membership import Membership
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.ulfm import agree
+from kaitian_mpi.train.membership import Membership
 
 WARM_UP = 4
 ALONE = 200

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from trainers import endless, make_config, make_trainer, timed
 
 import kaitian_mpi
-from kaitian_mpi.benchmark.plan import profile_unmeasured
-from kaitian_mpi.checkpoint.metadata import RunMetadata
-from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.steps.trainer import Trainer
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.measure.plan import profile_unmeasured
+from kaitian_mpi.train.trainer import Trainer
 
 WARM_UP = 4
 

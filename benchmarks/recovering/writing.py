@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kaitian_mpi.checkpoint.files import CheckpointFiles
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 
 _TENSORS, _ELEMENTS = 480, 10_000  # 19 MB, the size of MobileNetV2 with momentum
 

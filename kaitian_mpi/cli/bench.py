@@ -17,8 +17,8 @@ from kaitian_mpi.cli.preflight import (
     with_emulation,
 )
 from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch
+from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.mpi.exchange import agree_on_errors
-from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.signals import handle_signals
@@ -61,9 +61,9 @@ def main() -> None:
         import_torch()  # late: it takes seconds
         import torch.distributed as dist
 
-        from kaitian_mpi.backend.startup import init
-        from kaitian_mpi.benchmark.report import bench
+        from kaitian_mpi.distributed.startup import init
         from kaitian_mpi.recipes.image_classification import make_task
+        from kaitian_mpi.train.measure.report import bench
 
         import_for_optimizers()
         emulated = config.emulate_kinds, config.emulate_slowdown

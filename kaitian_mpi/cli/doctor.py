@@ -13,16 +13,14 @@ from dataclasses import replace
 from functools import partial
 
 from kaitian_mpi import __version__
-from kaitian_mpi.checks.facts import JobFacts
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
-from kaitian_mpi.doctor.examination import Examination, Options, examine_machine
-from kaitian_mpi.doctor.hosts import examine_hosts
-from kaitian_mpi.doctor.job import Job
-from kaitian_mpi.doctor.post import NoAnswerError
-from kaitian_mpi.doctor.report import Report, make_report, to_json, to_text
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.environments import read_environments
+from kaitian_mpi.preflight.examination import Examination, Options, examine_machine
+from kaitian_mpi.preflight.facts import JobFacts
+from kaitian_mpi.preflight.job import Job
+from kaitian_mpi.preflight.post import NoAnswerError
+from kaitian_mpi.preflight.report import Report, make_report, to_json, to_text
 from kaitian_mpi.runtime.abort import (
     abort_job,
     abort_on_error,
@@ -35,6 +33,8 @@ from kaitian_mpi.runtime.launcher import read_launch, read_tasks
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
+from kaitian_mpi.supervise.doctor_hosts import examine_hosts
+from kaitian_mpi.supervise.environments import read_environments
 
 PROGRAM = "kaitian-doctor"
 _MAX_TIMEOUT = 3600.0

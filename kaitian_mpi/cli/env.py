@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.allocation import read_hosts
-from kaitian_mpi.launch.command import Command, parse_launcher
-from kaitian_mpi.launch.environments import PROGRAM, expand, read_environments
-from kaitian_mpi.launch.host_check import ask_hosts, version_faults
-from kaitian_mpi.launch.hosts import Host
-from kaitian_mpi.launch.probe import find_agent, is_local
+from kaitian_mpi.runtime.allocation import read_hosts
+from kaitian_mpi.runtime.command import Command, parse_launcher
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.supervise.environments import PROGRAM, expand, read_environments
+from kaitian_mpi.supervise.host_check import ask_hosts, version_faults
+from kaitian_mpi.supervise.probe import find_agent, is_local
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from kaitian_mpi.balance.forecast import (
 )
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.output.files import save_json
+from kaitian_mpi.observe.files import save_json
 
 PROGRAM = "kaitian-plan"
 MAX_RANKS = 100_000

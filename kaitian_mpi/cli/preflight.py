@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.planner import plan_equal
-from kaitian_mpi.checks.collect import collect
-from kaitian_mpi.checks.facts import JobFacts
-from kaitian_mpi.checks.verdict import Level
-from kaitian_mpi.checks.world import judge_placement
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.device_map import devices_for, parse_device_map
-from kaitian_mpi.launch.probe import is_local
 from kaitian_mpi.mpi.emulation import agree_on_emulation
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
+from kaitian_mpi.preflight.collect import collect
+from kaitian_mpi.preflight.facts import JobFacts
+from kaitian_mpi.preflight.verdict import Level
+from kaitian_mpi.preflight.world import judge_placement
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
+from kaitian_mpi.supervise.device_map import devices_for, parse_device_map
+from kaitian_mpi.supervise.probe import is_local
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.cli.flags import OneLineParser
-from kaitian_mpi.dashboard.server import serve_run
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.output.files import replacing
-from kaitian_mpi.output.loopback import listen_on_loopback, make_token, show_address
-from kaitian_mpi.report.bar_figures import draw_comparison
-from kaitian_mpi.report.canvas import drawing
-from kaitian_mpi.report.figures import FIGURES
-from kaitian_mpi.report.page import make_page
-from kaitian_mpi.report.run import Run
-from kaitian_mpi.report.run_files import read_run
-from kaitian_mpi.report.svg import to_image
-from kaitian_mpi.report.text import side_by_side
+from kaitian_mpi.observe.dashboard.server import serve_run
+from kaitian_mpi.observe.files import replacing
+from kaitian_mpi.observe.loopback import listen_on_loopback, make_token, show_address
+from kaitian_mpi.observe.report.bar_figures import draw_comparison
+from kaitian_mpi.observe.report.canvas import drawing
+from kaitian_mpi.observe.report.figures import FIGURES
+from kaitian_mpi.observe.report.page import make_page
+from kaitian_mpi.observe.report.run import Run
+from kaitian_mpi.observe.report.run_files import read_run
+from kaitian_mpi.observe.report.svg import to_image
+from kaitian_mpi.observe.report.text import side_by_side
 
 PROGRAM = "kaitian-report"
 NAME = "report.html"

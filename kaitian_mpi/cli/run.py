@@ -19,9 +19,9 @@ from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.devices.visibility import hide_accelerators, narrow_list, visibility_variables
+from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, GROUPINGS
-from kaitian_mpi.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -52,7 +52,7 @@ def main() -> None:
         set_environment(os.environ, comm.rank, hosts, port, run_id)
         import_torch()
 
-        from kaitian_mpi.backend.startup import use_backend_for
+        from kaitian_mpi.distributed.startup import use_backend_for
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown

@@ -18,20 +18,20 @@ from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.allocation import read_hosts
-from kaitian_mpi.launch.command import FOLDERS, parse_command
-from kaitian_mpi.launch.command import PROGRAM as TRAIN
-from kaitian_mpi.launch.environments import read_environments
-from kaitian_mpi.launch.host_check import SECONDS as ANSWER_SEC
-from kaitian_mpi.launch.host_check import PendingAnswer
-from kaitian_mpi.launch.hosts import Host
-from kaitian_mpi.launch.probe import find_agent, is_local, is_own_name
-from kaitian_mpi.output.folders import make_new_folder
-from kaitian_mpi.supervision.host_changes import HostChanges
-from kaitian_mpi.supervision.hosts_file import HostsFile
-from kaitian_mpi.supervision.process import Machine
-from kaitian_mpi.supervision.starts import Job, command_on, interpreter_of
-from kaitian_mpi.supervision.supervisor import supervise
+from kaitian_mpi.observe.folders import make_new_folder
+from kaitian_mpi.runtime.allocation import read_hosts
+from kaitian_mpi.runtime.command import FOLDERS, parse_command
+from kaitian_mpi.runtime.command import PROGRAM as TRAIN
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.supervise.environments import read_environments
+from kaitian_mpi.supervise.host_changes import HostChanges
+from kaitian_mpi.supervise.host_check import SECONDS as ANSWER_SEC
+from kaitian_mpi.supervise.host_check import PendingAnswer
+from kaitian_mpi.supervise.hosts_file import HostsFile
+from kaitian_mpi.supervise.probe import find_agent, is_local, is_own_name
+from kaitian_mpi.supervise.process import Machine
+from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
+from kaitian_mpi.supervise.supervisor import supervise
 
 PROGRAM = "kaitian-supervise"
 _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also where it is the main module

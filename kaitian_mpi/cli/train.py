@@ -19,7 +19,7 @@ from kaitian_mpi.devices.plugin import (
     without_collection,
 )
 from kaitian_mpi.devices.visibility import hide_accelerators, visibility_variables
-from kaitian_mpi.network.interfaces import initialize_mpi_on
+from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import (
@@ -29,11 +29,11 @@ from kaitian_mpi.runtime.launcher import (
 )
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.signals import handle_signals
+from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
-from kaitian_mpi.system import usable_cores
 
 if TYPE_CHECKING:
-    from kaitian_mpi.engine.task import Task
+    from kaitian_mpi.train.task import Task
 
 PROGRAM = "kaitian-train"
 
@@ -65,8 +65,8 @@ def main() -> None:
         load_torch(launch)  # late: it takes seconds
         import torch.distributed as dist
 
-        from kaitian_mpi.backend.startup import init
-        from kaitian_mpi.training.training import Training
+        from kaitian_mpi.distributed.startup import init
+        from kaitian_mpi.train.training import Training
 
         startup_clock.begin("devices")
         emulated = config.emulate_kinds, config.emulate_slowdown
@@ -98,7 +98,7 @@ def load_torch(launch: Launch) -> None:
     prepare_environment(os.environ, launch, len(usable_cores()))  # torch reads some of it
     import_torch()
     with without_collection():
-        import_module("kaitian_mpi.training.training")
+        import_module("kaitian_mpi.train.training")
 
 
 def task_maker(config: TrainConfig) -> Callable[[], Task]:

@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.system import usable_cores
+from kaitian_mpi.runtime.system import usable_cores
 
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD = -1

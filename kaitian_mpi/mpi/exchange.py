@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kaitian_mpi.checks.verdict import by_value
 from kaitian_mpi.errors import AgreedError, CollectiveError, UserError
+from kaitian_mpi.preflight.verdict import by_value
 from kaitian_mpi.runtime.polling import wait_request
 
 if TYPE_CHECKING:

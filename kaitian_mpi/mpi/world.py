@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kaitian_mpi.checks.collect import collect, collect_mpi
-from kaitian_mpi.checks.facts import JobFacts, OtherVersionError, RankFacts, version_in
-from kaitian_mpi.checks.registry import judge
-from kaitian_mpi.checks.verdict import Level, by_value
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
 from kaitian_mpi.devices.emulation import check_slowdown_on
+from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
@@ -32,11 +29,14 @@ from kaitian_mpi.mpi.topology import (
     plan_groups,
     translate_ranks,
 )
+from kaitian_mpi.preflight.collect import collect, collect_mpi
+from kaitian_mpi.preflight.facts import JobFacts, OtherVersionError, RankFacts, version_in
+from kaitian_mpi.preflight.registry import judge
+from kaitian_mpi.preflight.verdict import Level, by_value
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
+from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.threads import set_default_threads
 from kaitian_mpi.runtime.ulfm import shrink, track_comm
-from kaitian_mpi.system import usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI

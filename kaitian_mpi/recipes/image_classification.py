@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.datasets.sources import DataSource, load_data
-from kaitian_mpi.engine.task import Task
-from kaitian_mpi.models import build_model
+from kaitian_mpi.recipes.datasets.sources import DataSource, load_data
+from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.task import Task
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs [n, ...] and classes, int64 [n]."""

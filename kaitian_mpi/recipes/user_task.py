@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from kaitian_mpi.engine.task import Task
+from kaitian_mpi.config.factory import load_factory, one_line
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.factory import load_factory, one_line
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.task import Task
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import shutdown, ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
-from kaitian_mpi.system import prctl
+from kaitian_mpi.runtime.system import prctl
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -23,7 +23,7 @@ from kaitian_mpi.runtime.launcher import (
 )
 from kaitian_mpi.runtime.mpi_libraries import launched_by
 from kaitian_mpi.runtime.polling import reduce_timer_slack
-from kaitian_mpi.system import usable_cores
+from kaitian_mpi.runtime.system import usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI

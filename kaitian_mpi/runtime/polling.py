@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.runtime import tags
-from kaitian_mpi.system import prctl
+from kaitian_mpi.runtime.system import prctl
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.datasets import digits
-from kaitian_mpi.models.cnn import SmallCNN
+from kaitian_mpi.recipes.datasets import digits
+from kaitian_mpi.recipes.models.cnn import SmallCNN
 from kaitian_mpi.runtime.launcher import read_launch
 
 RANK = read_launch(os.environ).world_rank

@@ -15,7 +15,7 @@ from devtools import Browser
 from jobs import PYTHON, Job, read_readings
 from processes import assert_gone
 
-from kaitian_mpi.report.figures import FIGURES
+from kaitian_mpi.observe.report.figures import FIGURES
 
 pytest.importorskip("matplotlib", reason="needs the extra 'report'")
 from PIL import Image  # matplotlib needs it

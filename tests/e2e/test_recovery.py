@@ -23,7 +23,7 @@ from jobs import (
 )
 from trace_rules import check_trace, spans_of
 
-from kaitian_mpi.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 
 SAMPLES = 1438  # of the digits, for training
 BATCH = 256

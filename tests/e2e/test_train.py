@@ -12,8 +12,8 @@ from devtools import Browser
 from jobs import read_lines, read_readings, run_alone, run_ranks
 from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 
-from kaitian_mpi.models import build_model
-from kaitian_mpi.report.figures import FIGURES
+from kaitian_mpi.observe.report.figures import FIGURES
+from kaitian_mpi.recipes.models import build_model
 
 CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
 SUMMARY_KEYS = {

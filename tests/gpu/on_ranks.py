@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import kaitian_mpi
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.mpi.exchange import gather_values
 
 LARGE = (1 if stand_in.KIND in stand_in.STAND_INS else 16) << 20  # elements: 64 MB of float32

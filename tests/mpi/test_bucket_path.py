@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from unit.test_layers import FLOORS, modules, package_imports, room
 
 import kaitian_mpi
-from kaitian_mpi.backend.ddp_hook import WeightedSum
-from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.distributed.collectives.worker import Worker
+from kaitian_mpi.distributed.ddp_hook import WeightedSum
 from kaitian_mpi.mpi import datatypes
 
 ROOT = Path(kaitian_mpi.__file__).parent
@@ -95,7 +95,7 @@ def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, length):
         trace.stop()  # the checks would take seconds under a profile function
         assert len(trace.done) == 2, "the caller's thread and the worker's"
         assert len(trace.passed) <= MAX_FILES, trace.passed
-        assert trace.passed[0] == "backend.ddp_hook"
+        assert trace.passed[0] == "distributed.ddp_hook"
         assert room(trace.passed[-1]) == "mpi"
         for caller, called in trace.calls:
             way = f"{caller} calls {called}"

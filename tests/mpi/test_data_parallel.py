@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import data_parallel
-from kaitian_mpi.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
+from kaitian_mpi.distributed.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.errors import UnsupportedError
 
 # torch's own warnings about a static graph and gradients' strides.

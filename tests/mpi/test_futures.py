@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import data_parallel
-from kaitian_mpi.collectives.host import HostOperations
+from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.errors import CollectiveError
 
 # torch's own warning about a future whose callback failed.

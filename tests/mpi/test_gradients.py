@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 
 BATCHES = [7, 1, 13, 3]
 STEPS = 20

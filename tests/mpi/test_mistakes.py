@@ -17,7 +17,7 @@ from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.output.folder_claim import Claim
+from kaitian_mpi.observe.folder_claim import Claim
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
 pytestmark = pytest.mark.sizes(2)

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.distributed.network.allreduce import ALGORITHMS, HostAllreduce, round_elements
+from kaitian_mpi.distributed.network.choice import LONG_BYTES, SHORT_BYTES, Choice, Route
+from kaitian_mpi.distributed.network.hosts import group_by_host
+from kaitian_mpi.distributed.network.link import Link
+from kaitian_mpi.distributed.network.network import Network
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.network.allreduce import ALGORITHMS, HostAllreduce, round_elements
-from kaitian_mpi.network.choice import LONG_BYTES, SHORT_BYTES, Choice, Route
-from kaitian_mpi.network.hosts import group_by_host
-from kaitian_mpi.network.link import Link
-from kaitian_mpi.network.network import Network
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kaitian_mpi.benchmark.parity import check_parity
-from kaitian_mpi.benchmark.parity_report import FILE
-from kaitian_mpi.benchmark.plan import profile_unmeasured
-from kaitian_mpi.benchmark.profiles import Profiles
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.train.measure.parity import check_parity
+from kaitian_mpi.train.measure.parity_report import FILE
+from kaitian_mpi.train.measure.plan import profile_unmeasured
+from kaitian_mpi.train.measure.profiles import Profiles
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(2, 3)
 

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, reduces_in_place

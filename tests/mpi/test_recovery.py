@@ -21,13 +21,13 @@ from test_trainer import (
 )
 from torch import nn
 
-from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.loader import ShareLoader
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.progress import count_steps
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.steps.trainer import Trainer
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.measure.plan import Plan
+from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(3)
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError, UnsupportedError, UserError
-from kaitian_mpi.gradients.reducer import GradientReducer
 from kaitian_mpi.mpi.exchange import gather_values
 
 SHARES = [7, 3, 0, 13]

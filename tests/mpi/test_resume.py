@@ -17,23 +17,23 @@ from torch import nn
 
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.benchmark.plan import Profile
-from kaitian_mpi.benchmark.profiles import find_profiles
-from kaitian_mpi.checkpoint.files import CheckpointFiles
-from kaitian_mpi.checkpoint.policy import Checkpointing, SnapshotFiles
-from kaitian_mpi.checkpoint.resume import find_checkpoint, hand_over, restore
-from kaitian_mpi.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.progress import Progress
-from kaitian_mpi.engine.setup import prepare_without_folder
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.output.folders import snapshot_folder
+from kaitian_mpi.observe.folders import snapshot_folder
 from kaitian_mpi.recipes.image_classification import make_rate, make_task
 from kaitian_mpi.runtime.launcher import SUPERVISED
-from kaitian_mpi.training.restart_request import request_restart, withdraw_request
-from kaitian_mpi.training.training import Training
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles
+from kaitian_mpi.train.checkpoint.policy import Checkpointing, SnapshotFiles
+from kaitian_mpi.train.checkpoint.resume import find_checkpoint, hand_over, restore
+from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
+from kaitian_mpi.train.measure.plan import Profile
+from kaitian_mpi.train.measure.profiles import find_profiles
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.restart_request import request_restart, withdraw_request
+from kaitian_mpi.train.setup import prepare_without_folder
+from kaitian_mpi.train.training import Training
 
 pytestmark = pytest.mark.sizes(3)
 

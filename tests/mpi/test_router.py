@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions
 
-from kaitian_mpi.collectives.operations import AllReduce, Barrier, Broadcast, SparseSum
-from kaitian_mpi.collectives.router import Router
-from kaitian_mpi.collectives.staging import SideStreams
-from kaitian_mpi.collectives.work import Finished
-from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.distributed.collectives.operations import AllReduce, Barrier, Broadcast, SparseSum
+from kaitian_mpi.distributed.collectives.router import Router
+from kaitian_mpi.distributed.collectives.staging import SideStreams
+from kaitian_mpi.distributed.collectives.work import Finished
+from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import UnsupportedError
 
 

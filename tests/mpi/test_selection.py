@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.benchmark import allreduce
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train.measure import allreduce
 
 pytestmark = pytest.mark.ranks(2)  # a single kind has only one algorithm
 

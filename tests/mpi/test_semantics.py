@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fake_accelerator import on_device, values
 from torch.profiler import ProfilerActivity, profile
 
-from kaitian_mpi.backend.process_group import KaitianProcessGroup
+from kaitian_mpi.distributed.process_group import KaitianProcessGroup
 from kaitian_mpi.errors import CollectiveError, MissingRanksError, UnsupportedError
 
 

@@ -10,13 +10,13 @@ from torch.utils.data import TensorDataset
 
 from kaitian_mpi import data_parallel
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.datasets.sources import DataSource
-from kaitian_mpi.datasets.user_dataset import CollatedDataset
-from kaitian_mpi.engine.setup import check_same_samples, prepare_without_folder
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes import image_classification
+from kaitian_mpi.recipes.datasets.sources import DataSource
+from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
 from kaitian_mpi.recipes.image_classification import make_task
+from kaitian_mpi.train.setup import check_same_samples, prepare_without_folder
 
 pytestmark = pytest.mark.sizes(1, 3)
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import Task, Training
-from kaitian_mpi.collectives.router import Router
+from kaitian_mpi.devices import script_slowdown
+from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
+from kaitian_mpi.distributed.collectives.router import Router
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import set_current_world
-from kaitian_mpi.runtime import script_slowdown
-from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 
 pytestmark = pytest.mark.sizes(2)
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from fake_accelerator import on_device, to_host, values
 
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.relay.relay import Relay
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.relay.relay import Relay
 
 
 @pytest.fixture(autouse=True)

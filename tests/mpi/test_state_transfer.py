@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kaitian_mpi.engine.state_transfer import broadcast_state
+from kaitian_mpi.train.state_transfer import broadcast_state
 
 
 def make_state():

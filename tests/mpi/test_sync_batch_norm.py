@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import kaitian_mpi
-from kaitian_mpi.backend.sync_batch_norm import local_statistics, sync_batch_norms
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics, sync_batch_norms
 from kaitian_mpi.errors import UnsupportedError
 
 pytestmark = pytest.mark.sizes(1, 3)

@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import MetricsSink, Task, Training
-from kaitian_mpi.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.watchdog import Watchdog, current_watchdog
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 
 pytestmark = pytest.mark.sizes(3)
 ALSO_ALONE = pytest.mark.sizes(1, 3)
@@ -384,7 +384,7 @@ def test_schedulers_step_once_per_step(world, scheduler):
 @ALSO_ALONE
 def test_a_scheduler_is_told_the_steps_of_the_ranks_that_train(world, monkeypatch):
     """Before that, they were counted with ranks that are spares now."""
-    monkeypatch.setattr("kaitian_mpi.training.session.count_steps", lambda *_: 2)
+    monkeypatch.setattr("kaitian_mpi.train.session.count_steps", lambda *_: 2)
     told = []
     task = language(scheduler=lambda o, steps: told.append(steps) or OneCycleLR(o, 0.1, steps))
     with Training(task, **QUIET) as training:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from trace_rules import check_trace, collectives_of, largest_gap_us, read_trace
 
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.output.timeline_file import NAME
+from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset
+from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
+from kaitian_mpi.observe.timeline.sampling import Sampling
+from kaitian_mpi.observe.timeline.timeline_file import NAME
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.steps.clock_alignment import align_clocks
-from kaitian_mpi.steps.timeline import Timeline
-from kaitian_mpi.tracing.clock import AlignedClock, Offset
-from kaitian_mpi.tracing.recorder import Recorder, start_recording, stop_recording
-from kaitian_mpi.tracing.sampling import Sampling
+from kaitian_mpi.train.clock_alignment import align_clocks
+from kaitian_mpi.train.timeline import Timeline
 
 SECONDS_OFF = 1000.0  # by rank
 MAX_ERROR_US = 20_000  # round trips take long where other programs use the cores

@@ -11,23 +11,23 @@ import torch.distributed as dist
 from samples import BATCH, LENGTH, Points
 from torch import nn
 
-from kaitian_mpi.benchmark.plan import Plan
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.data.loader import ShareLoader
-from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.batch_norm import RunningStatistics
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.progress import count_steps
-from kaitian_mpi.engine.setup import Setup
-from kaitian_mpi.engine.state import TrainingState
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.recipes.datasets.sources import DataSource
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.steps.divergence import fingerprint, repair_divergence
-from kaitian_mpi.steps.follow_up import StepFollowUp
-from kaitian_mpi.steps.step_exchange import StepExchange, StepReport
-from kaitian_mpi.steps.trainer import Trainer
+from kaitian_mpi.train.batch_norm import RunningStatistics
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.divergence import fingerprint, repair_divergence
+from kaitian_mpi.train.follow_up import StepFollowUp
+from kaitian_mpi.train.measure.plan import Plan
+from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.step_exchange import StepExchange, StepReport
+from kaitian_mpi.train.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(1, 3)
 

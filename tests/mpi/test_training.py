@@ -7,10 +7,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from kaitian_mpi.balance.shares import split_micro_batches
-from kaitian_mpi.engine.batch_norm import RunningStatistics
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.evaluation import evaluate
 from kaitian_mpi.recipes.image_classification import count_right
+from kaitian_mpi.train.batch_norm import RunningStatistics
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.evaluation import evaluate
 
 
 class Numbers(Dataset):

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.backend import point_to_point
-from kaitian_mpi.collectives import arrivals
+from kaitian_mpi.distributed import point_to_point
+from kaitian_mpi.distributed.collectives import arrivals
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi import deferred_free
 from kaitian_mpi.mpi import store as mpi_store

@@ -9,15 +9,15 @@ from mpi4py import MPI
 from torch import nn
 
 import kaitian_mpi
-from kaitian_mpi.gradients.reducer import GradientReducer
+from kaitian_mpi.distributed.network.formats import FORMATS
+from kaitian_mpi.distributed.network.hosts import group_by_host
+from kaitian_mpi.distributed.network.link import Link
+from kaitian_mpi.distributed.network.network import Network
+from kaitian_mpi.distributed.network.residual import Residual, Residuals
+from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.network.hosts import group_by_host
-from kaitian_mpi.network.link import Link
-from kaitian_mpi.network.network import Network
-from kaitian_mpi.wire.formats import FORMATS
-from kaitian_mpi.wire.residual import Residual, Residuals
 
 pytestmark = pytest.mark.ranks(3, 4)
 ROUNDING = {"bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}

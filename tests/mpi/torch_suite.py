@@ -99,7 +99,7 @@ class Suite:
         # torch wants 8 ranks here; ranks 0 to 2 are all that these tests name.
         common_distributed.skip_if_small_worldsize = unittest.skipIf(comm.size < 3, "needs 3 ranks")
         if backend == "kaitian":
-            from kaitian_mpi.backend.startup import use_backend_for
+            from kaitian_mpi.distributed.startup import use_backend_for
 
             use_backend_for([decorators, "gloo"])
         self._bodies = importlib.import_module(_BODIES)

@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
-from kaitian_mpi.backend.sync_batch_norm import convert_sync_batchnorm
-from kaitian_mpi.engine.batch_norm import RunningStatistics
+from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
+from kaitian_mpi.train.batch_norm import RunningStatistics
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ import pytest
 import torch
 from torch import nn
 
-from kaitian_mpi.checkpoint.files import CheckpointFiles
-from kaitian_mpi.checkpoint.format import FORMAT_VERSION, describe
-from kaitian_mpi.checkpoint.writer import BackgroundWriter, copy_to_host
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles
+from kaitian_mpi.train.checkpoint.format import FORMAT_VERSION, describe
+from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, copy_to_host
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -549,8 +549,8 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from kaitian_mpi.checkpoint.files import CheckpointFiles
-from kaitian_mpi.checkpoint.writer import BackgroundWriter
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles
+from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 
 torch.set_num_threads(1)
 files = CheckpointFiles(Path(sys.argv[1]), keep=1)
@@ -662,7 +662,7 @@ def test_a_submission_is_not_replaced_because_the_thread_has_not_begun_yet(
             super().start()
             super().join(timeout)
 
-    monkeypatch.setattr("kaitian_mpi.checkpoint.writer.threading.Thread", Late)
+    monkeypatch.setattr("kaitian_mpi.train.checkpoint.writer.threading.Thread", Late)
     files = CheckpointFiles(tmp_path, keep=5)
     writer = BackgroundWriter(files)
     assert writer.submit(small(1), {"step": 1}) is False

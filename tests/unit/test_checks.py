@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from facts import DEVICES, GIB, rank_facts, with_package
 
-from kaitian_mpi.checks.collect import collect
-from kaitian_mpi.checks.facts import (
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.observe.console import differing_software
+from kaitian_mpi.preflight.collect import collect
+from kaitian_mpi.preflight.facts import (
     Clock,
     JobFacts,
     Kind,
@@ -17,10 +19,8 @@ from kaitian_mpi.checks.facts import (
     OtherVersionError,
     RankFacts,
 )
-from kaitian_mpi.checks.registry import CHECKS, judge
-from kaitian_mpi.checks.verdict import Level, by_value, ranks_text
-from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.output.console import differing_software
+from kaitian_mpi.preflight.registry import CHECKS, judge
+from kaitian_mpi.preflight.verdict import Level, by_value, ranks_text
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL", run_on_hardware="Acme 1")
 ACME = {

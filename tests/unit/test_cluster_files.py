@@ -15,7 +15,7 @@ import yaml
 from test_docs import PARSERS
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.launch.command import parse_launcher
+from kaitian_mpi.runtime.command import parse_launcher
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/cluster"

@@ -14,9 +14,9 @@ from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_equal, plan_fastest
 from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.output.run_folder import DiskFolder
-from kaitian_mpi.steps.rebalancing import Balancing
-from kaitian_mpi.steps.step_exchange import StepReport, StepReports
+from kaitian_mpi.observe.run_folder import DiskFolder
+from kaitian_mpi.train.rebalancing import Balancing
+from kaitian_mpi.train.step_exchange import StepReport, StepReports
 
 SEEDS = range(25)
 NEVER = 1000

@@ -22,17 +22,17 @@ from report_runs import make_run
 
 from kaitian_mpi.cli import report
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.dashboard import budget, live_run
-from kaitian_mpi.dashboard.assets import COLORS, STYLE, TEXTS
-from kaitian_mpi.dashboard.budget import Budget, SpareCores
-from kaitian_mpi.dashboard.live_run import NARROW, LiveRun
-from kaitian_mpi.dashboard.page import render_page
-from kaitian_mpi.dashboard.server import DashboardServer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.output import loopback
-from kaitian_mpi.report.figures import FIGURES, FigureSpec
-from kaitian_mpi.training import live_page
+from kaitian_mpi.observe import loopback
+from kaitian_mpi.observe.dashboard import budget, live_run
+from kaitian_mpi.observe.dashboard.assets import COLORS, STYLE, TEXTS
+from kaitian_mpi.observe.dashboard.budget import Budget, SpareCores
+from kaitian_mpi.observe.dashboard.live_run import NARROW, LiveRun
+from kaitian_mpi.observe.dashboard.page import render_page
+from kaitian_mpi.observe.dashboard.server import DashboardServer
+from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
+from kaitian_mpi.train import live_page
 
 TOKEN = "a-token"
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.datasets import cifar10
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.datasets import cifar10
 
 Batch = tuple[np.ndarray, list[int]]
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from jobs import PYTHON, forked
 
-from kaitian_mpi.data.batches import Batches, Share, split_share
-from kaitian_mpi.data.loader import ShareLoader, evaluation_indices
-from kaitian_mpi.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.data.shared_tensors import SharedTensors
-from kaitian_mpi.datasets.arrays import ImageArrays
-from kaitian_mpi.datasets.augment import Augmented
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.datasets.arrays import ImageArrays
+from kaitian_mpi.recipes.datasets.augment import Augmented
+from kaitian_mpi.train.data.batches import Batches, Share, split_share
+from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.data.shared_tensors import SharedTensors
 
 
 def make_data() -> Augmented:
@@ -168,9 +168,9 @@ def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch) -> None:
 
 LOAD = """
 import torch
-from kaitian_mpi.data.batches import Share
-from kaitian_mpi.data.loader import ShareLoader
-from kaitian_mpi.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.train.data.batches import Share
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.datasets import mnist
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.datasets import mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 

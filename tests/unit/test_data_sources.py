@@ -11,12 +11,12 @@ import sklearn.datasets
 import torch
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.datasets import digits
-from kaitian_mpi.datasets.arrays import ImageArrays
-from kaitian_mpi.datasets.augment import Augmented
-from kaitian_mpi.datasets.holdout import holdout_size, shuffled_split
-from kaitian_mpi.datasets.sources import DataSource, load_data
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.datasets import digits
+from kaitian_mpi.recipes.datasets.arrays import ImageArrays
+from kaitian_mpi.recipes.datasets.augment import Augmented
+from kaitian_mpi.recipes.datasets.holdout import holdout_size, shuffled_split
+from kaitian_mpi.recipes.datasets.sources import DataSource, load_data
 
 
 @pytest.mark.parametrize(("name", "total"), [("digits", 1797), ("synthetic", 2048)])

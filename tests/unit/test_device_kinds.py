@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
-from kaitian_mpi.backend import registration
 from kaitian_mpi.devices import known_kinds, registry
 from kaitian_mpi.devices.choice import assign_devices, choose_device
 from kaitian_mpi.devices.cuda import CudaDevice, is_on_pci
 from kaitian_mpi.devices.musa import MusaDevice
 from kaitian_mpi.devices.npu import NpuDevice
 from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
+from kaitian_mpi.distributed import registration
 from kaitian_mpi.errors import UserError
 
 PLUG_IN = """

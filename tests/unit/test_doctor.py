@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from facts import rank_facts
 
-from kaitian_mpi.checks.facts import JobFacts
 from kaitian_mpi.cli.doctor import make_parser, read_options
-from kaitian_mpi.doctor import stages
-from kaitian_mpi.doctor.disk_probe import examine_storage, file_system, nearest_folder
-from kaitian_mpi.doctor.launcher_probe import examine_launcher, parse_count
-from kaitian_mpi.doctor.link_probe import plan_rounds
-from kaitian_mpi.doctor.report import make_report, to_json, to_text
-from kaitian_mpi.doctor.stages import Stage, StageError, run
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight import stages
+from kaitian_mpi.preflight.disk_probe import examine_storage, file_system, nearest_folder
+from kaitian_mpi.preflight.facts import JobFacts
+from kaitian_mpi.preflight.launcher_probe import examine_launcher, parse_count
+from kaitian_mpi.preflight.link_probe import plan_rounds
+from kaitian_mpi.preflight.report import make_report, to_json, to_text
+from kaitian_mpi.preflight.stages import Stage, StageError, run
 from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.data.batches import Batches
-from kaitian_mpi.engine import evaluation
+from kaitian_mpi.train import evaluation
+from kaitian_mpi.train.data.batches import Batches
 
 
 class Slow(Dataset):

@@ -7,9 +7,9 @@ import pytest
 from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.benchmark import exclusion
-from kaitian_mpi.benchmark.exclusion import ranks_to_exclude
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.train.measure import exclusion
+from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
 
 FAST = RankCost(CostModel(0.0, 0.01))
 MIB = 1 << 20

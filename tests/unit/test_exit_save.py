@@ -20,8 +20,8 @@ RANK = """
 import hashlib, sys, threading, time
 from pathlib import Path
 from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
-from kaitian_mpi.checkpoint import exit_save as exit_save_module
-from kaitian_mpi.checkpoint.exit_save import ExitSave, StateLock
+from kaitian_mpi.train.checkpoint import exit_save as exit_save_module
+from kaitian_mpi.train.checkpoint.exit_save import ExitSave, StateLock
 where, fails = sys.argv[2], sys.argv[3] == "fails"
 if where != "large":  # which an accelerator's build of torch alone may be
     exit_save_module._LARGE_KB = 1 << 40

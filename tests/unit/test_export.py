@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine import export
-from kaitian_mpi.engine.export import check_export, check_exportable, export_weights
-from kaitian_mpi.engine.initial_weights import load_weights
 from kaitian_mpi.errors import StorageError, UserError
+from kaitian_mpi.train import export
+from kaitian_mpi.train.export import check_export, check_exportable, export_weights
+from kaitian_mpi.train.initial_weights import load_weights
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kaitian_mpi.checkpoint.folder_lock import wait_for_writer, writing_in
+from kaitian_mpi.train.checkpoint.folder_lock import wait_for_writer, writing_in
 
 LONGEST_SEC = 30
 
@@ -19,7 +19,7 @@ LONGEST_SEC = 30
 WRITER = """
 import sys, time
 from pathlib import Path
-from kaitian_mpi.checkpoint.folder_lock import writing_in
+from kaitian_mpi.train.checkpoint.folder_lock import writing_in
 folder = Path(sys.argv[1])
 with writing_in(folder):
     print("ready", flush=True)
@@ -82,7 +82,7 @@ while :; do sleep 0.05; done
 SAVER = """
 import sys, time
 from pathlib import Path
-from kaitian_mpi.checkpoint.folder_lock import writing_in
+from kaitian_mpi.train.checkpoint.folder_lock import writing_in
 with writing_in(Path(sys.argv[1])):
     Path("saving").touch()
     while not Path("may-end").exists():

@@ -9,7 +9,7 @@ from kaitian_mpi.runtime import lifecycle
 
 
 def test_another_backend_is_named(monkeypatch):
-    monkeypatch.setattr("kaitian_mpi.backend.startup.install_abort_hook", lambda: None)
+    monkeypatch.setattr("kaitian_mpi.distributed.startup.install_abort_hook", lambda: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UserError, match="initialized over gloo, needed this call in place of"):

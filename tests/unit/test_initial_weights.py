@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from kaitian_mpi.engine import setup
-from kaitian_mpi.engine.initial_weights import load_weights
 from kaitian_mpi.errors import RankLostError, UserError
+from kaitian_mpi.train import setup
+from kaitian_mpi.train.initial_weights import load_weights
 
 
 class Language(nn.Module):

@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from kaitian_mpi.doctor.hosts import judge_hostfile
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.command import parse_launcher
-from kaitian_mpi.launch.device_map import devices_for, parse_device_map
-from kaitian_mpi.launch.environments import expand, parse_environments, read_environments
-from kaitian_mpi.launch.host_check import HostAnswer, _Ended, ask_hosts, judge, version_faults
-from kaitian_mpi.launch.hosts import Host
-from kaitian_mpi.launch.parent import hosts_of_launcher, launcher_command
+from kaitian_mpi.runtime.command import parse_launcher
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.runtime.parent import hosts_of_launcher, launcher_command
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
+from kaitian_mpi.supervise.device_map import devices_for, parse_device_map
+from kaitian_mpi.supervise.doctor_hosts import judge_hostfile
+from kaitian_mpi.supervise.environments import expand, parse_environments, read_environments
+from kaitian_mpi.supervise.host_check import HostAnswer, _Ended, ask_hosts, judge, version_faults
 
 HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
 TRAIN = "kaitian_mpi.cli.train --lr 1"

@@ -6,9 +6,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from kaitian_mpi.metrics.reading import Evaluated, Event, Reading
-from kaitian_mpi.terminal.outcome import Outcome
-from kaitian_mpi.terminal.view import Place, ViewState, duration, render
+from kaitian_mpi.observe.outcome import Outcome
+from kaitian_mpi.observe.reading import Evaluated, Event, Reading
+from kaitian_mpi.observe.view import Place, ViewState, duration, render
 
 
 def reading(ranks=3, **others):

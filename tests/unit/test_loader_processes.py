@@ -11,8 +11,8 @@ LIMIT_SEC = 30
 # The samples are the ids of the processes that load them.
 RANK = f"""
 import os, time
-from kaitian_mpi.data.batches import Share
-from kaitian_mpi.data.loader import ShareLoader
+from kaitian_mpi.train.data.batches import Share
+from kaitian_mpi.train.data.loader import ShareLoader
 
 class Identities:
     def __len__(self):

@@ -13,7 +13,7 @@ SCRIPT = """
 import logging, sys
 from kaitian_mpi.cli.logs import configure_logging
 configure_logging(sys.argv[1], "[3@node-b]", int(sys.argv[2]))
-log = logging.getLogger("kaitian_mpi.checkpoint.files")
+log = logging.getLogger("kaitian_mpi.train.checkpoint.files")
 for level in ("debug", "info", "warning", "error"):
     getattr(log, level)("step %d", 7)
 logging.getLogger("other").warning("not ours")
@@ -46,15 +46,17 @@ def test_importing_the_package_leaves_the_scripts_logging_alone(caplog):
     logger = logging.getLogger("kaitian_mpi")
     assert logger.handlers == []
     assert logger.propagate
-    logging.getLogger("kaitian_mpi.checkpoint.files").warning("seen by the script's own handlers")
+    logging.getLogger("kaitian_mpi.train.checkpoint.files").warning(
+        "seen by the script's own handlers"
+    )
     assert caplog.messages == ["seen by the script's own handlers"]
 
 
-def test_only_cli_output_and_terminal_print():
+def test_only_cli_and_observe_print():
     for path in ROOT.rglob("*.py"):
         place = path.relative_to(ROOT).parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id != "print" or place in ("cli", "output", "terminal"), path
+                assert node.func.id != "print" or place in ("cli", "observe"), path
             if isinstance(node, ast.Attribute) and node.attr in ("basicConfig", "StreamHandler"):
                 assert place == "cli", path

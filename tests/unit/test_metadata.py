@@ -4,10 +4,10 @@ import json
 
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.benchmark.plan import Profile
-from kaitian_mpi.checkpoint.metadata import RunMetadata
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.measure.plan import Profile
 
 FAILURE = {
     "at": "2026-01-02T03:04:05+0000",

@@ -8,15 +8,15 @@ import pytest
 
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.metrics.background import MAX_WAITING, BackgroundSink
-from kaitian_mpi.metrics.packages import check_package
-from kaitian_mpi.metrics.reading import Evaluated, Event, Logged, Reading
-from kaitian_mpi.metrics.run_folder_sink import RunFolderSink
-from kaitian_mpi.metrics.scalars import of_reading
-from kaitian_mpi.metrics.sink import MetricsSink, Sinks
-from kaitian_mpi.output.run_folder import DiskFolder, NoFolder
-from kaitian_mpi.terminal.plain import PlainProgress
-from kaitian_mpi.training.sinks import check_own_sinks
+from kaitian_mpi.observe.background import MAX_WAITING, BackgroundSink
+from kaitian_mpi.observe.packages import check_package
+from kaitian_mpi.observe.plain import PlainProgress
+from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder
+from kaitian_mpi.observe.run_folder_sink import RunFolderSink
+from kaitian_mpi.observe.scalars import of_reading
+from kaitian_mpi.observe.sink import MetricsSink, Sinks
+from kaitian_mpi.train.sinks import check_own_sinks
 
 
 def reading(step=7, **others):

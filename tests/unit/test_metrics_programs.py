@@ -10,12 +10,12 @@ import pytest
 from test_metrics import reading
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.metrics import tensorboard
-from kaitian_mpi.metrics.mlflow import MlflowSink
-from kaitian_mpi.metrics.reading import Evaluated, Event, Logged
-from kaitian_mpi.metrics.tensorboard import TensorBoardSink
-from kaitian_mpi.metrics.wandb import WandbSink, check_login
-from kaitian_mpi.output.run_folder import DiskFolder
+from kaitian_mpi.observe import tensorboard
+from kaitian_mpi.observe.mlflow import MlflowSink
+from kaitian_mpi.observe.reading import Evaluated, Event, Logged
+from kaitian_mpi.observe.run_folder import DiskFolder
+from kaitian_mpi.observe.tensorboard import TensorBoardSink
+from kaitian_mpi.observe.wandb import WandbSink, check_login
 from kaitian_mpi.runtime.polling import wait_until
 
 BLOCK, WHOLE, LAST = 32768, 1, 4  # of LevelDB's log format

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from kaitian_mpi.benchmark.min_batch import min_batch_of
-from kaitian_mpi.datasets.user_dataset import CollatedDataset
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.models import build_model
+from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.recipes.models import build_model
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.measure.min_batch import min_batch_of
 
 
 class Standardised(nn.Module):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.models import MODELS, build_model
+from kaitian_mpi.recipes.models import MODELS, build_model
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import kaitian_mpi
-from kaitian_mpi.launch.command import parse_launcher
-from kaitian_mpi.launch.probe import find_agent
+from kaitian_mpi.runtime.command import parse_launcher
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment
 from kaitian_mpi.runtime.mpi_libraries import (
     MPICH,
@@ -22,6 +21,7 @@ from kaitian_mpi.runtime.mpi_libraries import (
     survival_advice,
     survival_requested,
 )
+from kaitian_mpi.supervise.probe import find_agent
 
 ROOT = Path(kaitian_mpi.__file__).parent
 THE_FILE = ROOT / "runtime/mpi_libraries.py"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kaitian_mpi.errors import UserError
-from kaitian_mpi.network.choice import (
+from kaitian_mpi.distributed.network.choice import (
     LONG_BYTES,
     MPI_ROUTE,
     SHORT_BYTES,
@@ -12,8 +11,9 @@ from kaitian_mpi.network.choice import (
     choose,
     routes,
 )
-from kaitian_mpi.network.hosts import group_by_host
-from kaitian_mpi.network.interfaces import found_interfaces, limit_to
+from kaitian_mpi.distributed.network.hosts import group_by_host
+from kaitian_mpi.distributed.network.interfaces import found_interfaces, limit_to
+from kaitian_mpi.errors import UserError
 
 PAIRWISE, RING = Route("pairwise"), Route("ring")
 

@@ -12,10 +12,10 @@ from kaitian_mpi.balance.bench_file import Bench, BenchRank, bench_to_json, read
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.benchmark import report
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.output.files import save_json
+from kaitian_mpi.observe.files import save_json
+from kaitian_mpi.train.measure import report
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):

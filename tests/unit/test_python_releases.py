@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from kaitian_mpi.backend.python_releases import accept_pickled_paths
-from kaitian_mpi.engine.evaluation import _means
+from kaitian_mpi.distributed.python_releases import accept_pickled_paths
+from kaitian_mpi.train.evaluation import _means
 
 # Of Python 3.13.0: pickle.dumps([Path("/a"), PurePosixPath("b")])
 PICKLED = (

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.benchmark import rank_timer
-from kaitian_mpi.benchmark.cache import BenchmarkCache
-from kaitian_mpi.benchmark.memory_gauge import MemoryGauge
-from kaitian_mpi.benchmark.rank_timer import RankMeasurement, RankTimer, Workload
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.datasets.sources import DataSource
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.engine.setup import Setup
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.output.run_folder import NoFolder
+from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.recipes.datasets.sources import DataSource
 from kaitian_mpi.recipes.image_classification import classify
+from kaitian_mpi.train.measure import rank_timer
+from kaitian_mpi.train.measure.cache import BenchmarkCache
+from kaitian_mpi.train.measure.memory_gauge import MemoryGauge
+from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload
+from kaitian_mpi.train.setup import Setup
 
 MIB = 1 << 20
 STEP_SEC, SAMPLE_SEC = 1e-2, 1e-4

@@ -8,7 +8,7 @@ import sys
 import pytest
 from torch.utils import backend_registration
 
-from kaitian_mpi.backend import registration
+from kaitian_mpi.distributed import registration
 
 LIMIT_MS = 5
 LIMIT_OF_TORCHS = 1 / 300  # of the CPU time of `import torch`: 5 ms where that takes 1.5 s
@@ -52,7 +52,7 @@ import torch
 
 torch_ms = 1e3 * (time.process_time() - began)
 began, waits = time.process_time(), getrusage(RUSAGE_SELF).ru_nvcsw
-from kaitian_mpi.backend.registration import register
+from kaitian_mpi.distributed.registration import register
 register()
 own_ms = 1e3 * (time.process_time() - began)
 waits = getrusage(RUSAGE_SELF).ru_nvcsw - waits
@@ -66,7 +66,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
-from kaitian_mpi.backend.registration import register
+from kaitian_mpi.distributed.registration import register
 
 backend_registration._setup_privateuseone_for_python_backend("npu")
 before = dict(dist.Backend.default_device_backend_map)
@@ -102,7 +102,7 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else(seen):
     assert "mpi" in seen["schemes"]
     assert not seen["mpi4py"]
     # The modules that register, and their packages.
-    backend, runtime = "kaitian_mpi.backend", "kaitian_mpi.runtime"
+    backend, runtime = "kaitian_mpi.distributed", "kaitian_mpi.runtime"
     names = [backend, f"{backend}.registration", runtime, f"{runtime}.threads"]
     assert seen["ours"] == ["kaitian_mpi", *names]
 
@@ -243,7 +243,7 @@ def test_a_program_that_never_asks_for_the_backend_sees_no_difference(tmp_path):
 FAKE_FIRST = """
 import torch.distributed as dist
 dist.Backend.default_device_backend_map["cpu"] = "fake"  # as torch's own for tests does
-from kaitian_mpi.backend.registration import register
+from kaitian_mpi.distributed.registration import register
 register()
 print(dist.Backend.default_device_backend_map["cpu"])
 """

@@ -5,8 +5,13 @@ import itertools
 import pytest
 import torch
 
-from kaitian_mpi.relay.chunking import SIZES, Pace, half_performance_bytes, longest_chunk
-from kaitian_mpi.relay.slots import COUNT, Slots
+from kaitian_mpi.distributed.relay.chunking import (
+    SIZES,
+    Pace,
+    half_performance_bytes,
+    longest_chunk,
+)
+from kaitian_mpi.distributed.relay.slots import COUNT, Slots
 
 MB = 1 << 20
 

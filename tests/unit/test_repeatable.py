@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kaitian_mpi.engine.repeatable import Repeatable, without_dropout
+from kaitian_mpi.train.repeatable import Repeatable, without_dropout
 
 X = torch.arange(12.0).reshape(3, 4)
 DRAWS = {

@@ -7,8 +7,8 @@ import pytest
 from unit.report_runs import make_run
 
 from kaitian_mpi.cli import report
-from kaitian_mpi.report import page
-from kaitian_mpi.report.figures import FIGURES
+from kaitian_mpi.observe.report import page
+from kaitian_mpi.observe.report.figures import FIGURES
 
 
 @pytest.fixture

@@ -7,21 +7,21 @@ import re
 import pytest
 from unit.report_runs import make_run, reading, write_json, write_lines
 
-from kaitian_mpi.report import page, palette
-from kaitian_mpi.report.bar_figures import (
+from kaitian_mpi.observe.report import page, palette
+from kaitian_mpi.observe.report.bar_figures import (
     describe_comparison,
     draw_comparison,
     draw_step_phases,
     periods,
 )
-from kaitian_mpi.report.canvas import drawing, spread
-from kaitian_mpi.report.figures import FIGURES
-from kaitian_mpi.report.page import make_page
-from kaitian_mpi.report.rank_figures import batch_series, draw_batch_sizes, draw_utilization
-from kaitian_mpi.report.run_figures import event_rows
-from kaitian_mpi.report.run_files import read_run
-from kaitian_mpi.report.svg import to_svg
-from kaitian_mpi.report.topology_figure import columns
+from kaitian_mpi.observe.report.canvas import drawing, spread
+from kaitian_mpi.observe.report.figures import FIGURES
+from kaitian_mpi.observe.report.page import make_page
+from kaitian_mpi.observe.report.rank_figures import batch_series, draw_batch_sizes, draw_utilization
+from kaitian_mpi.observe.report.run_figures import event_rows
+from kaitian_mpi.observe.report.run_files import read_run
+from kaitian_mpi.observe.report.svg import to_svg
+from kaitian_mpi.observe.report.topology_figure import columns
 
 SMALLEST = 9  # points
 UNITS = ("step", "(s)", "(ms)", "(%)", "%", "samples", "(mean per sample)", "rank")

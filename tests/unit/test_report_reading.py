@@ -8,10 +8,10 @@ import pytest
 from unit.report_runs import START, event, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.report import run_files
-from kaitian_mpi.report.readings import max_readings
-from kaitian_mpi.report.run_files import read_run
-from kaitian_mpi.report.topology_figure import describe_topology
+from kaitian_mpi.observe.report import run_files
+from kaitian_mpi.observe.report.readings import max_readings
+from kaitian_mpi.observe.report.run_files import read_run
+from kaitian_mpi.observe.report.topology_figure import describe_topology
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from report_runs import event, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.cli import report
-from kaitian_mpi.report.run_files import read_run
-from kaitian_mpi.report.text import MAX_ROWS, side_by_side
+from kaitian_mpi.observe.report.run_files import read_run
+from kaitian_mpi.observe.report.text import MAX_ROWS, side_by_side
 
 
 def show(capsys, monkeypatch, *arguments):

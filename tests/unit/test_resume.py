@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kaitian_mpi.checkpoint.metadata import RunMetadata
-from kaitian_mpi.checkpoint.resume import FoundCheckpoint, check_resumable, is_over
-from kaitian_mpi.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.training.resumption import results_until
-from kaitian_mpi.training.summary import Summary
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.checkpoint.resume import FoundCheckpoint, check_resumable, is_over
+from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.resumption import results_until
+from kaitian_mpi.train.summary import Summary
 
 THEN = TrainConfig(model="cnn", run_dir="run", lr=0.1)
 DATA = "80 + 20 samples"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.checkpoint.resume_rules import RULES, Invalidated, OnChange, compare_flags
 from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.train.checkpoint.resume_rules import RULES, Invalidated, OnChange, compare_flags
 
 THEN = TrainConfig(timeline=True, model="cnn", run_dir="run", resume="auto")
 COSTS = {Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN}

@@ -13,16 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kaitian_mpi.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.progress import Progress
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.output import folders, run_folder
-from kaitian_mpi.output.folder_claim import check_unclaimed
-from kaitian_mpi.output.folders import make_new_folder
-from kaitian_mpi.output.run_folder import DiskFolder, open_run_folder
-from kaitian_mpi.training.results import write_results
-from kaitian_mpi.training.summary import Summary
+from kaitian_mpi.observe import folders, run_folder
+from kaitian_mpi.observe.folder_claim import check_unclaimed
+from kaitian_mpi.observe.folders import make_new_folder
+from kaitian_mpi.observe.run_folder import DiskFolder, open_run_folder
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.results import write_results
+from kaitian_mpi.train.summary import Summary
 
 WEIGHTS = {"weight": torch.arange(3.0)}
 MODEL = "checkpoints/model.pt"
@@ -174,7 +174,7 @@ def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     """Processes that create a folder of the same name at the same moment."""
     script = (
         "import sys, time; from pathlib import Path; "
-        "from kaitian_mpi.output.folders import make_new_folder; "
+        "from kaitian_mpi.observe.folders import make_new_folder; "
         "time.sleep(max(0, float(sys.argv[2]) - time.time())); "
         "print(*[make_new_folder(Path(sys.argv[1])) for _ in range(50)])"
     )
@@ -207,7 +207,7 @@ def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from kaitian_mpi.output.folder_claim import Claim
+from kaitian_mpi.observe.folder_claim import Claim
 
 folder = Path(sys.argv[1])
 claim = Claim(folder, "job")

@@ -42,9 +42,9 @@ NO_COMMUNICATORS = {
 # CIFAR-10's Python version needs a restricted Unpickler, which test_data_cifar10.py attacks.
 ADMITTED = {
     # One of torch's functions, from the file that torch itself was imported from.
-    "backend/registration.py": {"compile", "exec"},
-    "datasets/cifar10_pickle.py": {"pickle", "pickle.Unpickler", "pickle.UnpicklingError"},
-    "output/tensor_files.py": {"pickle", "pickle.UnpicklingError"},  # to catch it
+    "distributed/registration.py": {"compile", "exec"},
+    "recipes/datasets/cifar10_pickle.py": {"pickle", "pickle.Unpickler", "pickle.UnpicklingError"},
+    "observe/tensor_files.py": {"pickle", "pickle.UnpicklingError"},  # to catch it
 }
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.data import sample_digest
-from kaitian_mpi.data.sample_digest import digest_samples
-from kaitian_mpi.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.train.data import sample_digest
+from kaitian_mpi.train.data.sample_digest import digest_samples
 
 
 class Samples(Dataset):

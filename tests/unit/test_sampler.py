@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from kaitian_mpi.data.sampler import (
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.data.sampler import (
     LoadAdaptiveSampler,
     samples_of_step,
     shares_of_step,
     steps_per_epoch,
 )
-from kaitian_mpi.errors import UserError
 
 
 def make_ranks(

@@ -13,18 +13,18 @@ import pytest
 from terminal_model import TerminalModel
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.metrics.sink import MetricsSink
-from kaitian_mpi.terminal import choice
-from kaitian_mpi.terminal.live import LiveView
-from kaitian_mpi.terminal.plain import PlainProgress
-from kaitian_mpi.terminal.screen import Screen
-from kaitian_mpi.terminal.user_terminal import (
+from kaitian_mpi.observe import choice
+from kaitian_mpi.observe.live import LiveView
+from kaitian_mpi.observe.plain import PlainProgress
+from kaitian_mpi.observe.screen import Screen
+from kaitian_mpi.observe.sink import MetricsSink
+from kaitian_mpi.observe.user_terminal import (
     NoTerminalError,
     find_terminal,
     is_in_foreground,
     open_terminal,
 )
-from kaitian_mpi.terminal.view import ViewState
+from kaitian_mpi.observe.view import ViewState
 
 from test_live_view import event, reading  # isort: skip
 
@@ -151,7 +151,7 @@ def test_closing_leaves_the_view_as_text_and_all_rows_scroll(terminal):
 
 def test_a_killed_process_leaves_a_terminal_that_scrolls(terminal):
     script = (
-        "import os, sys\nfrom kaitian_mpi.terminal.screen import Screen\n"
+        "import os, sys\nfrom kaitian_mpi.observe.screen import Screen\n"
         "Screen(int(sys.argv[1])).draw(['the view', 'of a rank'])\nos.kill(os.getpid(), 9)"
     )
     terminal.print("before\n")

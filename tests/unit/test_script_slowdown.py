@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from kaitian_mpi.devices import script_slowdown
+from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.runtime import script_slowdown
-from kaitian_mpi.runtime.script_slowdown import ScriptSlowdown
 from kaitian_mpi.runtime.threads import CommunicationThread
 
 

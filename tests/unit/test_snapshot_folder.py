@@ -6,12 +6,12 @@ import stat
 import pytest
 import torch
 
-from kaitian_mpi.checkpoint.files import CheckpointFiles
-from kaitian_mpi.checkpoint.policy import snapshot_files
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.output import folders
-from kaitian_mpi.output.folders import SNAPSHOTS_VARIABLE, is_private, make_private, remove_private
+from kaitian_mpi.observe import folders
+from kaitian_mpi.observe.folders import SNAPSHOTS_VARIABLE, is_private, make_private, remove_private
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles
+from kaitian_mpi.train.checkpoint.policy import snapshot_files
 
 STATE = {"weight": torch.full((2,), 666.0)}
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from kaitian_mpi.checkpoint.policy import Checkpointing
-from kaitian_mpi.checkpoint.snapshots import Pace
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.state import TrainingState
-from kaitian_mpi.engine.task import Task
-from kaitian_mpi.output import folders
+from kaitian_mpi.observe import folders
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.snapshots import Pace
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.task import Task
 
 MAX_RATIO = 1.3
 METADATA = SimpleNamespace(to_json=lambda: {})
@@ -27,15 +27,15 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from torch import nn
-from kaitian_mpi.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.computation import Computation
-from kaitian_mpi.engine.state import TrainingState
-from kaitian_mpi.engine.task import Task
-from kaitian_mpi.output import folders
-from kaitian_mpi.output.run_folder import DiskFolder
-from kaitian_mpi.output.tensor_files import map_tensors
-from kaitian_mpi.checkpoint.resume import load_file
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.task import Task
+from kaitian_mpi.observe import folders
+from kaitian_mpi.observe.run_folder import DiskFolder
+from kaitian_mpi.observe.tensor_files import map_tensors
+from kaitian_mpi.train.checkpoint.resume import load_file
 
 WIDTH, LAYERS = 1024, 36
 folder = Path(sys.argv[1])
@@ -119,7 +119,7 @@ def held(monkeypatch):
     """Return a function that makes writers wait until it is called, and lists what they write."""
     from threading import Event
 
-    from kaitian_mpi.checkpoint.files import CheckpointFiles
+    from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 
     may_write, states, write = Event(), [], CheckpointFiles.write
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from kaitian_mpi.backend.store_barrier import Participants, clear_store_barrier, store_barrier
+from kaitian_mpi.distributed.store_barrier import Participants, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import CollectiveError
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.command import HOST_LISTS, HOSTFILES, RANKS, parse_command
-from kaitian_mpi.launch.hosts import Host
-from kaitian_mpi.launch.probe import find_agent, is_local, probe_command
+from kaitian_mpi.runtime.command import HOST_LISTS, HOSTFILES, RANKS, parse_command
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.supervise.probe import find_agent, is_local, probe_command
 
 
 @pytest.mark.parametrize(

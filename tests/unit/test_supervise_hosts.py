@@ -3,7 +3,7 @@
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.hosts import (
+from kaitian_mpi.runtime.hosts import (
     Host,
     choose,
     host_list_without,

@@ -10,17 +10,17 @@ import pytest
 
 from kaitian_mpi.cli import supervise as command
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.command import parse_command
-from kaitian_mpi.launch.host_check import HostAnswer, PendingAnswer
-from kaitian_mpi.launch.hosts import Host
+from kaitian_mpi.runtime.command import parse_command
+from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.supervision.backoff import Backoff
-from kaitian_mpi.supervision.host_changes import HostChanges
-from kaitian_mpi.supervision.hosts_file import HostsFile, parse_hosts, read_hosts_file
-from kaitian_mpi.supervision.starts import interpreter_of
-from kaitian_mpi.supervision.supervisor import supervise
-from kaitian_mpi.training.restart_request import RestartRequest, request_restart, withdraw_request
+from kaitian_mpi.supervise.backoff import Backoff
+from kaitian_mpi.supervise.host_changes import HostChanges
+from kaitian_mpi.supervise.host_check import HostAnswer, PendingAnswer
+from kaitian_mpi.supervise.hosts_file import HostsFile, parse_hosts, read_hosts_file
+from kaitian_mpi.supervise.starts import interpreter_of
+from kaitian_mpi.supervise.supervisor import supervise
+from kaitian_mpi.train.restart_request import RestartRequest, request_restart, withdraw_request
 
 TWO = "a slots=2\nb slots=1\n"
 THREE = TWO + "c slots=1\n"

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.launch.command import parse_command
-from kaitian_mpi.launch.hosts import parse_host_list
-from kaitian_mpi.supervision.run_state import RunState, read_state
-from kaitian_mpi.supervision.starts import Job
-from kaitian_mpi.supervision.supervisor import supervise
+from kaitian_mpi.runtime.command import parse_command
+from kaitian_mpi.runtime.hosts import parse_host_list
+from kaitian_mpi.supervise.run_state import RunState, read_state
+from kaitian_mpi.supervise.starts import Job
+from kaitian_mpi.supervise.supervisor import supervise
 
 
 class Run:

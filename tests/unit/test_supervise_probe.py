@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from kaitian_mpi.launch.hosts import Host
-from kaitian_mpi.launch.probe import lost_hosts
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.supervise.probe import lost_hosts
 
 AGENT = """#!/bin/sh
 case $1 in dead) exec sleep 60 ;; slow) sleep 0.7 ;; refusing) exit 255 ;; esac

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.launch.command import parse_command
-from kaitian_mpi.launch.hosts import Host
-from kaitian_mpi.supervision.job_environment import environment, hosts_with_ranks
-from kaitian_mpi.supervision.starts import Job
+from kaitian_mpi.runtime.command import parse_command
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.supervise.job_environment import environment, hosts_with_ranks
+from kaitian_mpi.supervise.starts import Job
 
 LONGEST_SEC = 30
 # Records its calls and arguments, then runs the test's script.

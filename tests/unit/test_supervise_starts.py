@@ -6,22 +6,22 @@ import pytest
 
 from kaitian_mpi.cli import supervise
 from kaitian_mpi.devices.emulation import parse_slowdown
-from kaitian_mpi.launch.command import HOST_LISTS, HOSTFILES, parse_command
-from kaitian_mpi.launch.hosts import (
+from kaitian_mpi.runtime.command import HOST_LISTS, HOSTFILES, parse_command
+from kaitian_mpi.runtime.hosts import (
     Host,
     choose,
     parse_host_list,
     parse_hostfile,
     place_by_slot,
 )
-from kaitian_mpi.supervision.job_environment import environment
-from kaitian_mpi.supervision.ranks import (
+from kaitian_mpi.supervise.job_environment import environment
+from kaitian_mpi.supervise.ranks import (
     fewer_ranks,
     kept_ranks,
     kinds_of,
     slowdowns_of,
 )
-from kaitian_mpi.supervision.starts import Job, list_names, plan_start
+from kaitian_mpi.supervise.starts import Job, list_names, plan_start
 
 
 def hosts(**slots):

@@ -5,9 +5,9 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from kaitian_mpi.engine.state_transfer import take_over
-from kaitian_mpi.output import tensor_files
-from kaitian_mpi.output.tensor_files import TensorFile, UnusableError, map_tensors, tensors_in
+from kaitian_mpi.observe import tensor_files
+from kaitian_mpi.observe.tensor_files import TensorFile, UnusableError, map_tensors, tensors_in
+from kaitian_mpi.train.state_transfer import take_over
 
 LARGE = 5 << 20  # more than a piece
 

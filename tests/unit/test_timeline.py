@@ -14,21 +14,23 @@ from trace_rules import check_trace, read_trace, spans_of
 
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.config.profile import parse_profile
-from kaitian_mpi.engine.clock import StepClock
+from kaitian_mpi.distributed.relay.copies import BlockingCopies
+from kaitian_mpi.distributed.relay.pipeline import exchange_in_chunks
+from kaitian_mpi.distributed.relay.recording import RecordedCopies, recorded_exchange
+from kaitian_mpi.distributed.relay.slots import Slots
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.metrics.reading import Event, Reading
-from kaitian_mpi.metrics.timeline import TimelineSink
-from kaitian_mpi.output.timeline_file import NAME, TimelineFile, complete_length
-from kaitian_mpi.relay.copies import BlockingCopies
-from kaitian_mpi.relay.pipeline import exchange_in_chunks
-from kaitian_mpi.relay.recording import RecordedCopies, recorded_exchange
-from kaitian_mpi.relay.slots import Slots
-from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.tracing import recorder
-from kaitian_mpi.tracing.chrome import END, ChromeLanes, process_lines, run_lines, status_lines
-from kaitian_mpi.tracing.clock import AlignedClock, Offset, RoundTrip, estimate_offset
-from kaitian_mpi.tracing.collectives import GroupLabel, part, recorded
-from kaitian_mpi.tracing.recorder import (
+from kaitian_mpi.observe.reading import Event, Reading
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline.chrome import (
+    END,
+    ChromeLanes,
+    process_lines,
+    run_lines,
+    status_lines,
+)
+from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset, RoundTrip, estimate_offset
+from kaitian_mpi.observe.timeline.collectives import GroupLabel, part, recorded
+from kaitian_mpi.observe.timeline.recorder import (
     COLLECTIVES,
     EXCHANGE,
     MAIN,
@@ -36,7 +38,11 @@ from kaitian_mpi.tracing.recorder import (
     start_recording,
     stop_recording,
 )
-from kaitian_mpi.tracing.sampling import Sampling
+from kaitian_mpi.observe.timeline.sampling import Sampling
+from kaitian_mpi.observe.timeline.sink import TimelineSink
+from kaitian_mpi.observe.timeline.timeline_file import NAME, TimelineFile, complete_length
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.clock import StepClock
 
 GROUP = GroupLabel("0", "a1b2")
 

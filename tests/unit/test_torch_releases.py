@@ -3,7 +3,7 @@
 import pytest
 from torch._C._distributed_c10d import AllgatherOptions
 
-from kaitian_mpi.collectives import torch_releases
+from kaitian_mpi.distributed.collectives import torch_releases
 
 OPTIONS = AllgatherOptions()
 

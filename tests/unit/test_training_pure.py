@@ -10,13 +10,13 @@ import torch
 from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
-from kaitian_mpi.engine.clock import StepClock
-from kaitian_mpi.engine.computation import Computation
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.models import build_model
-from kaitian_mpi.output.console import progress_line
-from kaitian_mpi.output.run_folder import DiskFolder, NoFolder, open_run_folder
+from kaitian_mpi.observe.console import progress_line
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, open_run_folder
 from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
+from kaitian_mpi.recipes.models import build_model
+from kaitian_mpi.train.clock import StepClock
+from kaitian_mpi.train.computation import Computation
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 
 from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.engine.task import Task
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.user_task import build_task
+from kaitian_mpi.train.task import Task
 
 FUNCTIONS = """
 import torch

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from kaitian_mpi.distributed.network.formats import FORMATS, check_wire
+from kaitian_mpi.distributed.network.residual import Residual, Residuals
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.wire.formats import FORMATS, check_wire
-from kaitian_mpi.wire.residual import Residual, Residuals
 
 BYTES = {"bf16": 0.5, "int8": 0.254, "int4": 0.129}
 ROUNDING = {"bf16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kaitian_mpi.collectives.staging import SideStreams
-from kaitian_mpi.collectives.worker import Worker
+from kaitian_mpi.distributed.collectives.staging import SideStreams
+from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 
 # torch's own note about a future whose callback failed.

@@ -13,12 +13,12 @@ from mpi_session import LAUNCH
 from test_vendor import agree, factor
 
 import kaitian_mpi
-from kaitian_mpi.backend.startup import open_process_group
-from kaitian_mpi.benchmark.allreduce import choose_algorithm
-from kaitian_mpi.collectives.hybrid import ALGORITHMS, BY_HOST
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
+from kaitian_mpi.distributed.network.allreduce import HostAllreduce
+from kaitian_mpi.distributed.startup import open_process_group
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.network.allreduce import HostAllreduce
-from kaitian_mpi.output.console import show_topology
+from kaitian_mpi.observe.console import show_topology
+from kaitian_mpi.train.measure.allreduce import choose_algorithm
 
 # --group-by, devices, hosts, the library
 LAYOUTS = {

@@ -10,8 +10,8 @@ from test_vendor import agree, small_network
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.gradients.reducer import GradientReducer
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.reducer import GradientReducer
 
 STEPS = 4
 

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from fake_device import Stream, current_stream, on_device, values
 from test_vendor import agree
 
-from kaitian_mpi.collectives import host
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.collectives.staging import to_host
-from kaitian_mpi.relay import device_aware
-from kaitian_mpi.relay import relay as relay_module
-from kaitian_mpi.relay.copies import StreamCopies
-from kaitian_mpi.relay.gradients import summing_gradients
-from kaitian_mpi.relay.pipeline import exchange_in_chunks
-from kaitian_mpi.relay.slots import COUNT, Slots
+from kaitian_mpi.distributed.collectives import host
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.collectives.staging import to_host
+from kaitian_mpi.distributed.relay import device_aware
+from kaitian_mpi.distributed.relay import relay as relay_module
+from kaitian_mpi.distributed.relay.copies import StreamCopies
+from kaitian_mpi.distributed.relay.gradients import summing_gradients
+from kaitian_mpi.distributed.relay.pipeline import exchange_in_chunks
+from kaitian_mpi.distributed.relay.slots import COUNT, Slots
 
 DEVICE = torch.device(fake_device.TYPE, 0)
 CHUNK = 1_000  # float32 values

@@ -9,7 +9,7 @@ from fake_kinds import SHARED
 
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.output.console import show_topology
+from kaitian_mpi.observe.console import show_topology
 
 DEVICES = f"vendor:{SHARED},vendor:{SHARED}"
 

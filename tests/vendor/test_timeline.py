@@ -8,17 +8,17 @@ import pytest
 from test_relay import BUS, COPY_SEC, DEVICE, relayed
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.relay.copies import StreamCopies
-from kaitian_mpi.relay.recording import RecordedCopies
-from kaitian_mpi.tracing.collectives import NO_LABEL, recorded
-from kaitian_mpi.tracing.recorder import (
+from kaitian_mpi.distributed.relay.copies import StreamCopies
+from kaitian_mpi.distributed.relay.recording import RecordedCopies
+from kaitian_mpi.observe.timeline.collectives import NO_LABEL, recorded
+from kaitian_mpi.observe.timeline.recorder import (
     COPY_BACK,
     COPY_OUT,
     Recorder,
     start_recording,
     stop_recording,
 )
-from kaitian_mpi.tracing.sampling import Sampling
+from kaitian_mpi.observe.timeline.sampling import Sampling
 
 CHUNKS = 8
 LANES = (COPY_OUT, COPY_BACK)

@@ -18,13 +18,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
-from kaitian_mpi.backend.data_parallel import _Weights, count_rows, sum_on_host
-from kaitian_mpi.collectives import vendor
-from kaitian_mpi.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.engine.clock import StepClock
+from kaitian_mpi.distributed.collectives import vendor
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.data_parallel import _Weights, count_rows, sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.steps.step import StepInProgress
+from kaitian_mpi.train.clock import StepClock
+from kaitian_mpi.train.step import StepInProgress
 
 # The last four are not supported by the vendor: they are staged through host memory.
 TYPES = (

@@ -1,0 +1,281 @@
+"""Arrival tracking: waits for the other ranks of a group, and names the missing ones.
+
+Where a vendor's library waits for them, a thread looks for those that will not come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from kaitian_mpi.errors import OPERATION_PLACEHOLDER, CollectiveError, RankLostError, format_ranks
+from kaitian_mpi.observe.timeline.collectives import part
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.abort import abort_with_traceback
+from kaitian_mpi.runtime.polling import keep_alive, wait_request
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from kaitian_mpi.mpi.store import MPIStore
+
+_RECORD_AFTER_SEC = 1.0
+_EVENTS_INTERVAL_SEC = 2.0
+_WATCH_SEC = 0.02
+_ANSWER_SEC = 1.0
+_PASSED, _FAILED = b"passed", b"failed"
+_ENDED, _FAILURE = "ended/", "failure"
+
+
+class ArrivalTracker:
+    """Tracks which ranks have arrived at a group's collectives.
+
+    A rank that has waited for a second records its arrival in the group's store; at the timeout the
+    ranks without a record are missing. Nothing is sent as long as no rank waits that long.
+    """
+
+    def __init__(self, comm: MPI.Comm, store: MPIStore, timeout: timedelta) -> None:
+        """Track the ranks of `comm`, by the group's own `store`."""
+        self._comm = comm
+        self._store = store
+        self.set_timeout(timeout)
+        self._calls = 0
+        self._arrived_at = self._done_at = time.monotonic()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following collectives; must be the same on every rank."""
+        self._store.set_timeout(timeout)
+        self._timeout_sec = timeout.total_seconds()
+        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
+        # A rank that arrives this long after the last collective may be later than the others'
+        # timeout.
+        self._late_sec = self._timeout_sec - self._record_after_sec
+
+    def arrive(self) -> None:
+        """Wait, without spinning, until every rank has arrived at its next collective. Collective.
+
+        Raises:
+            CollectiveError: a rank did not arrive within the group's timeout, or has left the
+                group, or this rank arrives after the others' timeout.
+        """
+        arrived_at = time.monotonic()
+        self._calls += 1
+        request = self._comm.Ibarrier()
+        with part("wait for all ranks"):
+            if not wait_request(request, self._record_after_sec):
+                self._wait_long(request, ())
+        # Other ranks cannot have waited for this one since before its previous arrival. A blocking
+        # call follows, for which no rank may have given up.
+        self._done_at = time.monotonic()
+        if self._done_at - self._arrived_at > self._late_sec:
+            self._confirm()
+        self._arrived_at = arrived_at
+
+    def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
+        """Wait, without spinning, until a nonblocking collective is done. Collective.
+
+        Args:
+            request: the collective's MPI request.
+            tensors: the tensors it reads and writes.
+
+        Raises:
+            CollectiveError: as for `arrive`.
+        """
+        self._calls += 1
+        if not wait_request(request, self._record_after_sec):
+            self._wait_long(request, tensors)
+        now = time.monotonic()
+        if now - self._done_at > self._late_sec:
+            self._confirm()
+        self._done_at = now
+
+    def leave(self) -> None:
+        """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
+        try:
+            self._store.set(f"{_ENDED}{self._comm.rank}", str(self._calls))
+        except Exception as error:
+            # The rank that served the store may have died; ranks that wait learn that from MPI.
+            if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
+                raise
+
+    def ranks_left(self, until: Callable[[], bool]) -> list[int]:
+        """Return the ranks that have ended the group; none if `until` comes before the answer."""
+        ended = self._store.items(_ENDED, until)
+        return [rank for rank in range(self._comm.size) if str(rank) in ended]
+
+    def _wait_long(self, request: MPI.Request, tensors: tuple[torch.Tensor, ...]) -> None:
+        try:
+            self._wait_recorded(request)
+        except Exception:
+            keep_alive(request, tensors)
+            raise
+
+    def _wait_recorded(self, request: MPI.Request) -> None:
+        self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
+        deadline = time.monotonic() + self._timeout_sec - self._record_after_sec
+
+        def is_over() -> bool:
+            return bool(request.Test()) or time.monotonic() > deadline
+
+        while (remaining := deadline - time.monotonic()) > 0:
+            if wait_request(request, min(_EVENTS_INTERVAL_SEC, remaining)):
+                return
+            self._check_ended(is_over)
+        # A rank that arrived a moment ago will have recorded it after this wait.
+        if wait_request(request, 1.5 * self._record_after_sec):
+            return
+        # A late rank may have arrived at this moment: either all continue, or all fail.
+        if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
+            return
+        name, missing = OPERATION_PLACEHOLDER, self._missing()
+        text = _timed_out(self._timeout_sec, name, self._calls, missing, self._comm.size)
+        self._store.set(f"{_ENDED}{_FAILURE}", text)
+        raise CollectiveError(text)
+
+    def _check_ended(self, until: Callable[[], bool]) -> None:
+        """Raise an error if a rank will never arrive, or if the group has failed."""
+        ended = self._store.items(_ENDED, until)
+        size = self._comm.size
+        if _FAILURE in ended:
+            raise CollectiveError(f"the group failed before: {self._failure()}")
+        missing = [r for r in range(size) if int(ended.get(str(r), self._calls)) < self._calls]
+        if missing:
+            raise CollectiveError(
+                f"{format_ranks(missing, size)} ended the group before {OPERATION_PLACEHOLDER} "
+                f"#{self._calls}, by destroy_process_group or the end of its script"
+            )
+
+    def _confirm(self) -> None:
+        """Check that no rank has given up waiting for this one.
+
+        Raises:
+            CollectiveError: a rank has given up.
+        """
+        if self._settle(_PASSED) == _FAILED:
+            raise CollectiveError(
+                f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
+                f"{OPERATION_PLACEHOLDER} #{self._calls}: the others {self._failure()}"
+            )
+
+    def _settle(self, outcome: bytes) -> bytes:
+        """Return the outcome of this collective: that of the first rank to set it."""
+        try:
+            return self._store.compare_set(f"outcome/{self._calls}", b"", outcome)
+        except dist.DistStoreError as error:
+            raise CollectiveError(f"{OPERATION_PLACEHOLDER} #{self._calls}: {error}") from None
+
+    def _failure(self) -> str:
+        text = self._store.get(f"{_ENDED}{_FAILURE}").decode()
+        return text.replace(f"{OPERATION_PLACEHOLDER} ", "collective ")
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not recorded their arrival at this collective."""
+        arrived = self._store.items("arrived/")
+        return [r for r in range(self._comm.size) if int(arrived.get(str(r), -1)) < self._calls]
+
+
+class LibraryWatch:
+    """Looks, in a thread, for ranks that a vendor's library waits for in vain.
+
+    A library's kernel waits for a lost rank forever, whoever waits for the device waits with it,
+    and MPI reports the loss to neither.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        ranks: Sequence[int],
+        store: MPIStore,
+        timeout: timedelta,
+        on_failure: Callable[[CollectiveError], None],
+    ) -> None:
+        """Start the thread. Not collective.
+
+        Args:
+            comm: the process group's ranks; the loss of any of them is one for the library, too,
+                since those that have noticed it do not come any more.
+            ranks: the library's, among those.
+            store: for these ranks' calls of the library alone.
+            timeout: how long a rank may be later than this one.
+            on_failure: called once, in the thread: a rank is lost, or does not come.
+        """
+        self._comm, self._ranks, self._store = comm, ranks, store
+        self._on_failure = on_failure
+        self.set_timeout(timeout)
+        self._calls, self._name, self._called_at = 0, "", time.monotonic()
+        self._recorded = self._compared = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="kaitian-library", daemon=True)
+        self._thread.start()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following calls."""
+        self._timeout_sec = timeout.total_seconds()
+        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
+
+    def called(self, name: str) -> None:
+        """Note that this rank calls the library."""
+        self._name, self._called_at = name, time.monotonic()
+        self._calls += 1
+
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        try:
+            while not self._stop.wait(_WATCH_SEC):
+                failure = self._failure()
+                if failure is not None:
+                    self._on_failure(failure)
+                    return
+        except BaseException:  # without this thread, a lost rank would be waited for forever
+            abort_with_traceback("looking for lost ranks failed:\n")
+
+    def _failure(self) -> CollectiveError | None:
+        try:
+            if not (ulfm.is_enabled() and ulfm.is_loss_detected(self._comm)):
+                return self._late()
+        except Exception as error:
+            if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
+                raise
+        ulfm.revoke_all()
+        lost = ulfm.lost_ranks(self._comm)
+        named = f": {format_ranks(lost, self._comm.size)}" if lost else ""
+        return RankLostError(f"a rank is lost{named}")
+
+    def _late(self) -> CollectiveError | None:
+        """Return an error if a rank has not made this rank's last call within the timeout.
+
+        A rank that has waited for a second records its number of calls, as for `ArrivalTracker`.
+        """
+        calls, name, waited = self._calls, self._name, time.monotonic() - self._called_at
+        if self._recorded < calls and waited > self._record_after_sec:
+            self._store.set(str(self._comm.rank), str(calls))
+            self._recorded = calls
+        # A rank that arrived a moment ago will have recorded it by then.
+        if self._compared == calls or waited < self._timeout_sec + 1.5 * self._record_after_sec:
+            return None
+        give_up = time.monotonic() + _ANSWER_SEC
+        done = self._store.items("", until=lambda: time.monotonic() > give_up)
+        if calls != self._calls or str(self._comm.rank) not in done:  # it may answer later
+            return None
+        self._compared = calls
+        late = [rank for rank in self._ranks if int(done.get(str(rank), 0)) < calls]
+        if not late:
+            return None
+        return CollectiveError(_timed_out(self._timeout_sec, name, calls, late, self._comm.size))
+
+
+def _timed_out(sec: float, name: str, calls: int, missing: Sequence[int], size: int) -> str:
+    return (
+        f"timed out after {sec:g} s in {name} #{calls}: waiting for {format_ranks(missing, size)}; "
+        "give the group a longer timeout if it is only slow"
+    )

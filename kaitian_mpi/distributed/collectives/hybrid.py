@@ -1,0 +1,214 @@
+"""Collectives between several groups of ranks, with an allreduce that uses vendor libraries.
+
+Inside a group (the ranks of one kind, or those of one host) data moves by the vendor's library or,
+without one, by MPI in host memory. Between groups it moves by the relay: device, host, MPI, host,
+device.
+
+`flat`
+    One MPI allreduce over all ranks, each through its own host memory.
+`leader`
+    Reduce to the leader of each group, allreduce among the leaders, broadcast in the group.
+`striped`
+    Like `leader`, with as many leaders per group (lanes) as the smallest group has ranks, each
+    for an equal part. `leader` is the case of one lane.
+`leader-by-host`, `striped-by-host`
+    The same in groups by kind and host, where the others' are by kind and both are there to choose
+    from. No library then connects hosts, and the lanes cross each host's link once for all kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
+from kaitian_mpi.distributed.collectives.host import HostOperations
+from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
+from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+from kaitian_mpi.distributed.network.residual import Residual
+from kaitian_mpi.distributed.relay.relay import Relay
+from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction
+from kaitian_mpi.mpi.topology import GroupComms
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline.collectives import part
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
+
+
+class GroupCollectives(Protocol):
+    """The collectives that the algorithms use inside a group; tensors are flat."""
+
+    rank: int
+    size: int
+
+    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
+        """Reduce piece r of `tensor` to group rank r."""
+        ...
+
+    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+        """Copy piece r of `tensor` from group rank r to every rank of the group."""
+        ...
+
+
+class HostGroup:
+    """The ranks of one group, connected by MPI; tensors are in host memory."""
+
+    def __init__(self, comms: GroupComms) -> None:
+        self._comm = comms.group
+        self.rank, self.size = comms.group.rank, comms.group.size
+
+    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
+        """Reduce piece r of `tensor` to group rank r."""
+        host_collectives.reduce_pieces(self._comm, tensor, shares, op)
+
+    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+        """Copy piece r of `tensor` from group rank r to every rank of the group."""
+        host_collectives.gather_pieces(self._comm, tensor, shares)
+
+
+class Grouping:
+    """One way to group the ranks, with what connects a group."""
+
+    def __init__(self, comms: GroupComms, vendor: VendorLibrary) -> None:
+        """Store the groups' communicators, and the vendor library of this rank's group."""
+        self.comms = comms
+        self._vendor = vendor
+        self._host = HostGroup(comms)
+
+    def usable(self, tensor: torch.Tensor, op: Reduction) -> tuple[GroupCollectives, torch.Tensor]:
+        """Return what reduces a tensor in the group, and the tensor as that takes it."""
+        vendor = self._vendor.group_for("reduce", [tensor.dtype], op.without_division.kind)
+        if vendor is not None:
+            return vendor, vendor.usable(tensor.detach())
+        # Without a vendor's library a group works in host memory; a single rank need not.
+        return self._host, contiguous(tensor) if self._host.size == 1 else to_host(tensor)
+
+
+class HybridOperations(HostOperations):
+    """The collectives of ranks of several groups: in host memory, except for the allreduce."""
+
+    def __init__(
+        self,
+        comms: GroupComms,
+        arrivals: ArrivalTracker,
+        libraries: Sequence[VendorLibrary],
+        relay: Relay | None = None,
+    ) -> None:
+        """Store the communicators and the vendor libraries.
+
+        Args:
+            comms: the ranks, split into groups.
+            arrivals: tracks the ranks of `comms.world`.
+            libraries: connects the ranks of this rank's group, if there is such a library; and, if
+                there is `comms.by_host`, another for those of its group there.
+            relay: takes tensors through host memory.
+        """
+        super().__init__(comms.world, arrivals, relay)
+        self.algorithm = "flat"
+        """The allreduce algorithm: a name in `algorithms`; must be the same on every rank."""
+        self.algorithms = ALGORITHMS
+        """The algorithms that there are for these ranks, by name."""
+        self.comms = comms
+        self.grouping = self.by_host = Grouping(comms, libraries[0])
+        if comms.by_host is not None:
+            self.algorithms = {**ALGORITHMS, **BY_HOST}
+            self.by_host = Grouping(comms.by_host, libraries[1])
+
+    def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Reduce `tensor` over all ranks, in place."""
+        if recorder.current is not None:
+            recorder.current.annotate(algorithm=self.algorithm)
+        self.algorithms[self.algorithm](self, tensor, op)
+
+    def allreduce_gradient(
+        self, tensor: torch.Tensor, op: Reduction, residual: Residual | None = None
+    ) -> None:
+        """Reduce a gradient over all ranks, in place; it crosses in the dtype chosen for that."""
+        with self._relay.narrowed() if op is SUM else nullcontext():
+            super().allreduce_gradient(tensor, op, residual)
+
+    def allreduce_in_lanes(
+        self, tensor: torch.Tensor, op: Reduction, grouping: Grouping, lanes: int
+    ) -> None:
+        """Reduce in each group, allreduce across the groups in `lanes` equal parts, then gather."""
+        self._arrive()
+        group, usable = grouping.usable(tensor, op)
+        self._allreduce(group, usable.view(-1), op, grouping.comms.lane, lanes)
+        from_host(usable, tensor)
+
+    def _allreduce(
+        self,
+        group: GroupCollectives,
+        tensor: torch.Tensor,
+        op: Reduction,
+        lane: MPI.Comm | None,
+        lanes: int,
+    ) -> None:
+        """Reduce a flat, contiguous tensor over all ranks, in place. Collective."""
+        if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
+            # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
+            for piece in tensor.split(_WIDE_ELEMENTS):
+                wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
+                self._allreduce(group, wide, op, lane, lanes)
+                piece.copy_(wide)
+            return
+        total = op.without_division
+        shares = split_evenly(tensor.numel(), lanes)
+        with part("reduce in the group"):
+            group.reduce_pieces(tensor, shares, total)
+        if lane is not None and group.rank < len(shares):
+            size = self.comms.world.size
+            allreduce = self._relay.allreduce_on(lane, sum(shares[: group.rank]))
+
+            def exchange(chunk: torch.Tensor) -> None:
+                allreduce(chunk, total)
+                # On the host, because devices may differ in the last bit of a division.
+                op.divide_average(chunk, size)
+
+            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, op)
+        with part("gather in the group"):
+            group.gather_pieces(tensor, shares)
+
+
+def _leader(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
+    hybrid.allreduce_in_lanes(tensor, op, hybrid.grouping, 1)
+
+
+def _striped(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
+    hybrid.allreduce_in_lanes(tensor, op, hybrid.grouping, hybrid.grouping.comms.lanes)
+
+
+def _leader_by_host(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
+    hybrid.allreduce_in_lanes(tensor, op, hybrid.by_host, 1)
+
+
+def _striped_by_host(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
+    hybrid.allreduce_in_lanes(tensor, op, hybrid.by_host, hybrid.by_host.comms.lanes)
+
+
+Algorithm = Callable[[HybridOperations, torch.Tensor, Reduction], None]
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "flat": HybridOperations.allreduce_flat,
+    "leader": _leader,
+    "striped": _striped,
+}
+"""The allreduce algorithms by name, in the order in which they are measured."""
+
+BY_HOST: dict[str, Algorithm] = {
+    "leader-by-host": _leader_by_host,
+    "striped-by-host": _striped_by_host,
+}
+"""Further ones, where there are groups by kind and host beside those by kind."""
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Split a length into parts that differ by at most one."""
+    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]

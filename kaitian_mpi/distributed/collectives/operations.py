@@ -1,0 +1,309 @@
+"""torch's collectives: how each is executed in host memory, and by a vendor's library."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kaitian_mpi.distributed.collectives import torch_releases
+from kaitian_mpi.distributed.collectives.collective import (
+    Call,
+    Collective,
+    LibraryCollective,
+    Tensors,
+    call_for_each,
+)
+from kaitian_mpi.distributed.collectives.validation import (
+    check_pieces,
+    check_splits,
+    check_whole,
+    element_counts,
+)
+from kaitian_mpi.distributed.relay.gradients import gradient_sum
+from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi.datatypes import reduction
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+    from kaitian_mpi.distributed.collectives.host import HostOperations
+
+
+class AllReduce(LibraryCollective):
+    """Reduce each tensor over all ranks, in place."""
+
+    __slots__ = ()
+    name, operator = "all_reduce", "allreduce_"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one tensor after the other."""
+        op = self.op
+        calls = [(tensor, reduction(tensor.dtype, op)) for tensor in self.outputs]
+        if (gradients := gradient_sum()) is None:
+            return call_for_each(host.allreduce, calls)
+        sums = [(*call, gradients.residual) for call in calls]
+        return call_for_each(host.allreduce_gradient, sums)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start one call per tensor, because libraries take only one."""
+        return [library.allreduce([tensor], self.options) for tensor in self.outputs]
+
+
+class HostSum(Collective):
+    """Sum each host tensor over all ranks, in place, without a library, to which it would travel.
+
+    The device would then have to finish the work before it.
+    """
+
+    __slots__ = ()
+    name, operator = AllReduce.name, AllReduce.operator
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Sum one tensor after the other."""
+        calls = [(tensor, reduction(tensor.dtype, self.op)) for tensor in self.outputs]
+        return call_for_each(host.allreduce_flat, calls)
+
+
+class SparseSum(Collective):
+    """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
+
+    __slots__ = ()
+    name, operator = AllReduce.name, AllReduce.operator
+    takes_sparse = True
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Sum one tensor after the other."""
+        return call_for_each(host.sum_sparse, [(tensor,) for tensor in self.outputs])
+
+
+class Reduce(LibraryCollective):
+    """Reduce each tensor to rank `root`, in place."""
+
+    __slots__ = ()
+    name, operator = "reduce", "reduce_"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one tensor after the other."""
+        op, root = self.op, self.root
+        return call_for_each(host.reduce, [(t, root, reduction(t.dtype, op)) for t in self.outputs])
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        return [library.reduce(self.outputs, self.options)]
+
+
+class Broadcast(LibraryCollective):
+    """Copy each tensor from rank `root` to every rank, in place."""
+
+    __slots__ = ()
+    name, operator = "broadcast", "broadcast_"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Copy one tensor after the other."""
+        return call_for_each(host.broadcast, [(tensor, self.root) for tensor in self.outputs])
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        return [library.broadcast(self.outputs, self.options)]
+
+
+class AllGather(LibraryCollective):
+    """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
+
+    __slots__ = ()
+    name, operator = "all_gather", "allgather_"
+    may_be_uneven = True
+
+    @property
+    def result(self) -> Tensors:
+        """All pieces."""
+        return [piece for pieces in self.outputs for piece in pieces]
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank, and that this rank's own fits."""
+        for pieces, tensor in zip(self.outputs, self.inputs, strict=True):
+            check_pieces(pieces, tensor, size, self.name)
+            if pieces[rank].numel() != tensor.numel():
+                raise UnsupportedError(
+                    f"{self.name}: found {pieces[rank].numel()} elements for this rank's own "
+                    f"piece, needed {tensor.numel()} as in its input"
+                )
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Gather one tensor after the other."""
+        return call_for_each(host.all_gather, [*zip(self.outputs, self.inputs, strict=True)])
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        return [library.allgather(self.outputs, self.inputs, self.options)]
+
+
+class AllGatherSingle(LibraryCollective):
+    """Gather each rank's `inputs[i]` into `outputs[i]`, along its first dimension."""
+
+    __slots__ = ()
+    name, operator = "all_gather", "allgather_into_tensor_coalesced_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that each output has room for all ranks."""
+        for output, tensor in zip(self.outputs, self.inputs, strict=True):
+            check_whole(output, tensor, size, "all_gather_single")
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Gather one tensor after the other."""
+        return call_for_each(host.all_gather_single, [*zip(self.outputs, self.inputs, strict=True)])
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        return torch_releases.all_gather_single(library, self.outputs, self.inputs, self.options)
+
+
+class Gather(LibraryCollective):
+    """Gather the ranks' `inputs[0]` into `outputs`, a list by rank, on rank `root`."""
+
+    __slots__ = ()
+    name, operator = "gather", "gather_"
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        if self.outputs:
+            check_pieces(self.outputs, self.inputs[0], size, self.name, equal=True)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Gather the tensor."""
+        return partial(host.gather, self.outputs, self.inputs[0], self.root)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        outputs = [self.outputs] if self.outputs else []
+        return [library.gather(outputs, self.inputs, self.options)]
+
+
+class Scatter(LibraryCollective):
+    """Scatter `inputs`, a list by rank on rank `root`, into each rank's `outputs[0]`."""
+
+    __slots__ = ()
+    name, operator = "scatter", "scatter_"
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        if self.inputs:
+            check_pieces(self.inputs, self.outputs[0], size, self.name, equal=True)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Scatter the pieces."""
+        return partial(host.scatter, self.outputs[0], self.inputs, self.root)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        inputs = [self.inputs] if self.inputs else []
+        return [library.scatter(self.outputs, inputs, self.options)]
+
+
+class ReduceScatter(LibraryCollective):
+    """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
+
+    __slots__ = ()
+    name, operator = "reduce_scatter", "reduce_scatter_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        for output, pieces in zip(self.outputs, self.inputs, strict=True):
+            check_pieces(pieces, output, size, self.name)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one list of pieces after the other."""
+        op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
+        return call_for_each(
+            host.reduce_scatter, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
+        )
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        return [library.reduce_scatter(self.outputs, self.inputs, self.options)]
+
+
+class ReduceScatterSingle(LibraryCollective):
+    """Reduce each of `inputs`; each rank gets its part of the first dimension in `outputs`."""
+
+    __slots__ = ()
+    name, operator = "reduce_scatter", "reduce_scatter_tensor_coalesced_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that each input has a part for each rank."""
+        for output, tensor in zip(self.outputs, self.inputs, strict=True):
+            check_whole(tensor, output, size, "reduce_scatter_single")
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Reduce one tensor after the other."""
+        op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
+        return call_for_each(
+            host.reduce_scatter_single, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
+        )
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        outputs, inputs = self.outputs, self.inputs
+        return torch_releases.reduce_scatter_single(library, outputs, inputs, self.options)
+
+
+class AllToAll(LibraryCollective):
+    """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
+
+    __slots__ = ()
+    name, operator = "all_to_all", "alltoall_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that there is a piece for each rank."""
+        for pieces in (self.outputs, self.inputs):
+            check_pieces(pieces, self.inputs[0], size, self.name)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Exchange the pieces."""
+        return partial(host.all_to_all, self.outputs, self.inputs)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        return [library.alltoall(self.outputs, self.inputs, self.options)]
+
+
+class AllToAllSingle(LibraryCollective):
+    """Send a part of the first dimension of `inputs[0]` to each rank, into its `outputs[0]`."""
+
+    __slots__ = ()
+    name, operator = AllToAll.name, "alltoall_base_"
+    may_be_uneven = True
+
+    def check(self, rank: int, size: int) -> None:
+        """Check that the splits make up the first dimensions."""
+        received, sent = self.splits
+        check_splits(self.outputs[0], received, size)
+        check_splits(self.inputs[0], sent, size)
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Exchange the parts."""
+        output, tensor = self.outputs[0], self.inputs[0]
+        received, sent = self.splits
+        received = element_counts(output, received, host.size)
+        sent = element_counts(tensor, sent, host.size)
+        return partial(host.all_to_all_single, output, received, tensor, sent)
+
+    def on_library(self, library: Any) -> list[Work]:
+        """Start it on the library."""
+        output, tensor = self.outputs[0], self.inputs[0]
+        return torch_releases.all_to_all_single(library, output, tensor, *self.splits, self.options)
+
+
+class Barrier(Collective):
+    """Wait for every rank."""
+
+    __slots__ = ()
+    name = operator = "barrier"
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Wait."""
+        return host.barrier

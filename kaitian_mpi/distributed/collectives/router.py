@@ -1,0 +1,151 @@
+"""Decides what executes a collective: a vendor's library, MPI in host memory, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import TypeVar
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from kaitian_mpi.distributed.collectives.collective import Collective, LibraryCollective, Tensors
+from kaitian_mpi.distributed.collectives.detail_check import AgreementCheck
+from kaitian_mpi.distributed.collectives.host import HostOperations
+from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
+from kaitian_mpi.distributed.collectives.observation import is_observed, observed
+from kaitian_mpi.distributed.collectives.staging import SideStreams
+from kaitian_mpi.distributed.collectives.validation import not_dense
+from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
+from kaitian_mpi.distributed.collectives.work import Finished
+from kaitian_mpi.distributed.collectives.worker import Worker
+from kaitian_mpi.errors import RankLostError
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline.collectives import NO_LABEL, GroupLabel, recorded
+
+Result = TypeVar("Result")
+
+
+class Router:
+    """Routes each collective of a process group.
+
+    The route depends only on the group's ranks, the operation and the tensors' dtypes, because
+    other ranks may have their tensors on other devices.
+    """
+
+    def __init__(
+        self,
+        library: VendorLibrary,
+        host: HostOperations,
+        hybrid: HybridOperations,
+        worker: Worker,
+        streams: SideStreams,
+        check: AgreementCheck | None,
+        label: GroupLabel = NO_LABEL,
+        check_devices: Callable[[Tensors], None] = lambda _: None,
+    ) -> None:
+        """Choose the routes for the group's ranks.
+
+        Args:
+            library: connects the ranks of this rank's group, if there is such a library.
+            host: executes collectives in host memory.
+            hybrid: executes collectives between several groups.
+            worker: runs collectives in order.
+            streams: the streams on which a library works on copies of the caller's tensors.
+            check: compares the ranks' calls; None where that is not needed.
+            label: of the process group, in timelines.
+            check_devices: given the tensors of each call.
+        """
+        has_one_group = len(hybrid.comms.groups) == 1
+        self._library = library if has_one_group and library.is_present else None
+        self._host = host if has_one_group else hybrid
+        self._rank, self._size = host.rank, host.size
+        self._worker = worker
+        self._streams = streams
+        self._check = check
+        self._label = label
+        self._check_devices = check_devices
+        self._numbers = count(1)
+
+    def run(self, collective: Collective) -> Work:
+        """Start a collective, which runs after those started before it.
+
+        Raises:
+            UnsupportedError: its arguments do not match, a tensor is sparse, or the reduction is
+                not supported.
+            CollectiveError: it failed in the caller's thread.
+        """
+        collective.check(self._rank, self._size)
+        result = collective.result
+        for tensor in result:
+            if tensor.layout is not torch.strided and not collective.takes_sparse:
+                raise not_dense(tensor, collective.name)
+        if result and result[0].is_meta:
+            return Finished(result)  # no data to move; torch's other backends do the same
+        self._check_devices(result)
+        number = next(self._numbers)
+        if is_observed():
+            start = partial(self._start, collective, result, number)
+            return observed(collective.name, collective.operator, start)
+        return self._start(collective, result, number)
+
+    def _start(self, collective: Collective, result: Tensors, number: int) -> Work:
+        if self._library is not None and isinstance(collective, LibraryCollective):
+            dtypes = [tensor.dtype for tensor in result]
+            group = self._library.group_for(collective.name, dtypes, collective.op)
+            if group is not None:
+                return self._start_on_library(collective, result, number, group)
+        call = collective.on_host(self._host)
+        if recorder.current is not None:
+            call = self._recorded(call, collective, number)
+        if self._check is not None:
+            call = self._check.before(call, collective)
+        is_async = collective.options.asyncOp
+        return self._worker.run(collective.name, call, result, is_async, collective)
+
+    def _start_on_library(
+        self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
+    ) -> Work:
+        try:
+            return self._call_library(collective, result, number, group)
+        except RankLostError:
+            if not (self._worker.records_losses and collective.options.asyncOp):
+                raise
+            return Finished(result)  # the worker is broken, as after a queued collective's loss
+
+    def _call_library(
+        self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
+    ) -> Work:
+        name = collective.name
+        # Queued collectives use host memory and maybe the same tensors, so they finish first.
+        if self._check is None:
+            self._worker.drain(name)
+        else:
+            compare = partial(self._check.compare, collective)
+            self._worker.run(name, compare, [], in_background=False).wait()
+        # In the caller's thread, because a vendor's library must be called for all groups in the
+        # same order on every rank.
+        start: Callable[[], VendorCall] = partial(group.start, collective)
+        if recorder.current is not None:
+            start = self._recorded(start, collective, number, algorithm="vendor")
+        if group.can_use_in_place(collective):
+            return start().work
+        with self._streams.after_caller(collective):
+            call = start()
+        return self._worker.run(name, call.finish, result, collective.options.asyncOp)
+
+    def _recorded(
+        self, call: Callable[[], Result], collective: Collective, number: int, **args: str
+    ) -> Callable[[], Result]:
+        """Return the call; in a step that is recorded, one that records itself."""
+        return recorded(
+            call,
+            collective.name,
+            self._label,
+            number,
+            rank=self._rank,
+            ranks=self._size,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in collective.result),
+            **args,
+        )

@@ -1,0 +1,431 @@
+"""A vendor's collective library, such as NCCL, for the ranks of one device kind."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from kaitian_mpi.distributed.collectives.arrivals import LibraryWatch
+from kaitian_mpi.distributed.collectives.staging import (
+    contiguous,
+    from_host,
+    is_plain,
+    keep_for_current_stream,
+    tensors_in,
+    writing,
+)
+from kaitian_mpi.distributed.collectives.work import Finished
+from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.abort import abort_job, write_labelled
+from kaitian_mpi.runtime.polling import wait_until
+
+if TYPE_CHECKING:
+    from kaitian_mpi.devices import Device
+    from kaitian_mpi.distributed.collectives.collective import LibraryCollective
+    from kaitian_mpi.mpi.datatypes import Reduction
+    from kaitian_mpi.mpi.store import MPIStore
+    from kaitian_mpi.mpi.topology import Group, GroupComms
+
+_log = logging.getLogger(__name__)
+_LIBRARY_MARGIN = timedelta(seconds=30)  # its own error at its timeout names no rank
+
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""The library's tensor and the caller's, by the id of the caller's."""
+
+
+@dataclass(frozen=True)
+class OwnDevice:
+    """This rank's device."""
+
+    device: torch.device
+    kind: Device
+    """Its device kind."""
+    has_vendor: bool
+    """Whether the vendor's library can connect the ranks of this rank's group."""
+
+
+class VendorLibrary:
+    """The library of this rank's group; it is initialized when it is first needed."""
+
+    def __init__(
+        self,
+        own: OwnDevice,
+        comms: GroupComms,
+        store: dist.Store,
+        group_store: MPIStore,
+        timeout: timedelta,
+        on_failure: Callable[[CollectiveError], None],
+    ) -> None:
+        """Store what its initialization needs.
+
+        Args:
+            own: this rank's device.
+            comms: the ranks, split into groups.
+            store: for the library's bootstrap.
+            group_store: the process group's own view of the job's store.
+            timeout: how long one collective may take.
+            on_failure: called, maybe from another thread, when a rank is lost; before anything
+                that waits in the library goes on.
+        """
+        self.is_present = own.has_vendor
+        """Whether there is such a library."""
+        self._on_failure = on_failure
+        self._failure: CollectiveError | None = None
+        self._watch: LibraryWatch | None = None
+        self._lock = threading.Lock()
+        self._group_store = group_store
+        self._own = own
+        self._comms = comms
+        self._store = store
+        self._timeout = timeout
+        self._group: VendorGroup | None = None
+
+    def group_for(
+        self, name: str, dtypes: Iterable[torch.dtype], op: Any = None
+    ) -> VendorGroup | None:
+        """Return the library's group of the group's ranks; None for an unsupported operation.
+
+        The same on all ranks of the group; collective over them the first time.
+
+        Args:
+            name: the collective's, as in profiles.
+            dtypes: the dtypes of the tensors to be reduced or moved.
+            op: torch's reduce operation; None if nothing is reduced.
+        """
+        if not self.is_present or name in self._own.kind.vendor_lacks:
+            return None
+        named = None if op is None else getattr(op, "op", op).name
+        if not all(self._own.kind.vendor_supports(dtype, named) for dtype in dtypes):
+            return None
+        if self._group is None:
+            self._group = self._join()
+        return self._group
+
+    def _join(self) -> VendorGroup:
+        own, comms, ranks = self._own, self._comms, self._comms.group
+        prefix = _store_prefix(comms.own)
+        if ulfm.is_enabled():
+            faults = own.kind.leave_losses_to_caller()
+            if faults and comms.world.rank == 0:
+                _log.warning("%s", "; ".join(faults))
+        watch = self._watch = LibraryWatch(
+            comms.world, comms.own.ranks, self._group_store.view(prefix), self._timeout, self._fail
+        )
+        store = dist.PrefixStore(prefix, self._store)
+        limit = self._timeout + _LIBRARY_MARGIN
+        group = VendorGroup(
+            own.kind, own.device, store, ranks.rank, ranks.size, limit, watch.called
+        )
+        with self._lock:
+            if self._failure is None:
+                return group
+        group.abort()
+        raise self._failure
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following collectives, if the library supports that."""
+        self._timeout = timeout
+        if self._watch is not None:
+            self._watch.set_timeout(timeout)
+        if self._group is not None:
+            self._group.set_timeout(timeout + _LIBRARY_MARGIN)
+
+    def abort(self, failure: CollectiveError) -> None:
+        """End what waits in the library, and make later calls fail. May be called by any thread."""
+        with self._lock:
+            self._failure, group = self._failure or failure, self._group
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Release the library's resources. Collective over the ranks of the group."""
+        if self._group is not None:
+            self._group.close()
+        if self._watch is not None:  # to the end: the group may still wait for others
+            self._watch.close()
+
+    def _fail(self, failure: CollectiveError) -> None:
+        """Let nobody wait in the library any longer. Called by the watch, in its thread."""
+        if not isinstance(failure, RankLostError):
+            # Whoever waits for the device would compute with what is not there.
+            write_labelled(str(failure))
+            abort_job(1)
+        self._on_failure(failure)
+        self.abort(failure)
+
+
+def _store_prefix(group: Group) -> str:
+    """Return what no other group of the same store has."""
+    return f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
+
+
+class VendorGroup:
+    """The ranks of one group, connected by their vendor's library.
+
+    Tensors on the host, or not contiguous, are copied to this rank's device and back, so that no
+    rank depends on where another's tensors are. Operations are only started here: they run on the
+    device after the work already queued on the calling thread's current stream.
+    """
+
+    def __init__(
+        self,
+        kind: Device,
+        device: torch.device,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        on_call: Callable[[str], None],
+    ) -> None:
+        """Join the group. Collective over its ranks.
+
+        Args:
+            kind: the ranks' device kind; it names the vendor's torch.distributed backend.
+            device: this rank's device.
+            store: a store for this group alone, for the library's bootstrap.
+            rank: this rank in the group.
+            size: the group's number of ranks.
+            timeout: how long one collective may take.
+            on_call: called with the name of each collective before it is started.
+        """
+        self._on_call = on_call
+        self.rank, self.size = rank, size
+        self._kind, self._device = kind, device
+        self._timeout_sec = timeout.total_seconds()
+        self._last: Work | None = None
+        self._is_aborted = False
+        self._lock = threading.Lock()
+        self._backend: Any = _Alone()
+        if size > 1:
+            self._backend = kind.create_vendor_group(store, rank, size, timeout)
+
+    def can_use_in_place(self, collective: LibraryCollective) -> bool:
+        """Return whether the library can use all tensors without copies."""
+        return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
+
+    def usable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor if it is contiguous and on the device, else such a copy of it.
+
+        `staging.from_host` copies the values of a copy back.
+        """
+        return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
+
+    def start(self, collective: LibraryCollective) -> VendorCall:
+        """Start a collective; its tensors may be on any device."""
+        copies: Copies = {}
+
+        def usable(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = self.usable(tensor), tensor
+            return copies[id(tensor)][0]
+
+        with self._calling(collective.name), _asking_for_a_work(collective.options):
+            works = collective.on_tensors(usable).on_library(self._backend)
+        self._last = works[-1] if works else None
+        written = {id(tensor) for tensor in collective.result}
+        results = [pair for key, pair in copies.items() if key in written]
+        return VendorCall(
+            works, results, [copy for copy, tensor in copies.values() if copy is not tensor]
+        )
+
+    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
+        """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
+        if self.size == 1:
+            return
+        for root, piece in enumerate(tensor.split(list(shares))):
+            options = dist.ReduceOptions()
+            options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
+            self._call_for_piece(self._backend.reduce, piece, options)
+
+    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
+        """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
+        if self.size == 1:
+            return
+        for root, piece in enumerate(tensor.split(list(shares))):
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._call_for_piece(self._backend.broadcast, piece, options)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following collectives, if the library supports that."""
+        self._timeout_sec = timeout.total_seconds()
+        if hasattr(self._backend, "_set_default_timeout"):
+            self._backend._set_default_timeout(timeout)
+
+    def abort(self) -> None:
+        """End what waits in the library and release its resources. May be called by any thread."""
+        with self._lock:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+        if self.size > 1:
+            self._kind.abort_vendor_group(self._backend)
+
+    def close(self) -> None:
+        """Wait for what this rank has started, up to the timeout, and end the library's group.
+
+        Not collective. A library's own `shutdown` waits without a limit, and NCCL's from 2.31.2 on
+        for the other ranks of the host as well (pytorch#194775), so that ranks which destroy their
+        groups in different orders would wait forever.
+        """
+        if (last := self._last) is not None:
+            wait_until(lambda: self._is_aborted or last.is_completed(), self._timeout_sec)
+        self.abort()
+        # The library's threads end, which use the store, by MPI: before MPI does.
+        self._backend = self._last = None
+
+    def _call_for_piece(self, call: Callable[..., Work], piece: torch.Tensor, options: Any) -> None:
+        """Call the library for a part of an all_reduce; the current stream waits for it."""
+        with self._calling("all_reduce"), _asking_for_a_work(options):
+            self._last = call([piece], options)
+            self._last.wait()
+
+    @contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """Say of an error of the library's that a rank is lost, where this is the cause."""
+        if self._is_aborted:
+            raise RankLostError("a rank is lost")
+        self._on_call(name)
+        try:
+            yield
+        except Exception as error:
+            if not self._is_aborted:
+                raise
+            raise RankLostError(f"a rank is lost ({error})") from None
+
+    def _is_in_place(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device.type and is_plain(tensor)
+
+
+class _Alone:
+    """The library's group of a single rank, which needs no library: no threads, no store."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
+        """Leave the tensors as they are, but for the factor of a `PREMUL_SUM`."""
+        op = getattr(options, "reduceOp", None)
+        if op == dist.ReduceOp.PREMUL_SUM:
+            factor = op.__getstate__()[1]
+            return self._copy(tensors, [tensor.detach() * factor for tensor in tensors])
+        return Finished(tensors)
+
+    reduce = broadcast = allreduce
+
+    def allgather(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
+        """Copy the rank's tensor to its piece."""
+        return self._copy(outputs[0], inputs)
+
+    def scatter(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
+        """Copy the rank's piece to its tensor."""
+        return self._copy(outputs, inputs[0])
+
+    def alltoall(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
+        """Copy each input to its output."""
+        return self._copy(outputs, inputs)
+
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *_: Any) -> Work:
+        """Copy the input to the output."""
+        return self._copy([output], [tensor])
+
+    gather, reduce_scatter = allgather, scatter
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = alltoall
+
+    def _copy(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        with writing(outputs) or nullcontext():
+            for output, tensor in zip(outputs, inputs, strict=True):
+                output.detach().view(-1).copy_(tensor.detach().view(-1))
+        return Finished(outputs)
+
+
+@contextmanager
+def _asking_for_a_work(options: Any) -> Iterator[None]:
+    """Let a call with these options return a work, whether or not the caller waits at once.
+
+    Without `asyncOp`, NCCL and XCCL run the kernel on the current stream and return None
+    (`ProcessGroupNCCL::collective`, `collectiveCoalesced`), while other libraries return a work. A
+    copy of the result may be made on another stream than the kernel's caller has, so that the work
+    is needed.
+    """
+    asked, options.asyncOp = options.asyncOp, True
+    try:
+        yield
+    finally:
+        options.asyncOp = asked
+
+
+class VendorCall(Work):
+    """A collective that has been started on a vendor's library."""
+
+    def __init__(
+        self,
+        works: list[Work],
+        written: list[tuple[torch.Tensor, torch.Tensor]],
+        used: list[torch.Tensor],
+    ) -> None:
+        """Store the library's works.
+
+        Args:
+            works: the library's own works, one or more.
+            written: each tensor that is written: the library's and the caller's.
+            used: the copies that the library uses.
+        """
+        super().__init__()
+        self._works = works
+        self._written = written
+        self._used = used
+
+    @property
+    def work(self) -> Work:
+        """The library's own work if there is only one, else this."""
+        return self._works[0] if len(self._works) == 1 else self
+
+    def finish(self) -> None:
+        """Copy the results to the caller's tensors, on the current stream."""
+        self.wait()
+        # Only the current stream has waited, which may not be the one that they were made on.
+        for tensor in self._used:
+            keep_for_current_stream(tensor)
+        self._used = []
+        for result, tensor in self._written:
+            from_host(result, tensor)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait until it is done."""
+        for work in self._works:
+            work.wait(*([timeout] if timeout else []))
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the device has finished it."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether the device has finished it without an error."""
+        # Not the works' own `is_success`, which raises an error for NCCL's.
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        """Return the first error, or None."""
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors it writes."""
+        return [tensor for _, tensor in self._written]
+
+    def synchronize(self) -> None:
+        """Same as `wait`."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of the tensors."""
+        together = torch.futures.collect_all([work.get_future() for work in self._works])
+        return together.then(lambda _: self.result())

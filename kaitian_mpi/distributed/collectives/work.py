@@ -1,0 +1,303 @@
+"""The `Work` and future objects that a collective returns to its caller.
+
+A future's callbacks keep their place in the order of collectives, and its error is raised for every
+reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.staging import StreamEnd, ends_of_streams, ordered_devices
+from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.runtime.polling import wait_until
+
+Callback = Callable[[Any], Any]
+
+
+class CallbackQueue(Protocol):
+    """The queue of the thread that completes a future."""
+
+    def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
+        """Run `callback` after everything queued so far, and before everything queued later."""
+        ...
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """If called in the thread that completes futures, run queued tasks until `done`."""
+        ...
+
+
+@not_compiled
+class OrderedFuture(torch.futures.Future):
+    """A future whose Python callbacks run in the queue's order, where they are attached.
+
+    A callback may call collectives. Whether a future is done when a callback is attached depends on
+    timing, which differs between ranks: a callback that ran as soon as the future is done could
+    come before another collective on one rank and after it on another. So a callback runs after all
+    collectives called before it was attached, and before those called later.
+    """
+
+    # Without a dictionary, because each queued collective creates one.
+    __slots__ = ("_queue", "_tensors")
+
+    def __init__(self, queue: CallbackQueue | None, tensors: list[torch.Tensor]) -> None:
+        """Create a future of a collective's result.
+
+        Args:
+            queue: completes it; None for point-to-point messages, which have no order.
+            tensors: the result, for the streams of their devices.
+        """
+        super().__init__(devices=ordered_devices(tensors))
+        self._queue = queue
+        self._tensors = tensors
+
+    def then(self, callback: Callback) -> torch.futures.Future:  # type: ignore[override]
+        """Return a future of the result of `callback(self)`."""
+        if self._queue is None or self.done():
+            return super().then(callback)
+        result = OrderedFuture(self._queue, self._tensors)
+
+        def call() -> None:
+            try:
+                value = callback(self)
+            except Exception as error:
+                result.fail(error)
+            else:
+                result.set_result(value)
+
+        self._queue.call_back(call, self._tensors)
+        return result
+
+    def add_done_callback(self, callback: Callback) -> None:
+        """Call `callback` with this future when it is done; its exceptions are logged."""
+        if self._queue is None or self.done():
+            super().add_done_callback(callback)
+        else:
+            plain: torch.futures.Future = torch.futures.Future()
+            plain.add_done_callback(lambda _: callback(self))
+            self._queue.call_back(lambda: plain.set_result(None), self._tensors)
+
+    def wait(self) -> Any:
+        """Block until it is done; return its value, or raise its error."""
+        if self._queue is not None:
+            self._queue.run_until(self.done)
+        return super().wait()
+
+    def fail(self, error: Exception) -> None:
+        """Complete it with an error, raised for everyone who waits for it or reads it."""
+        self._set_unwrap_func(_raise)
+        self.set_result(Failure(error))
+
+
+class Failure:
+    """The value of a failed future.
+
+    `torch.futures.Future.set_exception` stores the exception itself as the value. Python raises it,
+    but DDP's C++ reducer searches it for tensors and ends in a segmentation fault. The reducer
+    pickles a value to search it, or converts it to a string for its own error message; this class
+    raises the error in both.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise the error."""
+        raise self.error
+
+    def __str__(self) -> str:
+        """Raise the error."""
+        raise self.error
+
+
+def finished_future(tensors: list[torch.Tensor]) -> torch.futures.Future:
+    """Return a completed future of tensors."""
+    future: torch.futures.Future = torch.futures.Future(devices=ordered_devices(tensors))
+    future.set_result(tensors)
+    return future
+
+
+def _raise(value: Any) -> None:
+    if isinstance(value, Failure):
+        raise value.error
+
+
+@not_compiled
+class Finished(Work):
+    """The work of a collective that is already done."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True: a collective that fails raises instead."""
+        return True
+
+    def exception(self) -> None:
+        """Return None."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the collective wrote."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a completed future of the tensors."""
+        for end in ends_of_streams(self._result):
+            if not end.is_handled_by_futures:
+                end.synchronize()
+        return finished_future(self._result)
+
+
+@not_compiled
+class Queued(Work):
+    """The work of a collective that another thread executes.
+
+    On an accelerator it is like NCCL's work as far as MPI allows: `wait` blocks the host only until
+    that thread has queued the last copy to the device, and then makes the current stream wait for
+    it. It cannot return earlier, as NCCL's does: a stream cannot be made to wait for an event that
+    is not recorded yet, and the copy cannot be queued before the host has received the data.
+    """
+
+    __slots__ = (
+        *("_ends", "_error", "_future", "_has_future_reader", "_records", "_result"),
+        "is_error_seen",
+    )
+
+    def __init__(self, result: list[torch.Tensor], queue: CallbackQueue | None = None) -> None:
+        """Create it, with its future.
+
+        Args:
+            result: the tensors that the collective writes.
+            queue: orders the callbacks of its future; None if they have no order.
+        """
+        super().__init__()
+        self._result = result
+        self._future = OrderedFuture(queue, result)
+        self._error: Exception | None = None
+        self._ends: list[StreamEnd] = []
+        self._has_future_reader = False
+        self._records: list[torch.futures.Future] = []
+        self.is_error_seen = False
+        """Whether anyone has asked for the outcome."""
+
+    def end_with(self, record: torch.autograd.profiler.record_function) -> None:
+        """End a profiler's record when the collective is done."""
+        end: torch.futures.Future = torch.futures.Future()
+        record._call_end_callbacks_on_future(end)
+        self._records.append(end)
+        if self._future.done():
+            self._end_records()
+
+    def finish(self) -> None:
+        """Mark it done, but for what this thread's streams of an accelerator have still to do.
+
+        A future that was handed out is only completed when they have done it, unless
+        `torch.futures.Future` handles the device's streams itself.
+        """
+        self._ends = ends_of_streams(self._result)
+        if self._has_future_reader:
+            self._block_for_streams()
+        self._complete(None)
+
+    def fail(self, error: Exception, *, is_recorded: bool = False) -> None:
+        """Mark it failed; `wait` and the future raise the error.
+
+        If the future was handed out and the loss of a rank `is_recorded`, to be checked before the
+        result is used, the future is instead completed with whatever the tensors contain.
+        """
+        self._error = error
+        is_hidden = self._has_future_reader and is_recorded and isinstance(error, RankLostError)
+        self._complete(None if is_hidden else error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is done, but for work of the device: the current stream waits for that.
+
+        Raises:
+            CollectiveError: it failed, or was not done within `timeout`; then it continues.
+            Exception: any other error that the collective raised.
+        """
+        if timeout:
+            self._wait_at_most(timeout.total_seconds())
+        self.is_error_seen = True
+        if recorder.current is None:
+            self._future.wait()
+        else:
+            with recorder.current.wait("wait for a collective"):
+                self._future.wait()
+        for end in self._ends:
+            end.let_current_stream_wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, by the device as well, or has failed."""
+        return self._future.done() and all(end.is_reached() for end in self._ends)
+
+    def is_success(self) -> bool:
+        """Return whether it is done without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return its error, or None."""
+        self.is_error_seen = True
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the collective writes."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Same as `wait`."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of the tensors."""
+        self._has_future_reader = self.is_error_seen = True
+        # In this order, and in the other one in `finish`: one of the two sees what the other wrote.
+        self._block_for_streams()
+        return self._future
+
+    def _block_for_streams(self) -> None:
+        for end in self._ends:
+            if not end.is_handled_by_futures:
+                end.synchronize()
+
+    def _complete(self, error: Exception | None) -> None:
+        # Before any waiter continues, so that a profile that ends now includes it.
+        self._end_records()
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.fail(error)
+        self._end_records()  # of one that was added meanwhile
+
+    def _end_records(self) -> None:
+        while self._records:
+            try:
+                self._records.pop().set_result(None)
+            except IndexError:  # another thread has just ended the last one
+                return
+
+    def _wait_at_most(self, limit_sec: float) -> None:
+        if not wait_until(self._future.done, limit_sec):
+            raise CollectiveError(f"Timed out after {limit_sec:g} s, waiting for a collective")

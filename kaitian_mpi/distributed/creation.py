@@ -1,0 +1,142 @@
+"""Creates a process group for the ranks that torch names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.distributed.python_releases import accept_pickled_paths
+from kaitian_mpi.distributed.store_barrier import Participants, clear_store_barrier, store_barrier
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.deferred_free import free_unused_comms
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.job_store import finished_ranks, job_store
+from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
+from kaitian_mpi.mpi.topology import shared_devices, split_into_groups, subset, translate_ranks
+from kaitian_mpi.mpi.world import World, current_world
+from kaitian_mpi.runtime.launcher import read_launch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from kaitian_mpi.distributed.collectives.vendor import OwnDevice
+    from kaitian_mpi.distributed.process_group import KaitianProcessGroup
+
+
+def create(options: Any, _: Any = None) -> KaitianProcessGroup:
+    """Create the process group that torch requests. Collective over the group's ranks.
+
+    Raises:
+        UserError: MPI's number of ranks differs from the one given to torch, or the process's
+            first group over `kaitian` does not have all ranks.
+        CollectiveError: a rank did not arrive within the group's timeout, or has left the job.
+    """
+    is_default = not options.global_ranks_in_group
+    world, comm, unique = _default(options) if is_default else _subgroup(options)
+    # Imported here because the import starts MPI, whose settings must be made before.
+    from kaitian_mpi.distributed.network.network import network_of
+    from kaitian_mpi.distributed.process_group import KaitianProcessGroup
+    from kaitian_mpi.distributed.relay.relay import Relay
+
+    # Every rank has left the barrier: the communicator above needed all of them.
+    clear_store_barrier(options.store, _participants(options, ""))
+    free_unused_comms()
+    places = translate_ranks(comm, world.comm)
+    nodes = [world.infos[rank].node for rank in places]
+    kinds = [world.kinds[rank] for rank in places]
+    comms = split_into_groups(comm, kinds, nodes, world.relay.group_by)
+    own = _own_device(world, [places[rank] for rank in comms.own.ranks])
+    group_store = job_store().view(f"group {unique}", options.timeout)
+    name, slowdown = str(options.group_id), world.script_slowdown
+    has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
+    network = network_of(comms, nodes, world.relay)
+    relay = Relay(world.relay, world.device, has_accelerators=has_accelerators, network=network)
+    accept_pickled_paths(info.python_version for info in world.infos)
+    versions = [world.infos[rank].torch_version for rank in places]
+    group = KaitianProcessGroup(
+        *(options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions),
+        check_devices=world.check_devices,
+        unique_name=unique,
+    )
+    slowdown.forget()  # waiting for the other ranks above was not computing
+    return group
+
+
+def _own_device(world: World, group: list[int]) -> OwnDevice:
+    """Return this rank's device. `group`: the ranks of its group."""
+    from kaitian_mpi.distributed.collectives.vendor import OwnDevice
+
+    infos = [world.infos[rank] for rank in group]
+    alike = len({torch.device(info.device).type for info in infos}) == 1
+    has_vendor = alike and world.device_kind.vendor_backend is not None
+    if shared_devices(infos):  # such a group's library would fail
+        has_vendor = False
+    return OwnDevice(world.device, world.device_kind, has_vendor)
+
+
+def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
+    """Return a communicator of all ranks, in the script's order, which may not be MPI's."""
+    check_world_size(options.group_size)
+    # The barrier comes before MPI is initialized, which would wait for every rank as well.
+    world = current_world()
+    unique = _wait_for_all(options, "init_process_group", lambda _: _departed(world))
+    world = world_with_size_check(options.group_size)
+    ranks = gather_values(world.comm, options.group_rank)
+    if sorted(ranks) != list(range(world.size)):
+        raise AgreedError(
+            f"found the ranks {ranks}, in MPI's order, needed each of 0 to {world.size - 1} once; "
+            "give every process a rank of its own"
+        )
+    return world, cast("MPI.Intracomm", world.comm.Split(0, options.group_rank)), unique
+
+
+def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
+    members = list(options.global_ranks_in_group)
+    world, default = current_world(), dist.group.WORLD
+    if world is None:
+        _check_all_ranks(len(members))
+    comms = getattr(default, "comms", None)  # of a default group over kaitian
+    if world is not None and comms is not None:
+        places = translate_ranks(comms.world, world.comm)
+
+        def departed(missing: list[int]) -> list[int]:
+            gone = _departed(world)
+            return [rank for rank in missing if places[members[rank]] in gone]
+
+        unique = _wait_for_all(options, "new_group", departed)
+        return world, subset(comms.world, members, str(options.group_id)), unique
+    # The default group is another backend's, whose order of ranks may differ from MPI's.
+    unique = _wait_for_all(options, "new_group", lambda _: [])
+    world = world or world_with_size_check(len(members))
+    options.store.set(f"mpi/{options.group_rank}", str(world.rank))
+    keys = [f"mpi/{rank}" for rank in range(len(members))]
+    members = [int(rank) for rank in options.store.multi_get(keys)]
+    return world, subset(world.comm, members, str(options.group_id)), unique
+
+
+def _wait_for_all(options: Any, name: str, departed: Callable[[list[int]], list[int]]) -> str:
+    return store_barrier(options.store, _participants(options, name), departed)
+
+
+def _participants(options: Any, name: str) -> Participants:
+    return Participants(name, options.group_rank, options.group_size, options.timeout)
+
+
+def _departed(world: World | None) -> list[int]:
+    return [] if world is None else finished_ranks(world.comm)
+
+
+def _check_all_ranks(group_size: int) -> None:
+    """Reject a first group over `kaitian` without all ranks, beside another backend's groups."""
+    job_size = max(read_launch(os.environ).world_size, dist.get_world_size())
+    if group_size < job_size:
+        # torch calls only the members, but all ranks must initialize MPI together.
+        raise UserError(
+            f"found a group of {group_size} ranks as the first over kaitian, needed one of all "
+            f"{job_size}, because all ranks initialize MPI together; call "
+            'new_group(backend="kaitian") before it'
+        )

@@ -1,0 +1,166 @@
+"""An allreduce in host memory among ranks on several hosts.
+
+The tensor is cut into rounds. In each, the ranks of a host are reduced to one of them, which
+exchanges the round with one rank of each other host and returns the result to its own host. So each
+byte crosses a host's link only as often as the exchange needs. With several lanes, the ranks of a
+host take turns, round by round, in doing that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from kaitian_mpi.distributed.network import encoded, pairwise, ring
+from kaitian_mpi.distributed.network.choice import Route
+from kaitian_mpi.distributed.network.crossing import Crossing
+from kaitian_mpi.distributed.network.formats import BLOCK
+from kaitian_mpi.distributed.network.hosts import Hosts
+from kaitian_mpi.distributed.network.residual import Residual
+from kaitian_mpi.distributed.network.rounds import Round, run_rounds
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer
+from kaitian_mpi.runtime import tags
+
+Algorithm = Callable[[Crossing, Sequence[torch.Tensor]], Round]
+
+ALGORITHMS: dict[str, Algorithm] = {"pairwise": pairwise.allreduce, "ring": ring.allreduce}
+"""The exchanges between hosts, by name. Each is bandwidth-optimal: with H hosts, 2 (H - 1) / H of
+the bytes leave and enter each."""
+
+# A part is what one message carries, and not more than MPI sends without asking the receiver first
+# (`launcher.EAGER_BYTES`). Long ones amortise a message's fixed cost; with short ones the first
+# round is sooner on the wire, and the last one sooner back.
+_MAX_PART_BYTES = 256 << 10
+_MIN_PART_BYTES = 16 << 10
+_MAX_ROUND_BYTES = 4 << 20
+_LEAST_ROUNDS = 8
+_ROUNDS_AT_ONCE = 4  # by lane
+_ENCODED_PART = 256 * BLOCK  # elements: enough for a call to pay off, and few enough for the cache
+_WIDE_ELEMENTS = 4 << 20  # converted to a wider dtype at once: 16 MB of float32
+
+
+class HostAllreduce:
+    """The allreduce among the ranks of one communicator, which are on several hosts."""
+
+    def __init__(self, comm: MPI.Comm, hosts: Hosts) -> None:
+        """Store where the ranks of `comm` are."""
+        self._comm = comm
+        self._hosts = hosts
+        self._here = hosts.ranks[hosts.index_of(comm.rank)]
+        self._unused: list[torch.Tensor] = []
+
+    def run(self, tensor: torch.Tensor, op: Reduction, route: Route) -> None:
+        """Reduce a flat contiguous host tensor over all ranks, in place. Collective.
+
+        The result is the same on all ranks, bit for bit. 16-bit floats are rounded once per host
+        and once for all hosts.
+        """
+        if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
+            # A host's sum would be rounded, or overflow, before it is divided.
+            for piece in tensor.split(_WIDE_ELEMENTS):
+                wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
+                self.run(wide, op, route)
+                piece.copy_(wide)
+            return
+        length = round_elements(tensor, self._hosts.size, route.lanes)
+        chunks = enumerate(tensor.split(length))
+        algorithm = ALGORITHMS[_algorithm_for(tensor.dtype, route)]
+        rounds = (self._round(n, chunk, op, n % route.lanes, algorithm) for n, chunk in chunks)
+        run_rounds(rounds, _ROUNDS_AT_ONCE * route.lanes)
+
+    def sum_encoded(self, tensor: torch.Tensor, residual: Residual, start: int) -> None:
+        """Sum a flat host tensor of gradients, in place, encoded between the hosts. Collective.
+
+        Inside a host the sum is exact, in float32. The result is the same on all ranks, bit for
+        bit.
+
+        Args:
+            tensor: a part of a buffer.
+            residual: of the buffer; of the same format on every rank.
+            start: where in it the tensor begins.
+        """
+        wide = tensor.float()
+        length = _ENCODED_PART * self._hosts.size
+        rounds = (
+            self._round(
+                *(number, chunk, SUM, 0),
+                partial(encoded.allreduce, residual=residual, start=start + number * length),
+                unit=BLOCK,
+            )
+            for number, chunk in enumerate(wide.split(length))
+        )
+        run_rounds(rounds, _ROUNDS_AT_ONCE)
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def _round(
+        self,
+        number: int,
+        chunk: torch.Tensor,
+        op: Reduction,
+        lane_number: int,
+        algorithm: Algorithm,
+        unit: int = 1,
+    ) -> Round:
+        lane = self._hosts.lane(lane_number)
+        tag = tags.NETWORK[number % len(tags.NETWORK)]
+        leader = next(rank for rank in lane if rank in self._here)
+        if self._comm.rank != leader:
+            yield [self._comm.Isend(as_raw_buffer(chunk), leader, tag)]
+            yield [self._comm.Irecv(as_raw_buffer(chunk), leader, tag)]
+            return
+        members = [rank for rank in self._here if rank != leader]
+        share = -(-chunk.numel() // (len(lane) * unit)) * unit
+        with self._scratch(chunk.dtype, share * len(lane)) as scratch:
+            yield from self._reduce_here(chunk, members, tag, op, scratch)
+            parts = [chunk[host * share : (host + 1) * share] for host in range(len(lane))]
+            crossing = Crossing(self._comm, lane, tag, op, scratch)
+            yield from algorithm(crossing, parts)
+        yield [self._comm.Isend(as_raw_buffer(chunk), rank, tag) for rank in members]
+
+    def _reduce_here(
+        self,
+        chunk: torch.Tensor,
+        members: Sequence[int],
+        tag: int,
+        op: Reduction,
+        scratch: torch.Tensor,
+    ) -> Round:
+        """Reduce the chunks of this host's other ranks to this one's, in the order of ranks."""
+        if not members:
+            return
+        arrived = scratch[: chunk.numel()]
+        wide = ACCUMULATION_DTYPES.get(chunk.dtype) if chunk.is_floating_point() else None
+        total = chunk if wide is None else chunk.to(wide)
+        for rank in members:
+            yield [self._comm.Irecv(as_raw_buffer(arrived), rank, tag)]
+            op.combine(total, arrived, out=total)
+        if total is not chunk:
+            chunk.copy_(total)
+
+    @contextmanager
+    def _scratch(self, dtype: torch.dtype, elements: int) -> Iterator[torch.Tensor]:
+        """Provide scratch memory for a round; memory of finished rounds is used again."""
+        needed = elements * dtype.itemsize
+        memory = self._unused.pop() if self._unused else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < needed:
+            memory = torch.empty(needed, dtype=torch.uint8)
+        yield memory[:needed].view(dtype)
+        self._unused.append(memory)
+
+
+def round_elements(tensor: torch.Tensor, hosts: int, lanes: int = 1) -> int:
+    """Return the length of the rounds of a tensor; depends on its length and dtype alone."""
+    part = tensor.nbytes // (hosts * lanes * _LEAST_ROUNDS)
+    part = min(max(part, _MIN_PART_BYTES), _MAX_PART_BYTES, max(16, _MAX_ROUND_BYTES // hosts))
+    return part // tensor.element_size() * hosts
+
+
+def _algorithm_for(dtype: torch.dtype, route: Route) -> str:
+    """Return the algorithm for a dtype: a ring would round 16-bit floats on each host."""
+    is_rounded = dtype.is_floating_point and dtype in ACCUMULATION_DTYPES
+    return "pairwise" if is_rounded else route.algorithm

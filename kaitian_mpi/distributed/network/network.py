@@ -1,0 +1,79 @@
+"""Reductions in host memory over the communicators of one process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from kaitian_mpi.distributed.network.hosts import group_by_host
+from kaitian_mpi.distributed.network.link import Link
+from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.mpi.topology import translate_ranks
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from kaitian_mpi.mpi.datatypes import Reduction
+    from kaitian_mpi.mpi.relay_settings import RelaySettings
+    from kaitian_mpi.mpi.topology import GroupComms
+
+
+class Network:
+    """The links between hosts of one process group; within a host, MPI's own allreduce is used."""
+
+    def __init__(self) -> None:
+        """Have no links."""
+        self._links: dict[int, Link] = {}
+
+    def add(
+        self,
+        comm: MPI.Comm,
+        nodes: Sequence[int],
+        settings: RelaySettings,
+        same_hosts: Link | None = None,
+    ) -> None:
+        """Add a communicator of the process group. Not collective.
+
+        Args:
+            comm: exists as long as the group.
+            nodes: the number of each rank's host.
+            settings: of this process.
+            same_hosts: the link of more ranks of the same hosts, if there is one.
+        """
+        hosts = group_by_host(nodes)
+        if hosts.size > 1:
+            self._links[comm.py2f()] = Link(comm, hosts, settings, same_hosts)
+
+    def link(self, comm: MPI.Comm) -> Link | None:
+        """Return the link of a communicator; None if its ranks are on one host."""
+        return self._links.get(comm.py2f())
+
+    def allreduce_on(self, comm: MPI.Comm) -> Callable[[torch.Tensor, Reduction], None]:
+        """Return what reduces a contiguous host tensor over the ranks of `comm`, in place.
+
+        The function is collective.
+        """
+        link = self.link(comm)
+        return partial(host_collectives.allreduce, comm) if link is None else link.reduce_to_all
+
+
+def network_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> Network:
+    """Return the network of a process group. Not collective.
+
+    Args:
+        comms: its communicators.
+        nodes: the number of the host of each rank of `comms.world`.
+        settings: of this process.
+    """
+    network = Network()
+    network.add(comms.world, nodes, settings)
+    world = network.link(comms.world)
+    for grouping in (comms, comms.by_host):
+        if grouping is not None and grouping.lane is not None:
+            places = translate_ranks(cast("MPI.Intracomm", grouping.lane), comms.world)
+            is_by_host = grouping.own.node is not None  # so that it has a rank on each host
+            same_hosts = world if is_by_host else None
+            network.add(grouping.lane, [nodes[place] for place in places], settings, same_hosts)
+    return network

@@ -1,0 +1,134 @@
+"""Error feedback: what a gradient has lost on a slow link is added to the next one.
+
+So the weights follow the exact gradients, a few steps late (Karimireddy et al. 2019, "Error
+Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from kaitian_mpi.distributed.network.formats import FORMATS, WireFormat
+
+_COMPRESSED = torch.float32, torch.float16, torch.bfloat16
+
+
+class Residual:
+    """What this rank has rounded off one buffer of gradients, to be sent with the next ones.
+
+    It changes by `keep` only, so a step that is repeated adds the same again.
+    """
+
+    def __init__(self, wire: WireFormat, count: int) -> None:
+        """Begin with nothing rounded off.
+
+        Args:
+            wire: the format in which the gradients cross.
+            count: how many values of the buffer are gradients. What follows them crosses exactly.
+        """
+        self.wire, self.count = wire, count
+        self._kept: torch.Tensor | None = None
+        self._next: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The kept residual, [count] in float32 on the host; None if this rank has none."""
+        return self._kept
+
+    @value.setter
+    def value(self, value: torch.Tensor | None) -> None:
+        self._kept, self._next = value, None
+
+    def add_to(self, values: torch.Tensor, start: int) -> None:
+        """Add the kept residual to the gradients from `start` on, in place."""
+        if self._kept is not None:
+            values += self._kept[start : start + values.numel()]
+
+    def room(self, start: int, count: int) -> torch.Tensor:
+        """Return where to note what is rounded off so many gradients from `start` on.
+
+        It counts from `keep` on; the next step overwrites what has not been kept.
+        """
+        if self._next is None:
+            self._next = torch.zeros(self.count)
+        return self._next[start : start + count]
+
+    def keep(self) -> None:
+        """Keep what was noted: the step is done. A NaN or an infinity is not kept."""
+        if self._next is not None and math.isfinite(float(self._next.sum())):
+            self._kept, self._next = self._next, self._kept  # its memory is used again
+
+
+class Residuals:
+    """The residuals of a model's gradients, by parameter; whatever buffers these travel in."""
+
+    def __init__(self, wire: str = "fp32") -> None:
+        """Begin with nothing rounded off.
+
+        Args:
+            wire: a name in `FORMATS`, or `fp32`: the gradients cross as they are.
+        """
+        self.wire = wire
+        self._parts: list[tuple[Residual, Mapping[str, slice]]] = []
+        self._waiting: dict[str, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Let go of the buffers, and keep what their parameters' residuals are."""
+        self._waiting, self._parts = self.state_dict(), []
+
+    def add(self, buffer: torch.Tensor, places: Mapping[str, slice]) -> Residual | None:
+        """Return the residual of a buffer.
+
+        Args:
+            buffer: flat, of gradients, perhaps with other numbers behind them.
+            places: where the parameters' gradients are, by name.
+
+        Returns:
+            None where its values cross as they are: those of float64, too.
+        """
+        if self.wire not in FORMATS or buffer.dtype not in _COMPRESSED:
+            return None
+        count = max(place.stop for place in places.values())
+        residual = Residual(FORMATS[self.wire], count)
+        self._fill(residual, places)
+        self._parts.append((residual, places))
+        return residual
+
+    def keep(self) -> None:
+        """Keep what the step has rounded off: it is done."""
+        for residual, _ in self._parts:
+            residual.keep()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's residuals by parameter, flat; without those that it has none of."""
+        state = dict(self._waiting)
+        for residual, places in self._parts:
+            if residual.value is not None:
+                state |= {name: residual.value[place].clone() for name, place in places.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` returned, on this rank or another."""
+        self._waiting = dict(state)
+        for residual, places in self._parts:
+            self._fill(residual, places)
+
+    def _fill(self, residual: Residual, places: Mapping[str, slice]) -> None:
+        known = [name for name in places if name in self._waiting]
+        value = torch.zeros(residual.count) if known else None
+        for name in known:
+            assert value is not None
+            value[places[name]] = self._waiting.pop(name)
+        residual.value = value
+
+
+def add_up(states: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the sum of several ranks' `Residuals.state_dict`, for one rank to send."""
+    total: dict[str, torch.Tensor] = {}
+    for state in states:
+        for name, value in state.items():
+            total[name] = total[name] + value if name in total else value
+    return total

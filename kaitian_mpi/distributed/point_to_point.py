@@ -1,0 +1,303 @@
+"""Point-to-point messages: nonblocking MPI, beside the queue of collectives.
+
+A receive posted before a collective and matched after it must not block the collective, so messages
+have their own communicator and their own thread, which polls the pending ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.staging import SideStreams, Streams, from_host, to_host
+from kaitian_mpi.distributed.collectives.work import Queued
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
+from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
+from kaitian_mpi.runtime.abort import abort_with_traceback
+from kaitian_mpi.runtime.polling import keep_alive, nap
+from kaitian_mpi.runtime.threads import CommunicationThread
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
+
+ENDED = "this process group has been destroyed"
+"""Why an operation on a destroyed group fails."""
+
+_CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
+_LEFT_INTERVAL_SEC = 1.0
+
+
+@not_compiled
+class Message(Queued):
+    """The work of a pending message; done when its buffer may be used again.
+
+    Its timeout starts when someone waits for it, as with gloo, because a receive may be posted long
+    before.
+    """
+
+    source = -1
+    """The sender's rank, once the message has been received."""
+    awaited_since = float("inf")
+    """When the first wait for it started, by `time.perf_counter`."""
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    source_rank = _source_rank
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is done.
+
+        Raises:
+            CollectiveError: it is not done within `timeout`, then it continues; or not within the
+                group's timeout, or never will be.
+        """
+        self._start_timeout()
+        return super().wait(timeout)
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        self._start_timeout()
+        super().synchronize()
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of the tensors."""
+        self._start_timeout()
+        return super().get_future()
+
+    def _start_timeout(self) -> None:
+        self.awaited_since = min(self.awaited_since, time.perf_counter())
+
+
+@dataclass(eq=False)
+class _Pending:
+    transfer: Transfer
+    work: Message
+    deliver: Callable[[], Any]
+    peer: int
+    streams: Streams
+    """The stream on which it is delivered, after work that the caller had queued before."""
+    peer_left: bool = False
+
+    def finish(self) -> None:
+        """Deliver the received data, and mark the work done."""
+        self.work.source = self.transfer.source
+        with self.streams:
+            self.deliver()
+            self.work.finish()
+
+    def describe(self, size: int) -> str:
+        """Return what it waits for, as text for an error message."""
+        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
+        return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
+
+
+class Mailbox:
+    """The point-to-point messages of one rank."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        name: str,
+        arrivals: ArrivalTracker,
+        timeout: timedelta,
+        on_failure: Callable[[CollectiveError], None],
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            comm: the ranks; used for these messages only.
+            name: the thread's name.
+            arrivals: knows which ranks have ended the group.
+            timeout: how long a message is waited for.
+            on_failure: called when a message fails, after which the group cannot be used.
+        """
+        self._comm = comm
+        self._name = name
+        self._streams = SideStreams()
+        self._arrivals = arrivals
+        self._timeout_sec = timeout.total_seconds()
+        self._on_failure = on_failure
+        self._closed_reason = ""
+        self._pending: list[_Pending] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed_at = float("inf")
+        self._left_checked_at = float("-inf")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of messages, including pending ones. Not collective."""
+        self._timeout_sec = timeout.total_seconds()
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
+        """Start sending a tensor on any device; it may be changed once the work is done."""
+        self._check("send", target)
+        buffer = to_host(tensor)
+        transfer = start_send(self._comm, buffer, target, tag)
+        work = Message([tensor])
+        return self._follow(_Pending(transfer, work, _nothing, target, nullcontext()))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
+        """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
+        self._check("recv", source)
+        buffer = to_host(tensor, read=False)
+        transfer = start_receive(self._comm, buffer, source, tag)
+        deliver = partial(from_host, buffer, tensor, non_blocking=True)
+        streams = self._streams.after_caller(tensor)
+        return self._follow(_Pending(transfer, Message([tensor]), deliver, source, streams))
+
+    def close(self) -> bool:
+        """End the thread; messages without a counterpart fail.
+
+        Returns:
+            Whether MPI is done with every message.
+        """
+        self._closed_reason = ENDED
+        with self._changed:
+            self._closed_at = time.perf_counter()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        unmatched, self._pending = self._pending, []
+        for item in unmatched:
+            keep_alive(item)
+            self._fail_at_end(item)
+        return not unmatched
+
+    def _check(self, name: str, peer: int) -> None:
+        if self._closed_reason:
+            raise CollectiveError(f"{name}: {self._closed_reason}")
+        size = self._comm.size
+        if peer != ANY_SOURCE and not 0 <= peer < size:
+            raise UnsupportedError(
+                f"{name}: found rank {peer} of {size}, needed a rank of 0 to {size - 1}"
+            )
+
+    def _follow(self, item: _Pending) -> Message:
+        with self._changed:
+            self._pending.append(item)
+            if self._thread is None:
+                self._thread = CommunicationThread(
+                    target=self._poll_or_abort, name=self._name, daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+        return item.work
+
+    def _poll_or_abort(self) -> None:
+        try:
+            self._poll()
+        except BaseException:  # without this thread, other ranks would wait for its messages
+            abort_with_traceback("messages failed:\n")
+
+    def _poll(self) -> None:
+        """Poll pending messages and finish them, sleeping in between, until closed."""
+        progress_at = time.perf_counter()
+        is_closing = False
+        while True:
+            with self._changed:
+                while not self._pending and self._closed_at == float("inf"):
+                    self._changed.wait()
+                    progress_at = time.perf_counter()
+                waiting = list(self._pending)
+            now = time.perf_counter()
+            if not waiting or now - self._closed_at > _CLOSE_SEC:
+                return
+            if now >= self._closed_at and not is_closing:
+                is_closing = True
+                for item in waiting:
+                    if item.transfer.is_receive:
+                        item.transfer.cancel()
+            if self._finish_done(waiting):
+                progress_at = now
+                continue
+            if not is_closing:
+                self._fail_overdue(waiting, now)
+            nap(now - progress_at)
+
+    def _finish_done(self, waiting: list[_Pending]) -> bool:
+        done = [item for item in waiting if item.transfer.done()]
+        if done:
+            self._forget(done)
+        for item in done:
+            if item.transfer.is_receive and item.transfer.is_cancelled:
+                self._fail_at_end(item)
+                continue
+            item.finish()
+        return bool(done)
+
+    def _forget(self, items: list[_Pending]) -> None:
+        with self._changed:
+            self._pending = [item for item in self._pending if item not in items]
+
+    def _fail_at_end(self, item: _Pending) -> None:
+        awaited = item.describe(self._comm.size)
+        item.work.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
+
+    def _fail_overdue(self, waiting: list[_Pending], now: float) -> None:
+        """Fail messages that have timed out, or whose other rank has left the group."""
+        for item in waiting:
+            if now - item.work.awaited_since > self._timeout_sec:
+                operation = "recv" if item.transfer.is_receive else "send"
+                self._fail(
+                    item,
+                    f"timed out after {self._timeout_sec:g} s in {operation}: "
+                    f"waiting for {item.describe(self._comm.size)}",
+                )
+                return
+        awaited = [item for item in waiting if now - item.work.awaited_since > _LEFT_INTERVAL_SEC]
+        if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
+            return
+        self._left_checked_at = now
+        left = self._ranks_left(waiting)
+        for item in awaited:
+            all_left = len(left) >= self._comm.size - 1
+            has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
+            if has_left and item.peer_left:  # what it sent before leaving has arrived by now
+                text = item.describe(self._comm.size)
+                self._fail(item, f"waiting for {text}, which has ended the group")
+                return
+            item.peer_left = has_left
+
+    def _ranks_left(self, waiting: list[_Pending]) -> list[int]:
+        def is_needed() -> bool:
+            """Return whether this thread has something else to do than to wait for the store."""
+            is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
+            return is_changed or any(item.transfer.done() for item in waiting)
+
+        try:
+            return self._arrivals.ranks_left(until=is_needed)
+        except RankLostError:  # a thread that waits in MPI gets the error there
+            return []
+
+    def _fail(self, item: _Pending, text: str) -> None:
+        if item.transfer.is_receive:
+            item.transfer.cancel()
+            if not item.transfer.done():
+                return  # it is arriving at this moment
+            if not item.transfer.is_cancelled:
+                self._forget([item])
+                item.finish()
+                return
+        else:
+            keep_alive(item)
+        self._forget([item])
+        self._closed_reason = f"this process group failed before: {text}"
+        error = CollectiveError(text)
+        self._on_failure(error)
+        item.work.fail(error)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,257 @@
+"""The `kaitian` process group: torch.distributed over ranks of different device kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
+from kaitian_mpi.distributed import BACKEND, device_types
+from kaitian_mpi.distributed.collective_calls import CollectiveCalls
+from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
+from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
+from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.detail_check import agreement_check
+from kaitian_mpi.distributed.collectives.host import HostOperations
+from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
+from kaitian_mpi.distributed.collectives.observation import profile_record
+from kaitian_mpi.distributed.collectives.router import Router
+from kaitian_mpi.distributed.collectives.staging import SideStreams
+from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries
+from kaitian_mpi.distributed.collectives.vendor import OwnDevice, VendorLibrary
+from kaitian_mpi.distributed.collectives.worker import Worker
+from kaitian_mpi.distributed.monitored_barrier import MonitoredBarrier
+from kaitian_mpi.distributed.point_to_point import ENDED, Mailbox
+from kaitian_mpi.distributed.relay.relay import Relay
+from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.mpi.deferred_free import free_when_unused
+from kaitian_mpi.mpi.messages import ANY_SOURCE
+from kaitian_mpi.mpi.store import MPIStore
+from kaitian_mpi.mpi.topology import GroupComms, OwnDeviceCheck
+from kaitian_mpi.observe.timeline.collectives import GroupLabel
+from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
+from kaitian_mpi.runtime.ulfm import is_revoked
+
+_UNIQUE_LENGTH = 8  # in timelines
+
+
+@not_compiled
+class KaitianProcessGroup(BackendQueries, CollectiveCalls):
+    """Collectives over the ranks of `comms.world`.
+
+    Every operation except `send` and `recv` is collective and runs after those called before it;
+    tensors may be on any device. Unsupported calls raise an error before anything is sent.
+
+    Where all ranks are of one device kind, operations use the vendor's library, if there is one;
+    otherwise they go through host memory. The allreduce between kinds is the hybrid one.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        group_store: MPIStore,
+        comms: GroupComms,
+        own: OwnDevice,
+        name: str,
+        timeout: timedelta,
+        slowdown: ScriptSlowdown,
+        relay: Relay,
+        torch_versions: Sequence[str],
+        *,
+        check_devices: OwnDeviceCheck,
+        unique_name: str = "",
+    ) -> None:
+        """Create the group on this rank.
+
+        Args:
+            store: torch's store for this group.
+            group_store: the group's own view of the job's store, for arrival tracking.
+            comms: communicators for this group alone.
+            own: this rank's device.
+            name: torch's name of the group.
+            timeout: how long one operation may take.
+            slowdown: the emulated slowdown of this process.
+            relay: this group's own.
+            torch_versions: of each rank of the group.
+            check_devices: given the tensors of each call.
+            unique_name: the same on every rank, and of no other group of any job.
+        """
+        super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
+        self.comms = comms
+        self.has_one_group = len(comms.groups) == 1
+        """Whether all ranks are in one group, so that there is no relay."""
+        self.relay = relay
+        """Takes this group's tensors through host memory, if they are not there already."""
+        self._name = name
+        self._timeout = timeout
+        self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
+        streams = SideStreams(own.device if own.has_vendor else None)
+        self._worker = Worker(f"kaitian-{name}", streams)
+
+        def library(groups: GroupComms) -> VendorLibrary:
+            return VendorLibrary(own, groups, store, group_store, timeout, self._worker.fail)
+
+        self._library = library(comms)
+        host = HostOperations(comms.world, self._arrivals, relay)
+        self._libraries = [self._library]
+        if comms.by_host is not None:
+            self._libraries.append(library(comms.by_host))
+        self._hybrid = HybridOperations(comms, self._arrivals, self._libraries, relay)
+        self.torch_versions = tuple(torch_versions)
+        """The release of torch of each rank."""
+        self._check = agreement_check(comms.world, self._arrivals.arrive, torch_versions)
+        label = GroupLabel(name, unique_name[:_UNIQUE_LENGTH])
+        router = Router(
+            *(self._library, host, self._hybrid, self._worker, streams, self._check),
+            label=label,
+            check_devices=check_devices,
+        )
+        self._check_devices = check_devices
+        self._mailbox = Mailbox(
+            comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
+        )
+        # Where no slowdown is emulated, these are the methods themselves.
+        self._run = slowdown.around(router.run)
+        self._send = slowdown.around(self._mailbox.send)
+        self._receive = slowdown.around(self._mailbox.receive)
+        self._monitored_barrier = slowdown.around(MonitoredBarrier(comms.world).run)
+        self._closed = False
+        register_close(self.shutdown)
+
+    @property
+    def pg_name(self) -> str:
+        """The name torch gave this group."""
+        return self._name
+
+    group_name = pg_name  # type: ignore[assignment]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in device_types()]
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return `kaitian`."""
+        return BACKEND
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The algorithms that there are for `allreduce` between kinds, on the group's ranks."""
+        return tuple(self._hybrid.algorithms)
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm of `allreduce` between kinds, one of `algorithms`; settable.
+
+        Must be the same on every rank; has no effect where all ranks are in one group.
+        """
+        return self._hybrid.algorithm
+
+    @algorithm.setter
+    def algorithm(self, name: str) -> None:
+        self._hybrid.algorithm = name
+
+    def trust_calls(self) -> None:
+        """Stop comparing the first calls of ranks with different releases of torch.
+
+        For callers whose collectives do not depend on torch's release.
+        """
+        if self._check is not None:
+            self._check.stop_unless_detailed()
+
+    def measure_links(self) -> bool:
+        """Measure how to reduce between hosts, if host memory is reduced between some. Collective.
+
+        Otherwise the first long tensor is preceded by that.
+
+        Returns:
+            Whether it is.
+        """
+        link = self.relay.network.link(self.comms.world)
+        if link is None or (self.has_one_group and self._library.is_present):
+            return False
+        link.choose()
+        return True
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank; rank 0 raises an error that names those that are missing."""
+        if isinstance(timeout, float):  # seconds, which torch accepts as well
+            timeout = timedelta(seconds=timeout)
+        limit = self._timeout if timeout is None else timeout
+        # Beside the queue, because it must be able to find a rank that hangs in the queue.
+        name, barrier = "monitored_barrier", self._monitored_barrier
+        with profile_record(name):
+            self._worker.run_beside(name, barrier, limit, wait_all_ranks)
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
+        """Start sending one tensor to a rank. Not collective."""
+        self._check_devices(tensors)
+        return self._send(tensors[0], target, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:  # type: ignore[override]
+        """Start receiving one tensor from a rank. Not collective."""
+        self._check_devices(tensors)
+        return self._receive(tensors[0], source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
+        """Start receiving one tensor from any rank. Not collective."""
+        self._check_devices(tensors)
+        return self._receive(tensors[0], ANY_SOURCE, tag)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following operations; call it on every rank, between operations.
+
+        Not collective. torch's own `_set_pg_timeout` supports gloo and NCCL only, and warns for
+        others.
+        """
+        self._timeout = timeout
+        self._arrivals.set_timeout(timeout)
+        for library in self._libraries:
+            library.set_timeout(timeout)
+        self._mailbox.set_timeout(timeout)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a collective has failed or a rank is lost, so that the group cannot be used."""
+        return self._worker.broken is not None or is_revoked(self.comms.world)
+
+    def record_losses(self) -> None:
+        """Complete futures without an error even if the operation failed because a rank was lost.
+
+        For a caller that checks `is_broken` before it uses their values: an exception in a future
+        crashes DDP's reducer.
+        """
+        self._worker.records_losses = True
+
+    def shutdown(self) -> None:
+        """Finish what is queued, end the threads, and release the communicators.
+
+        Not collective: waits for other ranks only in queued operations, up to their timeout.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        unregister_close(self.shutdown)
+        self._run = _raise_ended
+        if self.is_broken:  # also by what no library knows; its threads may wait in one
+            for library in self._libraries:
+                library.abort(CollectiveError(ENDED))
+        self._worker.close()
+        for library in self._libraries:
+            library.close()
+        is_done = self._mailbox.close()
+        if is_revoked(self.comms.world):
+            return
+        self._arrivals.leave()
+        # MPI is not done with a failed collective, nor with a message that was not received.
+        if is_done and not self.is_broken:
+            free_when_unused(self.comms)
+
+
+def _raise_ended(collective: Collective) -> Work:
+    raise CollectiveError(f"{collective.name}: {ENDED}")

@@ -1,0 +1,330 @@
+"""Sums a plain module's gradients over the ranks while backward still computes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaitian_mpi.distributed.buckets import Bucket, partition
+from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.network.residual import Residuals
+from kaitian_mpi.distributed.readiness import Readiness, ReadyHook
+from kaitian_mpi.distributed.relay.gradients import summing_gradients
+from kaitian_mpi.errors import UnsupportedError, UserError
+
+# Bytes at which a bucket is full: the first one, and the others.
+_CAPS = (1 << 20, 25 << 20)
+# Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
+_CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
+_EXACT = torch.float32, torch.float64
+
+
+def _nothing(is_last: bool) -> None:
+    pass
+
+
+@not_compiled
+class GradientReducer:
+    """Sums gradients over the ranks, each rank's multiplied by its weight.
+
+        reducer.arm(weight)
+        loss.backward()
+        reducer.finish()
+
+    A backward that is not armed accumulates gradients as plain autograd does; the armed one adds to
+    them, and then the ranks sum (so of several micro-batches, the last is armed). With a loss that
+    is the mean over a rank's b_i samples, weights b_i / sum(b) give the gradient of the mean over
+    the global batch.
+
+    Unlike `DistributedDataParallel`, it does not wrap the module: whatever is computed with the
+    parameters counts, in any number of forwards and by any method. Only parameters that require
+    gradients are sent, and with them a number of the caller's, such as the loss.
+
+    The gradients travel in buckets, in the order in which they became ready in rank 0's first armed
+    backward. A rank that computes nothing calls `arm(None)` and `finish()`.
+
+    The caller makes sure that `describe()` is the same on every rank, and that so are the values of
+    the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        on_bucket: Callable[[bool], None] = _nothing,
+        bucket_caps: tuple[int, int] | None = None,
+        residuals: Residuals | None = None,
+    ) -> None:
+        """Watch a model's parameters. Not collective.
+
+        Args:
+            model: on this rank's device already.
+            group: the process group to sum over; None for the default one.
+            on_bucket: called when a bucket's gradients are ready, before they are sent, with
+                whether it is the last.
+            bucket_caps: bytes at which a bucket is full: the first one, and the others; None for
+                those that suit the format in which gradients cross.
+            residuals: the format in which gradients cross slow links, and what it has rounded off
+                them; None to send them as they are. The caller says when a step is done, by
+                `Residuals.keep`.
+
+        Raises:
+            UserError: no parameter requires gradients.
+        """
+        named = dict(model.named_parameters())  # each once, also where modules share it
+        self._names = [name for name, p in named.items() if p.requires_grad]
+        self._parameters = [named[name] for name in self._names]
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        if not self._parameters:
+            raise UserError(
+                f"the model has {len(named)} parameters, none of which requires gradients; "
+                "set requires_grad=True for those to be trained"
+            )
+        self._group, self._on_bucket = group, on_bucket
+        self._lock = threading.RLock()  # devices have a thread each in backward
+        self._weight: float | Callable[[], float | None] | None = 1.0
+        self._number: torch.Tensor | None = None
+        self._works: list[dist.Work] = []
+        self._sums: list[torch.Tensor] = []
+        self._filled = 0
+        self._is_armed = self._is_backward_done = self._is_stale = self._is_closed = False
+        # Gradients usually become ready in the reverse order of the parameters.
+        self._order = list(reversed(range(len(self._parameters))))
+        self._seen: dict[int, None] | None = {}  # the order of the first armed backward, until then
+        self._buckets: list[Bucket] = []
+        self._carrier: Bucket | None = None
+        self._residuals = residuals or Residuals()
+        suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
+        self._caps = bucket_caps or suited
+        self._readiness: list[Readiness] = []  # one for each bucket
+        self._hooks = [ReadyHook(index) for index in range(len(self._parameters))]
+        self._build()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook.ready)
+            for parameter, hook in zip(self._parameters, self._hooks, strict=True)
+        ]
+        self._remove_hooks = weakref.finalize(self, _remove, handles)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a parameter requires gradients that did not when this was made."""
+        return any(parameter.requires_grad for parameter in self._frozen.values())
+
+    @property
+    def carries_number(self) -> bool:
+        """Whether a number can be summed along with the gradients; the same on every rank.
+
+        Not where all of these are of less than 32 bits, which would round it off.
+        """
+        return self._carrier is not None
+
+    @property
+    def number(self) -> torch.Tensor:
+        """The weighted sum of the ranks' numbers, without dimensions, after `finish`.
+
+        In the dtype and on the device of some gradient.
+        """
+        assert self._carrier is not None
+        return self._carrier.number.clone()
+
+    def arm(
+        self,
+        weight: float | Callable[[], float | None] | None,
+        number: torch.Tensor | None = None,
+    ) -> None:
+        """Let the next backward sum over the ranks. Not collective.
+
+        Args:
+            weight: of this rank's gradients. A callable is called once, when the first bucket is
+                ready, and may wait for a collective that was started before. With 0, they are
+                zero, even where this rank has computed a NaN; with None, whatever it has computed
+                is ignored, as if it had not used any parameter.
+            number: of one element; summed where `carries_number`. None counts as 0.
+
+        Raises:
+            RuntimeError: `finish` has not been called since the last armed backward.
+            UnsupportedError: a parameter requires gradients that did not when this was made.
+        """
+        if self._is_closed:
+            raise RuntimeError("arm() after close()")
+        if self._is_armed and self._is_backward_done:
+            raise RuntimeError("arm() before the finish() of the last armed backward()")
+        if self.is_outdated:
+            names = [name for name, p in self._frozen.items() if p.requires_grad]
+            raise UnsupportedError(
+                f"{names[0]} requires gradients now, and did not when the GradientReducer was "
+                "made; make a new one"
+            )
+        if self._is_stale or self._works:
+            self._build()  # what is still being summed keeps its buffers
+        for bucket, readiness in zip(self._buckets, self._readiness, strict=True):
+            readiness.arm(bucket.indices, self._seen)
+        self._weight, self._number, self._filled, self._sums = weight, number, 0, []
+        self._is_armed, self._is_backward_done = True, False
+
+    def finish(self) -> None:
+        """Complete the sums of the armed backward; `grad` of each parameter then holds its sum.
+
+        It is the same bit by bit on all ranks, and a view of its bucket's buffer. A parameter that
+        no rank has a gradient for has None. Collective.
+
+        Raises:
+            RuntimeError: it is not armed.
+            CollectiveError: a sum failed; a `RankLostError` if a rank died.
+        """
+        if not self._is_armed:
+            raise RuntimeError("finish() without arm()")
+        try:
+            with self._lock:
+                while self._filled < len(self._buckets):
+                    self._fill_next()
+            for index, bucket in enumerate(self._buckets):
+                if self._has_one_bucket:
+                    self._all_reduce(bucket, in_background=False)
+                else:
+                    self._works[index].wait()
+                # One number in which whatever is not finite shows; while the next is summed.
+                self._sums.append(bucket.gradients.sum().float())
+                bucket.settle()
+            self._works.clear()
+            self._agree_on_order()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        """Disarm: to be called after a backward that raised. Not collective.
+
+        The gradients are left as they are; set them to None before the next backward.
+        """
+        for readiness in self._readiness:
+            readiness.disarm()
+        self._is_armed, self._weight, self._number = False, 0.0, None
+
+    def is_finite(self) -> bool:
+        """Return whether the gradients of the last `finish` have no NaN and no infinity.
+
+        The same on every rank, without asking: all have the same sums.
+        """
+        if not self._sums:
+            return True
+        device = self._sums[0].device
+        if math.isfinite(sum(each.to(device) for each in self._sums)):
+            return True
+        # Finite numbers may add up to more than a float can hold.
+        return all(bool(bucket.gradients.isfinite().all()) for bucket in self._buckets)
+
+    def describe(self) -> str:
+        """Return what must be the same on every rank, as a short text; for `check_same`."""
+        devices: dict[torch.device, int] = {}
+        rows = [
+            (
+                *(name, tuple(p.shape), p.stride(), str(p.dtype)),
+                devices.setdefault(p.device, len(devices)),
+            )
+            for name, p in zip(self._names, self._parameters, strict=True)
+        ]
+        elements = sum(parameter.numel() for parameter in self._parameters)
+        digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
+        return f"{len(rows)} trainable parameters of {elements} elements, layout {digest}"
+
+    def close(self) -> None:
+        """Leave the model alone from now on; its gradients stay. Not collective."""
+        self.reset()
+        self._remove_hooks()
+        self._is_closed = True
+        self._on_bucket = _nothing
+        self._parameters, self._frozen, self._buckets, self._readiness = [], {}, [], []
+        self._carrier = None
+        self._works, self._hooks = [], []
+
+    def _build(self) -> None:
+        """Make new buckets, by the order that is known."""
+        self._works, self._buckets, self._is_stale = [], [], False
+        self._residuals.clear()
+        parts = partition(self._order, self._parameters, self._caps)
+        self._readiness = [Readiness(self._bucket_ready) for _ in parts]
+        for part, readiness in zip(parts, self._readiness, strict=True):
+            bucket = Bucket({index: self._parameters[index] for index in part})
+            self._buckets.append(bucket)
+            places = {self._names[index]: place for index, place in bucket.places.items()}
+            bucket.residual = self._residuals.add(bucket.buffer, places)
+            for index in part:
+                self._hooks[index].readiness = readiness
+        exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
+        self._carrier = exact[-1] if exact else None
+
+    def _bucket_ready(self, readiness: Readiness, index: int) -> None:
+        """Fill the buckets that can be, now that this one has the gradients it waited for.
+
+        Args:
+            readiness: of the bucket.
+            index: the parameter that was the last.
+        """
+        with self._lock:
+            if readiness.is_filled:
+                self.reset()
+                raise UnsupportedError(
+                    f"{self._names[index]} got a gradient after its bucket was sent: by a second "
+                    "backward(), which needs finish() and arm() before it, or by reentrant "
+                    "checkpointing; checkpoint with use_reentrant=False"
+                )
+            if self._filled == 0:
+                engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                engine.queue_callback(self._backward_done)
+            readiness.is_ready = True
+            while self._filled < len(self._buckets) and self._readiness[self._filled].is_ready:
+                self._fill_next()
+
+    def _fill_next(self) -> None:
+        """Fill a bucket, and let it be summed unless it is the only one."""
+        bucket, readiness = self._buckets[self._filled], self._readiness[self._filled]
+        self._filled += 1
+        readiness.is_filled = True
+        self._on_bucket(self._filled == len(self._buckets))
+        if callable(self._weight):
+            self._weight = self._weight()
+        bucket.fill(self._weight, self._number if bucket is self._carrier else None)
+        if not self._has_one_bucket:
+            self._all_reduce(bucket, in_background=True)
+
+    @property
+    def _has_one_bucket(self) -> bool:
+        """Whether all gradients are in one bucket.
+
+        Nothing is left to compute while it is summed, so `finish` does that in the caller's thread,
+        which saves two thread switches.
+        """
+        return len(self._buckets) == 1
+
+    def _all_reduce(self, bucket: Bucket, *, in_background: bool) -> None:
+        with summing_gradients(bucket.residual):
+            work = dist.all_reduce(bucket.buffer, group=self._group, async_op=in_background)
+        if work is not None:
+            self._works.append(work)
+
+    def _backward_done(self) -> None:
+        self._is_backward_done = True
+
+    def _agree_on_order(self) -> None:
+        """After the first armed backward, take rank 0's order for the buckets. Collective."""
+        if self._seen is None:
+            return
+        self._order = [*self._seen, *(i for i in self._order if i not in self._seen)]
+        order = self._buckets[0].buffer.new_empty(len(self._order), dtype=torch.int64)
+        order.copy_(torch.tensor(self._order))
+        dist.broadcast(order, group=self._group, group_src=0)
+        self._order, self._seen = order.cpu().tolist(), None
+        self._is_stale = True  # until the next arm(), when the gradients in them may be gone
+
+
+def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

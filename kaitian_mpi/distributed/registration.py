@@ -1,0 +1,176 @@
+"""Registers the backend with torch, without loading MPI.
+
+torch calls `register` at the end of `import torch`, by the entry point `torch.backends`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from kaitian_mpi.distributed import BACKEND, SCHEME, device_types
+from kaitian_mpi.runtime.threads import record_default_threads
+
+
+def register() -> None:
+    """Register the backend `kaitian` and the rendezvous `mpi://`.
+
+    May be called again, and must be once a plug-in of torch was imported later: the backend then
+    accepts tensors of the plug-in's device type as well.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    if not dist.is_available():
+        return
+    if BACKEND in dist.Backend.backend_list:
+        dist.Backend.backend_capability[BACKEND] = device_types()
+        return
+    defaults = dict(dist.Backend.default_device_backend_map)
+    dist.Backend._plugins = _WithOurs(dist.Backend._plugins)
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
+    # Do not become any device type's default backend: that is the vendor's own.
+    dist.Backend.default_device_backend_map.clear()
+    dist.Backend.default_device_backend_map.update(defaults)
+    register_rendezvous_handler(SCHEME, _rendezvous)
+    record_default_threads()
+
+
+class _WithOurs(dict[str, Any]):
+    """torch's registered backends; ours is found by its name, but not listed.
+
+    With any listed, torch gives a group such as `cpu:gloo,cuda:gloo` no default backend
+    (github.com/pytorch/pytorch/issues/167305), also in scripts that never ask for ours.
+    """
+
+    _ours: Any = None
+
+    def __setitem__(self, name: str, plugin: Any) -> None:
+        if name == BACKEND.upper():
+            self._ours = plugin
+        else:
+            super().__setitem__(name, plugin)
+
+    def __contains__(self, name: object) -> bool:
+        return name == BACKEND.upper() or super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name == BACKEND.upper():
+            return self._ours
+        raise KeyError(name)
+
+
+def _create(options: Any, _: Any = None) -> Any:
+    from kaitian_mpi.distributed.creation import create
+
+    extend_monitored_barrier()
+    serve_by_torchs_own()
+    return create(options)
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
+    from kaitian_mpi.mpi.rendezvous import rendezvous
+
+    # torch puts the script's `rank` and `world_size` arguments into the URL.
+    given = dict(parse_qsl(urlsplit(url).query))
+    rank, size = (int(given[name]) if name in given else None for name in ("rank", "world_size"))
+    for found in rendezvous(rank, size, options.get("timeout")):
+        register()  # a plug-in of torch may have been imported with the devices
+        yield found
+
+
+def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") -> None:
+    """Replace a function in every loaded module that refers to it by its name.
+
+    For example, `device_mesh` has its own reference to `new_group`, and a script may have imported
+    `monitored_barrier`.
+
+    Args:
+        old: the function.
+        new: what takes its place.
+        name: by which it is known; empty: its own.
+    """
+    name = name or old.__name__
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get(name) is old:
+            names[name] = new
+
+
+def extend_monitored_barrier() -> None:
+    """Make `torch.distributed.monitored_barrier` accept our groups; torch accepts only gloo's.
+
+    Not before there is such a group, so that other scripts keep torch's own function.
+    """
+    import torch.distributed as dist
+
+    original: Any = dist.monitored_barrier
+    if hasattr(original, "accepts_ours"):
+        return
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: Any = False
+    ) -> Any:
+        is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
+        if not is_ours:
+            return original(group, timeout, wait_all_ranks)
+        ours: Any = group or dist.group.WORLD
+        return ours.monitored_barrier(timeout, wait_all_ranks)
+
+    vars(monitored_barrier)["accepts_ours"] = True
+    replace(original, monitored_barrier)
+
+
+def serve_by_torchs_own() -> None:
+    """Have torch's own functions serve our groups where a plug-in has replaced them.
+
+    Importing torch_npu replaces some by functions that call methods of HCCL's group, or another
+    collective than the ranks of other kinds do (torch_npu's `distributed/distributed_c10d.py`:
+    `_batch_isend_irecv`, `_gather`). Other groups keep the plug-in's.
+    """
+    import torch.distributed as dist
+
+    for name in ("gather", "gather_object", "batch_isend_irecv"):
+        theirs: Any = getattr(dist, name)
+        if theirs.__module__ != dist.distributed_c10d.__name__ and not hasattr(
+            theirs, "serves_ours"
+        ):
+            replace(theirs, _shared(_torchs_own(name), theirs), name)
+
+
+def _shared(original: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is torch's for our groups, and a plug-in's for others."""
+    import torch.distributed as dist
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        operations = given.get("p2p_op_list")
+        group = operations[0].group if operations else given.get("group")
+        is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
+        return (original if is_ours else theirs)(*args, **kwargs)
+
+    vars(shared)["serves_ours"] = True
+    return shared
+
+
+def _torchs_own(name: str) -> Any:
+    """Return one of torch's functions from its source: nothing may refer to it any more."""
+    import torch.distributed as dist
+
+    module = dist.distributed_c10d
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    made: dict[str, Any] = {}
+    exec(compile(tree, module.__file__, "exec", dont_inherit=True), vars(module), made)  # noqa: S102
+    return made[name]

@@ -1,0 +1,113 @@
+"""How long the relay's chunks are: measured once per communicator, the same on all its ranks.
+
+The exchange of n bytes, with what the host does to start the copies, takes a + n / B seconds: short
+chunks pay a often, with long ones the pipeline is filled and drained for long. Copies have no such
+a, so a copy out gains a on the exchange with every chunk, and each chunk may be a B longer than the
+one before it without being late; likewise at the end. So the lengths grow by a B, and shrink again:
+N bytes take about N / B + 2 sqrt(N a / B), where equal chunks take N / B + 2.8 sqrt(N a / B). The
+product a B is Hockney's half-performance length: the n at which a stage reaches half of B.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kaitian_mpi.distributed.relay.slots import COUNT
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SIZES = 1 << 20, 4 << 20  # shorter ones stay in the cache, and so does the code between them
+"""Bytes of the chunks that are timed."""
+REPEATS = 4  # the first one warms up
+
+_FALLBACK_BYTES = 256 << 10  # where a longer chunk took no longer, as under a passing load
+_MIN_CHUNK_BYTES = 64 << 10
+_ALIGNMENT = 64  # a multiple of every dtype's size
+
+
+class Pace(NamedTuple):
+    """What all ranks of a communicator have agreed on."""
+
+    half_bytes: int
+    """The half-performance length of the slowest stage."""
+    limit_bytes: int
+    """The longest chunk."""
+
+    def lengths(self, total_bytes: int) -> list[int]:
+        """Return the lengths of the chunks of a tensor of so many bytes, which they add up to.
+
+        From 64 KB or more they grow by at most `half_bytes`, rounded up, and shrink so again; all
+        but one are multiples of 64 bytes.
+        """
+        longest = max(self.limit_bytes, _MIN_CHUNK_BYTES)
+        growth = min(-(-self.half_bytes // _ALIGNMENT) * _ALIGNMENT, longest)
+        first = max(growth, _MIN_CHUNK_BYTES)
+        # Two slopes of k chunks are k (2 first + (k - 1) growth) bytes.
+        linear = 2 * first - growth
+        fitting = (math.isqrt(linear**2 + 4 * growth * total_bytes) - linear) // (2 * growth)
+        slope = [*range(first, longest + 1, growth)][:fitting]
+        left = total_bytes - 2 * sum(slope)
+        count = -(-left // min(first + len(slope) * growth, longest))
+        each = -(-left // max(count, 1) // _ALIGNMENT) * _ALIGNMENT
+        rest = [min(each, left - start) for start in range(0, left, each or 1)]
+        half = len(rest) // 2
+        return [*sorted(slope + rest[half:]), *sorted(slope + rest[:half], reverse=True)] or [0]
+
+
+def half_performance_bytes(seconds: tuple[float, float]) -> int:
+    """Return the half-performance length of a stage from its seconds for chunks of `SIZES`."""
+    small, large = seconds
+    if large <= small:
+        return _FALLBACK_BYTES
+    bytes_per_sec = (SIZES[1] - SIZES[0]) / (large - small)
+    latency_sec = max(0.0, small - SIZES[0] / bytes_per_sec)
+    return max(1, int(latency_sec * bytes_per_sec))
+
+
+def longest_chunk(memory_mb: int) -> int:
+    """Return the longest chunk of which enough fit in the relay's memory; a power of two."""
+    return 2 ** int(math.log2((memory_mb << 20) // COUNT))
+
+
+def agree_on_longest_chunk(comm: MPI.Comm, memory_mb: int) -> int:
+    """Return the longest chunk for which every rank has the memory. Collective over `comm`."""
+    from mpi4py import MPI
+
+    agreed = np.array([longest_chunk(memory_mb)])
+    comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
+    return int(agreed[0])
+
+
+def agree_on_pace(
+    comm: MPI.Comm, memory_mb: int, stages: Callable[[int], list[Callable[[], None]]]
+) -> Pace:
+    """Time the stages on each rank, and return what fits the slowest. Collective over `comm`.
+
+    Args:
+        comm: the ranks that exchange the chunks.
+        memory_mb: what this rank's buffers may take together.
+        stages: returns the stages for a chunk of so many bytes, each of which returns when it is
+            done. Those that are collective must come in the same order on every rank.
+    """
+    from mpi4py import MPI
+
+    slowest = [max(map(_seconds, stages(size))) for size in SIZES]
+    agreed = np.array([*slowest, -longest_chunk(memory_mb)])
+    comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MAX)
+    small, large, limit = agreed.tolist()
+    return Pace(half_performance_bytes((small, large)), -int(limit))
+
+
+def _seconds(stage: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        stage()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])  # what else the machine does only adds to it

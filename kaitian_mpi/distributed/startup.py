@@ -1,0 +1,148 @@
+"""Initializes MPI and torch.distributed over `kaitian`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from kaitian_mpi.distributed import BACKEND, SCHEME, registration
+from kaitian_mpi.distributed.registration import replace
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.job_store import close_job_store_after_loss
+from kaitian_mpi.mpi.world import World, current_world, join_world, set_current_world
+from kaitian_mpi.runtime.abort import install_abort_hook
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
+
+_requested = ""  # the arguments of the first `init`
+
+
+def init(
+    devices: str = "auto",
+    emulate_kinds: str = "",
+    emulate_slowdown: str = "",
+    share_device: bool = False,
+    group_by: str = "auto",
+) -> World:
+    """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
+
+    Collective over all ranks that mpirun started; without mpirun, a job of one rank. Called again
+    with the same arguments, it returns the ranks of the default process group, without
+    communication.
+
+    Args:
+        devices: `auto`, `cpu`, or a list by local rank such as `cuda:0,cuda:1,cpu`.
+        emulate_kinds: labels for CPU ranks by world rank, such as `gpu,gpu,mlu,mlu`; empty: those
+            in the environment variable `KAITIAN_EMULATE_KINDS`, if any.
+        emulate_slowdown: ranks to slow down by sleeping, such as `2:3.0,3:1.5`; empty: those in
+            `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
+        share_device: let several ranks use one device; the ranks of such a group communicate
+            through host memory. Also if the environment variable `KAITIAN_SHARE_DEVICE` is 1.
+        group_by: what ranks of one group have in common: `kind`, or `kind-and-host`, where vendors'
+            libraries connect no hosts. `auto`: what `KAITIAN_GROUP_BY` says, if it is set; else
+            `kind`, and a `Training` measures whether `kind-and-host` is faster.
+
+    Raises:
+        UserError: a device is missing, a host has more ranks than devices, two ranks share a
+            device without `share_device`, there is no MPI, what is to be emulated is malformed, or
+            torch.distributed is initialized already over another backend or with other arguments.
+    """
+    global _requested
+    install_abort_hook()
+    given: dict[str, Any] = {
+        "devices": devices,
+        "emulate_kinds": emulate_kinds,
+        "emulate_slowdown": emulate_slowdown,
+        "share_device": share_device,
+        "group_by": group_by,
+    }
+    requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if dist.is_initialized():
+        return _initialized_world(requested)
+    world = current_world()
+    # That of kaitian-run has its --devices. A second `init` may choose others.
+    chosen = any(p.default != given[name] for name, p in inspect.signature(init).parameters.items())
+    if world is None or _requested or chosen:
+        world = join_world(initialize_mpi(), **given)
+    registration.register()
+    open_process_group(world)
+    _requested = requested
+    return world
+
+
+def _initialized_world(requested: str) -> World:
+    """Return the ranks of the default process group that there is already."""
+    world, backend = current_world(), dist.get_backend()
+    if world is None or BACKEND not in backend:
+        raise UserError(
+            f"init: found torch.distributed initialized over {backend}, needed this call in place "
+            "of init_process_group"
+        )
+    if _requested and requested != _requested:
+        raise UserError(
+            f"init: found a second call with {requested}, needed the first one's {_requested}; "
+            "call it once"
+        )
+    return world
+
+
+def open_process_group(world: World) -> None:
+    """Create the default process group of these ranks. Collective over them."""
+    set_current_world(world)
+    dist.init_process_group(BACKEND, init_method=f"{SCHEME}://")
+
+
+def close_process_group() -> None:
+    """Destroy this rank's default process group, if any; after a loss also close the job's store.
+
+    Does not wait for other ranks.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    close_job_store_after_loss()
+
+
+def use_backend_for(names: Iterable[str]) -> None:
+    """Make scripts that name other backends use `kaitian`, with the `mpi://` rendezvous.
+
+    Replaces `init_process_group` and `new_group` in torch.distributed, so it must be called before
+    the script imports them. A default group without a store uses `mpi://`, so that no port is
+    opened; a script's own store or other init_method is kept.
+
+    Args:
+        names: backends to replace, such as `nccl`, also as part of `cpu:gloo,cuda:nccl`.
+    """
+    registration.register()
+    overridden = frozenset(names)
+    start, subgroup = dist.init_process_group, dist.new_group
+
+    @functools.wraps(start)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(start).bind(*args, **kwargs).arguments
+        given["backend"] = _override(given.get("backend"), overridden)
+        if given["backend"] == BACKEND:
+            if given.get("init_method") in (None, "env://") and given.get("store") is None:
+                given["init_method"] = f"{SCHEME}://"
+            given.pop("device_id", None)  # binds a group to one vendor's device
+        start(**given)
+
+    @functools.wraps(subgroup)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(subgroup).bind(*args, **kwargs).arguments
+        if given.get("backend") is not None:  # None: the default group's
+            given["backend"] = _override(given["backend"], overridden)
+        return subgroup(**given)
+
+    replace(start, init_process_group)
+    replace(subgroup, new_group)
+
+
+def _override(backend: str | None, overridden: frozenset[str]) -> str | None:
+    """Return `kaitian` for an overridden backend, or for none if any backend is overridden."""
+    if backend is None:
+        return BACKEND if overridden else None
+    named = {part.rpartition(":")[2].lower() for part in str(backend).split(",")}
+    return BACKEND if named & overridden else backend

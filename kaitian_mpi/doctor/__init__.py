@@ -1,1 +1,0 @@
-"""What `kaitian-doctor` does: it examines every rank, probes what is between them, and reports."""

@@ -1,1 +1,0 @@
-"""Elastic membership: active ranks, ranks on standby, and regrouping after the loss of a rank."""

@@ -1,1 +1,0 @@
-"""What one rank does in training: state, computation, batch norm, evaluation, step times."""

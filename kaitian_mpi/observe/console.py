@@ -1,0 +1,140 @@
+"""Console output of world rank 0: tables and progress lines, for terminals and log files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kaitian_mpi.mpi.topology import RankInfo, shared_devices
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.preflight.verdict import by_value
+from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
+
+_WIDTH = 120
+
+_quiet = False
+
+
+def set_quiet(quiet: bool) -> None:
+    """Set whether only warnings are printed from now on (`--quiet`)."""
+    global _quiet
+    _quiet = quiet
+
+
+def print_rank_0(world: World, text: str) -> None:
+    """Print a line from world rank 0, unless the run is quiet."""
+    if not _quiet:
+        warn_rank_0(world, text)
+
+
+def warn_rank_0(world: World, text: str) -> None:
+    """Print a line from world rank 0, even if the run is quiet."""
+    if world.rank == 0:
+        print(text, flush=True)
+
+
+def show_topology(world: World, survives: bool = False) -> None:
+    """Print hosts, groups, leaders and devices, from world rank 0.
+
+    Args:
+        world: the ranks.
+        survives: whether the job survives the loss of a rank.
+    """
+    emulated = any(info.emulated for info in world.infos)
+    title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
+    if world.group.node is not None:
+        title += " by kind and host"
+    table = make_table(title + (" (device kinds emulated)" if emulated else ""))
+    for column in ("rank", "host", "group", "role", "device", "memory"):
+        table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
+    leaders = {group.leader for group in world.groups}
+    for info in world.infos:
+        table.add_row(
+            str(info.world_rank),
+            info.host,
+            info.kind + (" (emulated)" if info.emulated else ""),
+            "leader" if info.world_rank in leaders else "member",
+            f"{info.device}  {info.device_name}",
+            f"{info.memory_bytes / 2**30:.1f} GiB",
+        )
+    show_table(world, table)
+    for line in differing_software(world.infos):
+        print_rank_0(world, line)
+    for sharing in shared_devices(world.infos):
+        print_rank_0(
+            world,
+            f"{' and '.join(map(str, sharing))} share one device: "
+            f"group {sharing[0].kind} communicates through host memory, not by "
+            f"{sharing[0].library}",
+        )
+    print_rank_0(
+        world,
+        "fault tolerance: on, the job survives the loss of a rank"
+        if survives
+        else "fault tolerance: off, the loss of a rank ends the job; "
+        + survival_advice(loaded_library()),
+    )
+
+
+def differing_software(infos: Sequence[RankInfo]) -> list[str]:
+    """Return a line for each of torch and Python whose version differs between the ranks."""
+    found = {
+        "torch": {info.world_rank: info.torch_version for info in infos},
+        "Python": {info.world_rank: info.python_version for info in infos},
+    }
+    return [
+        f"{name}: {by_value(versions)}"
+        for name, versions in found.items()
+        if len(set(versions.values())) > 1
+    ]
+
+
+def progress_line(
+    epoch: int, epochs: int, step: int, steps: int, loss: float, rate: float, left_sec: float
+) -> str:
+    """Return a line of progress: epoch, step, loss, samples per second, time left."""
+    minutes, seconds = divmod(round(left_sec), 60)
+    return (
+        f"epoch {epoch}/{epochs} | step {step}/{steps} | loss {loss:.4f} | "
+        f"{rate:.1f} samples/s | {minutes}:{seconds:02d} left"
+    )
+
+
+def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
+    """Return the line at the end of an epoch, with the results on held-out samples.
+
+    Args:
+        epochs: the number of epochs done.
+        samples: samples done in the next epoch, if the run stops in its middle; else 0.
+        step: the number of steps done.
+        found: the results on the held-out samples, by name.
+    """
+    where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
+    values = [f"held-out {name} {value:.4f}" for name, value in found.items()]
+    return " | ".join([where, f"step {step}", *values])
+
+
+def lost_line(lost: Sequence[RankInfo]) -> str:
+    """Return a line that names the ranks that were lost."""
+    return f"{', '.join(map(str, lost))} {'was' if len(lost) == 1 else 'were'} lost"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def make_table(title: str) -> Table:
+    """Return an empty table."""
+    return Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
+
+
+def show_table(world: World, table: Table) -> None:
+    """Print a table from world rank 0, unless the run is quiet."""
+    if world.rank == 0 and not _quiet:
+        # Plain text of a fixed width: under mpirun, the terminal and its width are not known.
+        Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
+        sys.stdout.flush()

@@ -1,0 +1,183 @@
+"""The end of a run in three lines: what was reached, how well the devices were used, what next.
+
+How well the devices were used is measured in the run itself. A rank that takes c seconds to compute
+its b samples computes b / c samples/s; alone, without others to wait for and without communication,
+it would reach that. The job's throughput is divided by the sum of these over the ranks, and what is
+missing to 1 is what the ranks' time went to besides, each rank weighted by its b / c. (A rank's
+`compute` holds what it is slowed down by. So this does not say whether a device is as fast as it
+should be; the slow ranks are named.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kaitian_mpi.observe.reading import Evaluated, Event, Reading
+from kaitian_mpi.observe.sink import MetricsSink
+from kaitian_mpi.observe.view import duration
+
+_MIN_SHOWN = 0.005
+_MIN_ADVISED = 0.1
+SLOWER_RANKS, COMMUNICATION = "slower ranks", "communication"
+DATA, OTHER = "loading data", "time between steps"
+_ADVICE = {
+    SLOWER_RANKS: "the ranks wait for slower ones: see kaitian-bench for what each costs",
+    COMMUNICATION: "communication takes most of the rest: a larger --global-batch-size needs less "
+    "of it, and --wire sends fewer bits between hosts",
+    DATA: "loading the data takes most of the rest: --workers N loads it in background processes",
+    OTHER: "the time between steps takes most of the rest: the script's own code, or checks",
+}
+
+
+@dataclass
+class DeviceUse:
+    """What the ranks' time went to, weighted by their speeds; see the module's docstring."""
+
+    capacity: float = 0.0
+    """Samples that the ranks could have computed in all their time."""
+    computing: float = 0.0
+    """Samples' worth of the time in which they computed."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Samples' worth of the other time, by what it went to."""
+    samples: float = 0.0
+    """Samples that were trained."""
+    seconds: float = 0.0
+    """Duration of the steps."""
+
+    def add(self, reading: Reading) -> None:
+        """Add what was measured since the last reading."""
+        steps, step_sec = reading.steps, reading.step_time_sec
+        computes = [
+            (batch / compute, compute, wait, data)
+            for batch, compute, wait, data in zip(
+                *(reading.batch_sizes, reading.compute_time_sec, reading.wait_time_sec),
+                reading.data_time_sec,
+                strict=True,
+            )
+            if batch > 0 and compute > 0
+        ]
+        if not computes:
+            return
+        # The rank that arrives last waits for the exchange alone.
+        exchange = min(wait for _, _, wait, _ in computes)
+        self.samples += reading.samples_per_sec * step_sec * steps
+        self.seconds += step_sec * steps
+        for speed, compute, wait, data in computes:
+            weight = speed * steps
+            other = max(0.0, step_sec - compute - wait - data)
+            self.capacity += weight * (compute + wait + data + other)
+            self.computing += weight * compute
+            for name, seconds in (
+                *((SLOWER_RANKS, wait - exchange), (COMMUNICATION, exchange)),
+                *((DATA, data), (OTHER, other)),
+            ):
+                self.spent[name] = self.spent.get(name, 0.0) + weight * seconds
+
+    @property
+    def share(self) -> float:
+        """The share of the sum of the ranks' speeds that was reached; 0 if unknown."""
+        return self.computing / self.capacity if self.capacity else 0.0
+
+    def losses(self) -> dict[str, float]:
+        """Return the lost shares by cause, largest first; with `share` they add up to 1."""
+        shares = {name: seconds / self.capacity for name, seconds in self.spent.items()}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+class Outcome(MetricsSink):
+    """Prints three lines when the run finishes.
+
+    Args:
+        folder: the run folder; empty if nothing is written.
+        emulated: whether devices or slow ranks are emulated.
+    """
+
+    def __init__(self, folder: str, emulated: bool) -> None:
+        self._folder, self._emulated = folder, emulated
+        self._use = DeviceUse()
+        self._first: Event | None = None
+        self._reading: Reading | None = None
+        self._held_out: Mapping[str, float] = {}
+        self._lost: list[Event] = []
+        self._slow: dict[int, Event] = {}
+
+    def read(self, reading: Reading) -> None:
+        """Add up what the ranks' time goes to."""
+        self._use.add(reading)
+        self._reading = reading
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Keep the last results."""
+        self._held_out = evaluated.values
+
+    def happened(self, event: Event) -> None:
+        """Keep what the last lines need; print them when the run finishes."""
+        if event.kind in ("start", "resume"):
+            self._first = self._first or event
+        elif event.kind == "loss":
+            self._lost.append(event)
+        elif event.kind == "slow":
+            self._slow.update(dict.fromkeys(event.ranks, event))
+        elif event.kind == "slow_end":
+            for rank in event.ranks:
+                self._slow.pop(rank, None)
+        elif event.kind == "finish":
+            print("\n".join(self.lines(event)), flush=True)
+
+    def lines(self, finish: Event) -> list[str]:
+        """Return three lines, and one for what happened to ranks, if anything did."""
+        notes = [event.text for event in (*self._lost, *[*self._slow.values()][-1:])]
+        note = [f"note: {'; '.join(notes)}"] if notes else []
+        advice = f"next: {self._next(needs_advice=not notes)}"
+        return [self._reached(finish), self._used(), *note, advice]
+
+    def _reached(self, finish: Event) -> str:
+        figures = [finish.text]
+        if self._first is not None:
+            resumed = f" from step {self._first.step}" if self._first.kind == "resume" else ""
+            figures[0] += f", in {duration(finish.time - self._first.time)}{resumed}"
+        if self._reading is not None:
+            figures.append(f"loss {self._reading.loss:.4f}")
+        figures += [f"held-out {name} {value:.4f}" for name, value in self._held_out.items()]
+        return " | ".join(figures)
+
+    def _used(self) -> str:
+        use = self._use
+        if not (use.share and use.seconds):
+            return "devices: nothing was measured, as no step was trained"
+        rate = use.samples / use.seconds
+        emulated = " (emulated)" if self._emulated else ""
+        text = (
+            f"devices{emulated}: {use.share:.0%} of the sum of their speeds "
+            f"({rate:,.1f} of {rate / use.share:,.1f} samples/s)"
+        )
+        losses = list(use.losses().items())
+        shown = [*losses[:2], ("other", sum(share for _, share in losses[2:]))]
+        named = [f"{name} {share:.0%}" for name, share in shown if share >= _MIN_SHOWN]
+        return f"{text}; lost to {', '.join(named)}" if named else text
+
+    def _next(self, needs_advice: bool) -> str:
+        advice = []
+        if needs_advice and (largest := next(iter(self._use.losses().items()), None)):
+            name, share = largest
+            advice += [_ADVICE[name]] if share >= _MIN_ADVISED else []
+        if self._folder:
+            advice.append(f"kaitian-report {self._folder} shows the run")
+        elif not advice:
+            advice.append("--run-dir keeps the weights, the metrics and checkpoints")
+        return "; ".join(advice)
+
+
+def resume_line(step: int, total_steps: int, folder: str) -> str:
+    """Return how to continue a run that is saved, but not finished.
+
+    Args:
+        step: the number of steps done.
+        total_steps: of the whole run.
+        folder: the run folder.
+    """
+    return (
+        f"stopped after step {step} of {total_steps}; to continue: the same command with "
+        f"--run-dir {folder} --resume auto"
+    )

@@ -1,0 +1,228 @@
+"""The report: one HTML file that needs neither a network nor scripts."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Sequence
+
+from kaitian_mpi.observe.report.bar_figures import MAX_RUNS, describe_comparison, draw_comparison
+from kaitian_mpi.observe.report.canvas import drawing
+from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
+from kaitian_mpi.observe.report.run import Run, format_duration
+from kaitian_mpi.observe.report.svg import to_svg
+
+_MAX_ROWS = 200
+_STYLE = """
+:root { color-scheme: light; }
+body { margin: 0; background: #fff; color: #1a1a1a; font: 16px/1.5 system-ui, sans-serif; }
+.skip { position: absolute; left: -999px; }
+.skip:focus { position: static; display: inline-block; padding: .5em; }
+header, main, footer { max-width: 62rem; margin: 0 auto; padding: 0 1rem; }
+h1 { font-size: 1.7rem; margin: 1rem 0 .3rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.35rem; margin: 2.2rem 0 .5rem; border-bottom: 2px solid #0072b2;
+  overflow-wrap: anywhere; }
+h3 { font-size: 1.1rem; margin: 1.8rem 0 .3rem; }
+nav ul { padding-left: 1.2rem; columns: 15rem; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr));
+  gap: .6rem 1rem; }
+.facts dt { color: #555; font-size: .85rem; }
+.facts dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+a { color: #005a8c; }
+:focus-visible { outline: 3px solid #d55e00; outline-offset: 2px; }
+figure { margin: .5rem 0 1.5rem; }
+figure svg { display: block; width: 100%; min-width: 40rem; height: auto; }
+figcaption { color: #444; font-size: .92rem; }
+table { border-collapse: collapse; font-size: .92rem; }
+.wide { overflow-x: auto; }
+th, td { border: 1px solid #bbb; padding: .25rem .6rem; text-align: left; vertical-align: top;
+  overflow-wrap: anywhere; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th { background: #f2f2f2; }
+.emulated, .missing { border-left: 5px solid #d55e00; background: #fff4ec; padding: .5rem .9rem; }
+details { margin: .5rem 0; }
+summary { cursor: pointer; }
+footer { color: #555; font-size: .85rem; padding-bottom: 2rem; }
+@media print {
+  nav, .skip { display: none; }
+  body { font-size: 11pt; }
+  figure { break-inside: avoid; }
+  figure svg { min-width: 0; }
+  h2, h3 { break-after: avoid; }
+}
+"""
+_COMPARISON = "Runs side by side"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STATES = {
+    "finished": "finished",
+    "stopped": "stopped before its end",
+    "unfinished": "not finished: it is still training, or has ended early",
+}
+
+
+def make_page(runs: Sequence[Run]) -> str:
+    """Return the report on one or more runs.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    title = "Report on " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
+    sections = [_run_section(run, number) for number, run in enumerate(runs, 1)]
+    links = _links(runs)
+    if len(runs) > 1:
+        sections.insert(0, _comparison(runs))
+    date = time.strftime("%Y-%m-%d %H:%M %Z")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{_text(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<a class="skip" href="#content">Skip to the content</a>
+<header>
+<h1>{_text(title)}</h1>
+<nav aria-label="Contents"><ul>{links}</ul></nav>
+</header>
+<main id="content">
+{"".join(sections)}
+</main>
+<footer><p>Made by kaitian-report on {_text(date)}.</p></footer>
+</body>
+</html>
+"""
+
+
+def _links(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        links = [("run1", "Summary"), *((f"run1-{spec.name}", spec.title) for spec in FIGURES)]
+    else:
+        links = [("comparison", _COMPARISON)]
+        links += [(f"run{number}", f"Run {run.name}") for number, run in enumerate(runs, 1)]
+    return "".join(f'<li><a href="#{place}">{_text(title)}</a></li>' for place, title in links)
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    with drawing():
+        figure = draw_comparison(runs)
+    body = "<p>Nothing is known of these runs yet.</p>"
+    if figure is not None:
+        drawn = to_svg(figure, describe_comparison(runs), "comparison")
+        more = f" The first {MAX_RUNS} of {len(runs)} runs." if len(runs) > MAX_RUNS else ""
+        caption = f"Means over each whole run, and its last held-out result.{more}"
+        body = _as_figure(drawn, caption)
+    heading = f'<h2 id="comparison">{_COMPARISON}</h2>'
+    return f'<section aria-labelledby="comparison">\n{heading}\n{body}\n</section>\n'
+
+
+def _run_section(run: Run, number: int) -> str:
+    parts = []
+    for spec in FIGURES:
+        parts.append(_figure(run, spec, f"run{number}-{spec.name}"))
+        if spec.name == "batch-sizes":
+            parts.append(_plan_table(run))
+        elif spec.name == "events":
+            parts.append(_event_table(run))
+    return f"""<section aria-labelledby="run{number}">
+<h2 id="run{number}">Run {_text(run.name)}</h2>
+{_summary(run)}
+{"".join(parts)}
+</section>
+"""
+
+
+def _summary(run: Run) -> str:
+    parts = [f"<p>{_text(_sentence(run))}</p>"]
+    if run.emulated:
+        parts.append(
+            '<p class="emulated"><strong>Emulated:</strong> kinds of devices or their speeds are '
+            "emulated in this run. Its times and rates are not those of real hardware.</p>"
+        )
+    if run.missing:
+        items = "".join(f"<li>{_text(reason)}</li>" for reason in run.missing)
+        parts.append(f'<div class="missing"><p>What is missing:</p><ul>{items}</ul></div>')
+    rows = "".join(
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
+        for name, value in run.facts.items()
+    )
+    if rows:
+        parts.append(f'<dl class="facts">{rows}</dl>')
+    return "\n".join(parts)
+
+
+def _sentence(run: Run) -> str:
+    """Return in a sentence or two how the run went."""
+    kinds = [event.kind for event in run.events]
+    counts = [
+        (kinds.count("loss"), "loss of ranks", "losses of ranks"),
+        (max(0, len(run.plans) - 1), "new plan", "new plans"),
+        (kinds.count("slow"), "slow period", "slow periods"),
+    ]
+    shown = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
+    happened = f" What happened: {', '.join(shown)}." if shown else ""
+    state = _STATES.get(run.state, run.state)
+    return f"The run is {state}.{happened}"
+
+
+def _figure(run: Run, spec: FigureSpec, place: str) -> str:
+    heading = f'<h3 id="{place}">{_text(spec.title)}</h3>'
+    figure = spec.draw(run)
+    if figure is None:
+        return f"{heading}\n<p>Nothing to show. {_text(spec.alt(run))}</p>\n"
+    drawn = to_svg(figure, spec.alt(run), place)
+    return f"{heading}\n{_as_figure(drawn, spec.explanation)}\n"
+
+
+def _as_figure(drawn: str, caption: str) -> str:
+    caption = f"<figcaption>{_text(caption)}</figcaption>"
+    return f'<figure><div class="wide">{drawn}</div>\n{caption}</figure>'
+
+
+def _plan_table(run: Run) -> str:
+    rows = [
+        (
+            str(number or "first"),
+            f"{plan.step:,}",
+            _batches(plan.ranks, plan.batch_sizes),
+            plan.reason,
+        )
+        for number, plan in enumerate(run.plans)
+    ]
+    return _table("All plans", ("mark", "from step", "samples of each rank", "reason"), rows)
+
+
+def _event_table(run: Run) -> str:
+    rows = [
+        (f"{event.step:,}", format_duration(event.at_sec), event.kind.replace("_", " "), event.text)
+        for event in run.events
+    ]
+    return _table("All events", ("step", "after", "what", "details"), rows)
+
+
+def _batches(ranks: Sequence[int], sizes: Sequence[int]) -> str:
+    shown = [f"{rank}: {size}" for rank, size in list(zip(ranks, sizes, strict=True))[:16]]
+    return ", ".join(shown) + (f" and {len(sizes) - 16} more ranks" if len(sizes) > 16 else "")
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col">{_text(column)}</th>' for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows[:_MAX_ROWS]
+    )
+    more = f"<p>and {len(rows) - _MAX_ROWS:,} more</p>" if len(rows) > _MAX_ROWS else ""
+    return (
+        f"<details><summary>{_text(title)} ({len(rows):,})</summary>"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+        f"{more}</details>\n"
+    )
+
+
+def _text(value: str) -> str:
+    return html.escape(value, quote=True)

@@ -1,0 +1,339 @@
+"""The run folder: all files of a run, written by one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import StorageError, UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.files import describe_failure, json_bytes, read_json, replacing
+from kaitian_mpi.observe.folder_claim import Claim, check_unclaimed
+from kaitian_mpi.observe.folders import make_new_folder
+from kaitian_mpi.observe.tensor_files import TensorWriter
+
+_log = logging.getLogger(__name__)
+
+_HISTORY = ("events.jsonl",)
+"""JSON lines files whose lines stay when steps are trained again."""
+
+
+class RunFolder(Protocol):
+    """Where results are written. `NoFolder` is for the ranks that do not write."""
+
+    path: Path
+
+    def begin(self, config: TrainingConfig, job: str) -> None:
+        """Claim the folder for this job's run, and write config.json unless it has a run already.
+
+        Args:
+            config: the job's settings.
+            job: its ID.
+        """
+        ...
+
+    def write(self, name: str, content: Any) -> None:
+        """Write a JSON file atomically."""
+        ...
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Append a line to a JSON lines file."""
+        ...
+
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Save the model's weights as `checkpoints/model.pt`, atomically."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Return whether the last content given to this object for a file has been written."""
+        ...
+
+    def require(self, name: str) -> None:
+        """Raise `StorageError` if a file's last content is not on disk."""
+        ...
+
+    def cut_after(self, step: int) -> None:
+        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
+        ...
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return a JSON file's content; empty if it is missing or invalid."""
+        ...
+
+    def confirm(self, name: str) -> None:
+        """Update a file's modification time, because its content is valid for this job as well."""
+        ...
+
+    def close(self) -> None:
+        """Let other jobs train in the folder; does nothing after the first call."""
+        ...
+
+
+class NoFolder:
+    """Writes nothing, because another rank writes the files."""
+
+    path = Path()
+
+    def begin(self, config: TrainingConfig, job: str) -> None:
+        """Do nothing."""
+
+    def write(self, name: str, content: Any) -> None:
+        """Do nothing."""
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def has(self, name: str) -> bool:
+        """Return True."""
+        return True
+
+    def require(self, name: str) -> None:
+        """Do nothing."""
+
+    def cut_after(self, step: int) -> None:
+        """Do nothing."""
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return an empty object."""
+        return {}
+
+    def confirm(self, name: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class DiskFolder:
+    """A folder on disk, in which one job at a time trains."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the folder if it does not exist.
+
+        Raises:
+            UserError: it cannot be created or written.
+        """
+        self.path = path
+        self._claim: Claim | None = None
+        self._faults: dict[Path, str] = {}
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            probe = path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {path}: {error.strerror}; name a folder that can be written"
+            ) from error
+
+    def begin(self, config: TrainingConfig, job: str) -> None:
+        """Claim the folder for this job's run, and write config.json unless it has a run already.
+
+        Raises:
+            UserError: another job trains in it, or it has the results of another run.
+        """
+        self.claim(job)
+        is_new = not (self.path / "config.json").exists() if config.resume else self._is_first()
+        if is_new or not config.resume:  # else written once this job is known to resume the run
+            self.write("config.json", dataclasses.asdict(config))
+        if is_new:
+            self.require("config.json")  # with a full disk, the whole training would be lost
+
+    def claim(self, job: str) -> None:
+        """Keep other jobs than this one from training in the folder, until `close`.
+
+        Raises:
+            UserError: another job trains in it.
+        """
+        self._claim = Claim(self.path, job)
+        self.mend()
+
+    def close(self) -> None:
+        """Let other jobs train in the folder; does nothing after the first call."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def write(self, name: str, content: Any) -> None:
+        """Write a JSON file atomically."""
+        self._replace(self.path / name, json_bytes(content))
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Append a line to a JSON lines file."""
+        target = self.path / name
+        with _warned(target):
+            before = target.stat().st_size if target.exists() else 0
+            try:
+                with target.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError:
+                _cut(target, before)  # half a line would corrupt the next one
+                raise
+
+    def _is_first(self) -> bool:
+        """Create config.json; return False if a rank of this job, which is lost, has done so.
+
+        Raises:
+            UserError: another job has.
+        """
+        try:
+            (self.path / "config.json").touch(exist_ok=False)
+        except FileExistsError as error:
+            if self._claim is not None and self._claim.is_renewed:
+                return False
+            raise _used(self.path) from error
+        except OSError as error:
+            raise StorageError(f"--run-dir {self.path}: {error.strerror}") from error
+        return True
+
+    def mend(self) -> None:
+        """Remove incomplete last lines, which a rank was writing when it died."""
+        for path in self.path.glob("*.jsonl"):
+            with path.open("rb+") as file:
+                content = file.read()
+                file.truncate(content.rfind(b"\n") + 1)
+
+    def cut_after(self, step: int) -> None:
+        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
+        for path in self.path.glob("*.jsonl"):
+            if path.name in _HISTORY:
+                continue
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= step]
+            if len(kept) < len(lines):
+                self._replace(path, b"".join(kept))
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return a JSON file's content; empty if it is missing or invalid."""
+        return read_json(self.path / name)
+
+    def confirm(self, name: str) -> None:
+        """Update a file's modification time, because its content is valid for this job as well."""
+        with _warned(self.path / name):
+            os.utime(self.path / name)
+
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Save the model's weights as `checkpoints/model.pt`, atomically."""
+        needed = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
+        target = self.path / "checkpoints" / "model.pt"
+        self._fill(target, needed, lambda file: TensorWriter(file).save(state))
+
+    def has(self, name: str) -> bool:
+        """Return whether the last content given to this object for a file has been written."""
+        return self._faults.get(self.path / name) == ""
+
+    def require(self, name: str) -> None:
+        """Raise `StorageError` if a file's last content is not on disk."""
+        path = self.path / name
+        reason = self._faults.get(path, "")
+        if not reason:
+            try:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())  # some file systems report a full disk only now
+            except OSError as error:
+                reason = error.strerror or str(error)
+        if reason:
+            raise StorageError(f"{path} could not be written: {reason}")
+
+    def _replace(self, target: Path, content: bytes) -> None:
+        self._fill(target, len(content), lambda file: file.write(content))
+
+    def _fill(self, target: Path, needed: int, fill: Callable[[IO[bytes]], object]) -> None:
+        """Write a file of about `needed` bytes atomically; an OSError is logged and noted."""
+        with _warned(target):
+            try:
+                with replacing(target) as file:
+                    fill(file)
+            except OSError as error:
+                self._faults[target] = describe_failure(error, target.parent, needed)
+                raise
+            self._faults[target] = ""
+
+
+def _step_of(line: bytes) -> float:
+    """Return a line's step; below any step if it has none."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return -math.inf
+
+
+@contextlib.contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Log an OSError as a warning: training continues, and the disk may be freed meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning(
+            "%s could not be written: %s; training continues", path, error.strerror or error
+        )
+
+
+def _cut(path: Path, size: int) -> None:
+    with contextlib.suppress(OSError):
+        os.truncate(path, size)
+
+
+def check_run_folder(config: TrainingConfig, world: World) -> None:
+    """Check the folder given by `--run-dir`; nothing is created yet. Collective.
+
+    Raises:
+        AgreedError: it has the results of another run and `--resume` is not given, another job
+            trains in it, or it cannot be used.
+    """
+    if not config.run_dir:
+        return
+    with agree_on_errors(world.comm):
+        if world.rank == 0:
+            _check(Path(config.run_dir), config.resume)
+            check_unclaimed(Path(config.run_dir))
+
+
+def _check(path: Path, resume: str) -> None:
+    try:
+        holds_run = (path / "config.json").lstat() is not None
+    except FileNotFoundError:
+        holds_run = False
+    except OSError as error:
+        raise UserError(
+            f"--run-dir {path}: {error.strerror}; name a folder that can be written"
+        ) from error
+    if holds_run and not resume:
+        raise _used(path)
+
+
+def _used(path: Path) -> UserError:
+    return UserError(
+        f"--run-dir {path}: found the results of another run, needed a new or empty folder; name "
+        "another, or give --resume auto to continue that run"
+    )
+
+
+def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
+    """Return the run folder on rank 0, and a stand-in that writes nothing on other ranks.
+
+    Args:
+        config: names the folder. Without a name, a new folder is created,
+            or nothing is written at all; see `TrainingConfig.choose_folder`.
+        rank: this rank.
+
+    Raises:
+        UserError: the folder cannot be created or written.
+    """
+    path = config.choose_folder()
+    if rank != 0 or path is None:
+        return NoFolder()
+    return DiskFolder(path if config.run_dir else make_new_folder(path))

@@ -1,0 +1,276 @@
+"""Records what this rank does and when, in memory, for the timeline.
+
+Without `--timeline`, `current` is None, and code that could record something only checks that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from kaitian_mpi.observe.timeline.clock import AlignedClock
+from kaitian_mpi.observe.timeline.sampling import Sampling
+from kaitian_mpi.runtime.watchdog import on_phase
+
+Item = TypeVar("Item")
+
+MAX_EVENTS = 1 << 16
+"""The most events kept in memory, about 20 MB; later ones are counted, not kept."""
+_MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
+
+MAIN, COLLECTIVES, DEVICE = "main", "collectives", "device"
+COPY_OUT, EXCHANGE, COPY_BACK = "relay: copy out", "relay: MPI", "relay: copy back"
+LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
+"""The lanes of a rank, in the order shown; process groups but the default one add their own."""
+
+
+class Event(NamedTuple):
+    """Something that happened on this rank; times are those of its own clock, in seconds."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, Any]
+
+
+class RunEvent(NamedTuple):
+    """Something that concerns the whole run; recorded by the rank that writes the files."""
+
+    time: float
+    """By this rank's clock, in seconds."""
+    name: str
+    value: float | None = None
+    """The value of a counter; None for an event at this time."""
+    rank: int | None = None
+    """The world rank whose counter it is; None for the run's own."""
+    args: Mapping[str, Any] = {}
+
+
+class Mark(Protocol):
+    """A point of a device's stream; see `devices.protocol.Mark`."""
+
+    def is_reached(self) -> bool:
+        """Return whether the device has reached it."""
+        ...
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the seconds from an earlier mark to this one."""
+        ...
+
+
+class DeviceSpan(NamedTuple):
+    """Work of the device between two marks of its streams."""
+
+    lane: str
+    name: str
+    start: Mark
+    end: Mark
+    args: Mapping[str, Any]
+
+
+class _Thread(threading.local):
+    lane: str | None = None  # of the recorded collective that the thread carries out
+    args: dict[str, Any] | None = None
+
+
+class Recorder:
+    """Records events of this process; those of steps only in the steps that are sampled.
+
+    Any thread may record; only the main thread enters phases. Nothing blocks or raises.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        capacity: int = MAX_EVENTS,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            sampling: which steps are recorded.
+            capacity: how many events are kept until they are taken.
+            now: this rank's clock, in seconds.
+        """
+        self.now = now
+        self.began = now()
+        """When the recorder was created, by `now`."""
+        self.clock = AlignedClock()
+        """Relates `now` to the other ranks' clocks."""
+        self.is_recording = True
+        """Whether events are recorded now: in a sampled step, or outside of steps."""
+        self.dropped = 0
+        """How many events were not kept because there were too many."""
+        self._sampling = sampling
+        self._capacity = capacity
+        self._events: deque[Event] = deque()
+        self._device_spans: deque[DeviceSpan] = deque()
+        self._run_events: deque[RunEvent] = deque()
+        self._phase: tuple[str, float, int | None] | None = None
+        self._phases_since_step = 0
+        self._main = threading.get_ident()
+        self._thread = _Thread()
+
+    def enter_phase(self, phase: str, step: int | None) -> None:
+        """End the main thread's phase and begin the next."""
+        now = self.now()
+        self._end_phase(now)
+        self._phases_since_step = self._phases_since_step + 1 if step is None else 0
+        # Ranks may enter unlike numbers of phases between steps, but record the same collectives.
+        self.is_recording = step is None or self._sampling.includes(step)
+        if self._phases_since_step > _MAX_PHASES_BETWEEN_STEPS:
+            self.dropped += 1
+        elif self.is_recording:
+            self._phase = phase, now, step
+
+    def add(
+        self, lane: str, name: str, start: float, end: float, args: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record an event.
+
+        Args:
+            lane: where it is shown.
+            name: what happened.
+            start: its start, by `now`.
+            end: its end, by `now`.
+            args: what else to show for it, in types that JSON has.
+        """
+        if len(self._events) < self._capacity:
+            self._events.append(Event(lane, name, start, end, args or {}))
+        else:
+            self.dropped += 1
+
+    def add_device_span(
+        self, lane: str, name: str, start: Mark, end: Mark, args: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record work of the device between two marks, whose times are read later."""
+        if len(self._device_spans) < self._capacity:
+            self._device_spans.append(DeviceSpan(lane, name, start, end, args or {}))
+        else:
+            self.dropped += 1
+
+    def add_run_event(self, event: RunEvent) -> None:
+        """Record something that concerns the whole run."""
+        if len(self._run_events) < self._capacity:
+            self._run_events.append(event)
+        else:
+            self.dropped += 1
+
+    @contextmanager
+    def part_of_collective(
+        self, name: str, lane: str | None, args: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Record the block as a part of the collective that this thread carries out.
+
+        Does nothing if this thread carries out none, or one that is not recorded.
+
+        Args:
+            name: what this part does.
+            lane: where it is shown; None for the collective's own lane.
+            args: what else to show for it.
+        """
+        start = self.now()
+        yield
+        if self._thread.lane is not None:
+            self.add(lane or self._thread.lane, name, start, self.now(), args)
+
+    def annotate(self, **args: Any) -> None:
+        """Add to the args of the collective that this thread carries out."""
+        if self._thread.args is not None:
+            self._thread.args.update(args)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether this thread carries out a collective that is recorded."""
+        return self._thread.lane is not None
+
+    @contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """Record the block as a wait within the main thread's phase; nothing in other threads."""
+        start = self.now()
+        yield
+        if self.is_recording and threading.get_ident() == self._main:
+            self.add(MAIN, name, start, self.now())
+
+    @contextmanager
+    def collective(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
+        """Record the block as a collective, which this thread carries out."""
+        thread = self._thread
+        outer = thread.lane, thread.args
+        thread.lane, thread.args = lane, args
+        start = self.now()
+        try:
+            yield
+        finally:
+            thread.lane, thread.args = outer
+            self.add(lane, name, start, self.now(), args)
+
+    def take(self) -> list[Event]:
+        """Remove and return the events recorded since the last call."""
+        return _taken(self._events)
+
+    def take_run_events(self) -> list[RunEvent]:
+        """Remove and return the run's events recorded since the last call."""
+        return _taken(self._run_events)
+
+    @property
+    def has_device_spans(self) -> bool:
+        """Whether work of the device is waiting for `take_device_spans`."""
+        return bool(self._device_spans)
+
+    def take_device_spans(self, anchor: Mark, anchor_time: float) -> list[Event]:
+        """Remove and return the device's work that has ended.
+
+        Args:
+            anchor: a mark that the device has just reached.
+            anchor_time: when it did, by `now`.
+        """
+        taken = []
+        while self._device_spans and self._device_spans[0].end.is_reached():
+            span = self._device_spans.popleft()
+            start, end = (anchor_time - anchor.seconds_since(m) for m in (span.start, span.end))
+            if start <= end:  # not so for a phase that this rank skipped in the step
+                taken.append(Event(span.lane, span.name, start, end, span.args))
+        return taken
+
+    def end_phase(self) -> None:
+        """End the main thread's phase without beginning another."""
+        self._end_phase(self.now())
+
+    def _end_phase(self, now: float) -> None:
+        if self._phase is not None:
+            name, start, step = self._phase
+            self.add(MAIN, name, start, now, {} if step is None else {"step": step})
+            self._phase = None
+
+
+def _taken(events: deque[Item]) -> list[Item]:
+    """Empty a deque to which other threads may append, and return its items."""
+    taken = []
+    while events:
+        taken.append(events.popleft())
+    return taken
+
+
+current: Recorder | None = None
+"""This process's recorder; None unless a timeline is being recorded."""
+
+
+def start_recording(recorder: Recorder) -> None:
+    """Record what this process does from now on, including its main thread's phases."""
+    global current
+    current = recorder
+    on_phase(recorder.enter_phase)
+
+
+def stop_recording() -> None:
+    """Stop recording."""
+    global current
+    current = None
+    on_phase(None)

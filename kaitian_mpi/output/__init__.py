@@ -1,1 +1,0 @@
-"""A run's output: console, run folder, JSON files."""

@@ -1,0 +1,138 @@
+"""A verdict: what facts mean for training, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kaitian_mpi.preflight.facts import JobFacts
+
+_MAX_HOSTS = 4
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Training works, but slower or less safely than it could."""
+    PROBLEM = "problem"
+    """Training would fail."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of a report."""
+
+    level: Level
+    found: str
+    """What was found."""
+    advice: str = ""
+    """What to do; empty if all is well."""
+    host: str = ""
+    """The host it is about; empty if it is about the job. Added to what was found, and hosts of
+    which the same was found are named together."""
+
+    def __str__(self) -> str:
+        """Return it as one line of a message."""
+        return f"{self.found}; {self.advice}" if self.advice else self.found
+
+
+Judge = Callable[[JobFacts], Iterable[Verdict]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named judgement of facts."""
+
+    name: str
+    judge: Judge
+    """Pure; returns no verdict where the facts it needs are missing."""
+    before_jobs: bool = False
+    """Whether its facts cost nothing, so that it is made before every job."""
+
+
+def ok(found: str, host: str = "") -> Verdict:
+    """Return a verdict that all is well."""
+    return Verdict(Level.OK, found, "", host)
+
+
+def warning(found: str, advice: str, host: str = "") -> Verdict:
+    """Return a verdict that something could be better."""
+    return Verdict(Level.WARNING, found, advice, host)
+
+
+def problem(found: str, advice: str, host: str = "") -> Verdict:
+    """Return a verdict that training would fail."""
+    return Verdict(Level.PROBLEM, found, advice, host)
+
+
+def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:
+    """Return a problem from an error's message, whose last part may say what to do.
+
+    Args:
+        error: such as `found no mpirun; install one`.
+        where: added to what was found.
+        advice: where the message has none.
+    """
+    found, _, in_message = error.rpartition("; ")
+    return problem(f"{where}{found or in_message}", in_message if found else advice)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return `rank 1`, or `ranks 0, 2-5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"rank{'' if is_one else 's'} {', '.join(texts)}"
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """Return who has what, such as `2.8.0 on rank 0, 2.9.1 on ranks 1, 2`."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+
+
+def merge_hosts(verdicts: Iterable[Verdict], hosts: int) -> list[Verdict]:
+    """Join verdicts that differ in the host alone, and name their hosts.
+
+    Args:
+        verdicts: of one check.
+        hosts: how many hosts the job has; one is not named.
+    """
+    places: dict[Verdict, list[str]] = {}
+    for verdict in verdicts:
+        places.setdefault(replace(verdict, host=""), []).append(verdict.host)
+    return [
+        replace(verdict, found=verdict.found + _on_hosts(list(filter(None, names)), hosts))
+        for verdict, names in places.items()
+    ]
+
+
+def _on_hosts(names: Sequence[str], hosts: int) -> str:
+    if not names or hosts == 1:
+        return ""
+    if len(names) == hosts:
+        return f" on all {hosts} hosts"
+    more = f" and {len(names) - _MAX_HOSTS} more" if len(names) > _MAX_HOSTS else ""
+    return f" on {', '.join(names[:_MAX_HOSTS])}{more}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Return such as `1 core` or `2 cores`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def size_text(count: float) -> str:
+    """Return bytes in words, such as `512 MiB`."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"

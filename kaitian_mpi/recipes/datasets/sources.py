@@ -1,0 +1,81 @@
+"""The datasets for `--dataset`: built in, or from a user's factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.utils.data import Dataset
+
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.recipes.datasets import cifar10, digits, mnist, synthetic
+from kaitian_mpi.recipes.datasets.arrays import ImageArrays
+from kaitian_mpi.recipes.datasets.augment import Augmented
+from kaitian_mpi.recipes.datasets.user_dataset import load_user_data
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The training and validation data of a run.
+
+    Both datasets are indexed by a list of n sample indices, which returns a batch: inputs
+    [n, ...] and labels int64 [n]; n may be 0.
+    """
+
+    name: str
+    """The value of `--dataset`."""
+    train: Dataset
+    """Training data, augmented."""
+    validation: Dataset
+    """Validation data, never augmented."""
+    num_classes: int
+    """Labels are below this."""
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    load: Callable[[TrainConfig], tuple[ImageArrays, ImageArrays]]
+    augment: str
+    """What `--augment auto` means. All built-in datasets have ten classes."""
+
+
+_BUILT_IN = {
+    "digits": _BuiltIn(lambda config: digits.load(config.val_split), "crop"),
+    "cifar10": _BuiltIn(
+        lambda config: cifar10.load(config.data_dir, config.val_split), "crop-flip"
+    ),
+    "mnist": _BuiltIn(lambda config: mnist.load(config.data_dir, config.val_split), "crop"),
+    "synthetic": _BuiltIn(lambda config: synthetic.load(config.val_split), "none"),
+}
+
+
+def load_data(config: TrainConfig) -> DataSource:
+    """Load the dataset given by `config.dataset`. Every rank holds all of it.
+
+    Raises:
+        UserError: there is no such dataset, its files are missing or wrong, or the user's factory
+            fails.
+    """
+    if ":" in config.dataset:
+        return _load_factory_source(config)
+    if config.dataset not in _BUILT_IN:
+        raise UserError(
+            f"--dataset: found {config.dataset!r}, needed one of {', '.join(_BUILT_IN)}, or "
+            "module:factory"
+        )
+    built_in = _BUILT_IN[config.dataset]
+    arrays, validation = built_in.load(config)
+    kind = built_in.augment if config.augment == "auto" else config.augment
+    train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
+    return DataSource(config.dataset, train, validation, num_classes=10)
+
+
+def _load_factory_source(config: TrainConfig) -> DataSource:
+    if config.augment not in ("auto", "none"):
+        raise UserError(
+            f"--augment {config.augment} works with built-in datasets only, not with --dataset "
+            f"{config.dataset}; augment in the factory and give --augment none"
+        )
+    train, validation, classes = load_user_data(config.dataset, config.data_dir, config.val_split)
+    return DataSource(config.dataset, train, validation, classes)

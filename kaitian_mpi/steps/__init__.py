@@ -1,1 +1,0 @@
-"""One step after another: the trainer, and what all ranks do after each step."""

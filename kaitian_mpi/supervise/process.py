@@ -1,0 +1,253 @@
+"""Runs mpirun as a child process, and handles the supervisor's signals meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.folders import SHM
+from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.runtime.mpi_libraries import NOTICE_DEAD_HOSTS
+from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.runtime.system import prctl
+from kaitian_mpi.supervise.job_environment import (
+    environment,
+    hosts_with_ranks,
+    remove_snapshots,
+    remove_stale_snapshots,
+)
+from kaitian_mpi.supervise.local_ranks import has_local_ranks
+from kaitian_mpi.supervise.probe import lost_hosts
+from kaitian_mpi.supervise.starts import Job, list_names
+from kaitian_mpi.train.checkpoint.folder_lock import wait_for_writer
+from kaitian_mpi.train.restart_request import request_restart, withdraw_request
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_FORWARDED = (*_STOPS, signal.SIGUSR1)
+_POLL_SEC = 0.1
+_CHECK_SEC = 0.5
+_GRACE_SEC = 2.0
+_MAX_HANG_SEC = 60.0
+_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+
+
+class Machine:
+    """The real `Effects` of a supervisor: runs commands, waits, probes hosts and logs.
+
+    As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
+    and recorded in `stopped`; SIGUSR1 is forwarded. With a hosts file, SIGHUP has it read again.
+    """
+
+    def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
+        """Store the settings.
+
+        Args:
+            job: the job.
+            agent: the result of `probe.find_agent`.
+            probe_sec: how long a host's answer may take.
+            hang_sec: how long mpirun may keep running after its ranks on this machine have ended,
+                if there are none on others; 0 for no limit.
+        """
+        self.stopped = 0
+        """The signal that requested a stop; 0 for none."""
+        self._job = job
+        self._agent = agent
+        self._probe_sec = probe_sec
+        self._hang_sec = hang_sec
+        self._child: subprocess.Popen[bytes] | None = None
+        self._reported_remote = False
+        self._is_hung_up = False
+        self._missed = 0  # a stop signal received while there was no child
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Machine:
+        """Install the handlers, except for signals that are ignored already."""
+        for number in (*_FORWARDED, *([signal.SIGHUP] if self._job.hosts_file else [])):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._forward)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def adopt(self, job: Job) -> None:
+        """Go on with other hosts of the same job."""
+        self._job = job
+
+    def run(self, words: Sequence[str], watch: Callable[[], None] = lambda: None) -> int:
+        """Run a command to its end and return its exit code, 128 + n after signal n.
+
+        It gets its own process group, so that it receives a Ctrl-C only once, from us: on a second
+        one, Open MPI ends at once. It could not read from the terminal there, so its stdin is
+        empty.
+
+        Args:
+            words: the command.
+            watch: called every half second meanwhile.
+
+        Raises:
+            UserError: it cannot be started.
+        """
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            # Must be called in the child, between fork and exec, hence preexec_fn, which is safe in
+            # a process without threads. So mpirun ends its ranks after a SIGKILL to us.
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGTERM)
+
+        try:
+            self._child = subprocess.Popen(  # noqa: S603 (the user's own command)
+                words,
+                env={**NOTICE_DEAD_HOSTS, **os.environ, **environment(self._job)},
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise UserError(
+                f"{words[0]}: {error.strerror}; name a program that can be started"
+            ) from error
+        if self._missed:
+            self._child.send_signal(self._missed)
+        code = self._wait(self._child, watch)
+        self._child = None
+        if self.stopped:  # the process that saves the last step may outlive mpirun
+            wait_for_writer(self._job.folder / "checkpoints")
+        return code if code >= 0 else 128 - code
+
+    def _wait(self, child: subprocess.Popen[bytes], watch: Callable[[], None]) -> int:
+        """Wait for the command to end; end it if it hangs.
+
+        When the link to a host is down, mpirun waits for that host even after all its other ranks
+        have ended, and even after a SIGTERM. This can be detected only if mpirun has ranks on its
+        own machine. A job that continues without those is not ended.
+        """
+        limit_sec, alive_at = self._hang_sec, None
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(_CHECK_SEC)
+            watch()
+            if has_local_ranks(child.pid):
+                alive_at = time.monotonic()
+            elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
+                if not self._continues_elsewhere():
+                    return self._end_hanging(child)
+                alive_at, limit_sec = time.monotonic(), min(2 * limit_sec, _MAX_HANG_SEC)
+
+    def _continues_elsewhere(self) -> bool:
+        """Return whether ranks on other hosts continue without those on this machine."""
+        job = self._job
+        if not job.survives:
+            return False
+        if not job.hosts and any(name in os.environ for name in _BATCH_SYSTEMS):
+            return True  # only the batch system knows the hosts
+        hosts = hosts_with_ranks(self._agent, job.remote, job, self._probe_sec)
+        if hosts and not self._reported_remote:
+            self._reported_remote = True
+            names = list_names(sorted(hosts))
+            self.report(f"no rank is left on this machine; the job continues on {names}")
+        return bool(hosts)
+
+    def _end_hanging(self, child: subprocess.Popen[bytes]) -> int:
+        self.report(
+            "mpirun is still waiting after its ranks on this machine have ended; terminating it"
+        )
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(_GRACE_SEC)
+        child.kill()
+        return child.wait()
+
+    def save_snapshot(self) -> bool:
+        """Write this machine's snapshot to disk, if it is newer than the checkpoints there.
+
+        Returns:
+            Whether the disk has everything that is in memory.
+        """
+        if not any(SHM.glob(f"kaitian-{self._job.snapshots}-*")):
+            return True
+        from kaitian_mpi.train.checkpoint.last_snapshot import (
+            save_snapshot,  # loads torch, for seconds
+        )
+
+        try:
+            return save_snapshot(self._job.snapshots, self._job.folder, self._job.keep_checkpoints)
+        except (OSError, UserError) as error:
+            self.report(f"the snapshot in memory could not be written to disk: {error}")
+            return False
+
+    def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
+        """Remove the job's snapshots; return the names of the hosts that do not answer."""
+        return remove_snapshots(self._agent, hosts, self._job, self._probe_sec)
+
+    def remove_stale_snapshots(self, hosts: Sequence[Host]) -> None:
+        """Remove what hosts have kept of the job while it went on without them."""
+        remove_stale_snapshots(self._agent, hosts, self._job, self._probe_sec)
+
+    def request_restart(self) -> bool:
+        """Ask the running job to save and end; return whether that could be done."""
+        try:
+            request_restart(self._job.folder, self._job.job_id)
+        except OSError as error:
+            self.report(
+                f"{self._job.folder}: {error.strerror}; the job cannot be asked to end, and goes "
+                "on with its present hosts"
+            )
+            return False
+        return True
+
+    def withdraw_request(self) -> bool:
+        """Ask the job no longer; return whether it had not done what it was asked for."""
+        return withdraw_request(self._job.folder)
+
+    def take_hangup(self) -> bool:
+        """Return whether a SIGHUP has arrived since the last call."""
+        was, self._is_hung_up = self._is_hung_up, False
+        return was
+
+    def pause(self, seconds: float) -> None:
+        """Wait, at most until a signal requests a stop."""
+        wait_until(lambda: bool(self.stopped), seconds, _POLL_SEC)
+
+    def now(self) -> float:
+        """Return the seconds of a monotonic clock."""
+        return time.monotonic()
+
+    def lost(self, hosts: Sequence[Host]) -> frozenset[str]:
+        """Return the names of the hosts that do not answer."""
+        return lost_hosts(self._agent, hosts, self._probe_sec)
+
+    def report(self, text: str) -> None:
+        """Log a line."""
+        _log.info("%s", text)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._is_hung_up = True
+            return
+        if number in _STOPS:
+            self.stopped = self.stopped or number
+        if self._child is not None:
+            self._child.send_signal(number)
+        elif number in _STOPS:
+            self._missed = number

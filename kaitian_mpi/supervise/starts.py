@@ -1,0 +1,233 @@
+"""Plans a start of the job, given the hosts that are lost. Pure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.command import (
+    HOST_LISTS,
+    HOSTFILES,
+    PROGRAM,
+    RANKS,
+    Command,
+    Part,
+    parse_launcher,
+)
+from kaitian_mpi.runtime.hosts import (
+    Host,
+    host_list_without,
+    hostfile_without,
+    place_by_slot,
+    total_slots,
+)
+from kaitian_mpi.supervise.environments import expand
+from kaitian_mpi.supervise.hosts_file import HostEntry
+from kaitian_mpi.supervise.probe import is_own_name
+from kaitian_mpi.supervise.ranks import (
+    fewer_ranks,
+    kept_ranks,
+    kinds_of,
+    slowdowns_of,
+)
+
+_MAX_NAMES = 8
+# Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the
+# ranks of the whole job.
+_NO_SLOWDOWN = "0:1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job as given on the command line."""
+
+    command: Command
+    hosts: tuple[Host, ...]
+    """The hosts in hostfiles and host lists; empty if there are none, e.g. under a batch system."""
+    local: frozenset[str] = frozenset()
+    """The names in `hosts` of this machine, which is not probed."""
+    hostfiles: Mapping[str, str]
+    """The content of each hostfile, by the path in the command."""
+    run_dir: str
+    """The run folder as passed to kaitian-train."""
+    folder: Path
+    """The path of the run folder for this process."""
+    snapshots: str
+    """The name under which hosts keep snapshots in memory between starts."""
+    job_id: str = ""
+    """Set in the environment of this job's ranks, to distinguish them from other jobs'."""
+    keep_checkpoints: int = 1
+    emulate_kinds: str = ""
+    """By the flag or the environment variable; in a smaller job, by the flag."""
+    emulate_slowdown: str = ""
+    spares: int = 0
+    hosts_file: str = ""
+    """`--hosts-file`, whose hosts may change while the job runs; it has all slots for ranks."""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """The interpreter of each host that has one of its own (`--env`)."""
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks of the job with all hosts; None if unknown."""
+        if self.hosts_file:
+            return total_slots(self.hosts)
+        return self.command.ranks or (total_slots(self.hosts) if self.hosts else None)
+
+    @property
+    def survives(self) -> bool:
+        """Whether mpirun lets the job continue after a rank is lost (`--with-ft ulfm`)."""
+        return bool(self.command.values(("with-ft",)))
+
+    @property
+    def owns_snapshots(self) -> bool:
+        """Whether the snapshots' name was generated here, not given by the user."""
+        return not _is_given("--snapshots", self.command.arguments)
+
+    @property
+    def remote(self) -> list[Host]:
+        """The hosts other than this machine, which can be lost."""
+        return [host for host in self.hosts if host.name not in self.local]
+
+    def with_hosts(self, entries: Sequence[HostEntry]) -> Job:
+        """Return the job with the present hosts of its hosts file."""
+        hosts = tuple(entry.host for entry in entries)
+        # No name server is asked, which might take long while the job runs.
+        own = {host.name for host in hosts if is_own_name(host.name)}
+        text = "".join(f"{entry.line}\n" for entry in entries)
+        return replace(self, hosts=hosts, local=self.local | own, hostfiles={self.hosts_file: text})
+
+    def left(self, lost: Set[str]) -> list[Host]:
+        """Return the hosts that can still run ranks, without the lost ones."""
+        return [host for host in self.hosts if host.name not in lost and host.slots != 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the job."""
+
+    words: list[str]
+    """The command."""
+    hostfile: str = ""
+    """The content of the new hostfile in the command; empty if it uses the user's hostfiles."""
+    shape: str
+    """The number of ranks and the hosts, for messages."""
+
+
+def command_on(command: Command, hosts_file: str) -> Command:
+    """Return a command with mpirun's options for the hosts of a hosts file; see `plan_start`.
+
+    Raises:
+        UserError: it has no launcher, or names hosts or a number of ranks itself.
+    """
+    if not any(part.is_launcher for part in command.parts):
+        raise UserError(f"--hosts-file {hosts_file}: found no mpirun in the command, needed it")
+    for names in (HOSTFILES, HOST_LISTS, RANKS):
+        for part in command.parts:
+            if part.name in names:
+                raise UserError(
+                    f"--hosts-file {hosts_file}: found {' '.join(part.words)} as well, needed one "
+                    "of them: the hosts are those of the file, with a rank for each slot"
+                )
+    at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
+    own = (  # both values are chosen at each start
+        Part(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
+        Part(("-np", "1"), RANKS[0], ("1",)),
+    )
+    return replace(command, parts=command.parts[:at] + own + command.parts[at:])
+
+
+def interpreter_of(command: Command) -> str:
+    """Return the interpreter that a command starts kaitian-train with: this one's, if unknown."""
+    words = [word for part in command.parts for word in part.words]
+    if PurePath(words[-1]).name == PROGRAM:
+        beside = Path(words[-1]).with_name("python")
+        found = str(beside) if beside.parts[:-1] and beside.exists() else sys.executable
+    else:  # python -m kaitian_mpi.cli.train
+        found = words[-3]
+    # A remote shell starts in another folder.
+    return os.path.abspath(found) if "/" in found else found
+
+
+def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
+    """Plan a start of the job without the lost hosts.
+
+    Args:
+        job: the job.
+        lost: names of the hosts to leave out; at least one other must be left.
+        trained: whether steps have been trained from which the job can resume.
+        new_hostfile: the path for a hostfile without the lost hosts.
+
+    Raises:
+        UserError: some host has an interpreter of its own, and another no slots.
+    """
+    command, hostfile, ranks = job.command, "", job.ranks
+    adapted: list[str] = []
+    if lost or job.hosts_file:
+        left = job.left(lost)
+        ranks = fewer_ranks(job.ranks, left)
+        command, hostfile = _without(job, lost, new_hostfile, ranks)
+        adapted = _adapted_flags(job, lost, ranks)
+    own = [*adapted, f"--run-dir={job.run_dir}"]
+    # A user's --resume says where the job starts, not where it resumes after a failure.
+    if trained or not _is_given("--resume", command.arguments):
+        own += ["--resume=auto"]
+    words = command.words + own
+    if job.pythons:
+        left = job.left(lost)
+        names = {host.name for host in left}
+        pythons = {name: python for name, python in job.pythons.items() if name in names}
+        words, _ = expand(parse_launcher(words), left, pythons)
+    return Start(words=words, hostfile=hostfile, shape=_shape(job, lost, ranks))
+
+
+def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> tuple[Command, str]:
+    """Return the command without some hosts, and the content of the hostfile it needs."""
+    command = job.command
+    hostfile = "".join(hostfile_without(text, lost) for text in job.hostfiles.values())
+    if hostfile:
+        command = command.replaced(HOSTFILES, [new_hostfile])
+    lists = [host_list_without(text, lost) for text in command.values(HOST_LISTS)]
+    command = command.replaced(HOST_LISTS, lists)
+    if command.ranks is not None and ranks is not None:
+        command = command.with_ranks(ranks)
+    return command, hostfile
+
+
+def _adapted_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
+    """Return the flags that depend on the ranks, adapted to the smaller job.
+
+    Spares replace the lost ranks, as far as there are any.
+    """
+    if job.ranks is None or ranks is None:
+        return []
+    placed = place_by_slot(job.hosts, job.ranks)
+    kept = kept_ranks(placed, lost, ranks)
+    flags = []
+    if job.emulate_kinds:
+        flags.append(f"--emulate-kinds={kinds_of(job.emulate_kinds, kept, job.ranks)}")
+    if job.emulate_slowdown:
+        slowdown = slowdowns_of(job.emulate_slowdown, kept) or _NO_SLOWDOWN
+        flags.append(f"--emulate-slowdown={slowdown}")
+    if job.spares:
+        flags.append(f"--spares={max(0, job.spares - (job.ranks - ranks))}")
+    return flags
+
+
+def _is_given(flag: str, arguments: Sequence[str]) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in arguments)
+
+
+def _shape(job: Job, lost: Set[str], ranks: int | None) -> str:
+    count = "" if ranks is None else f"{ranks} rank{'' if ranks == 1 else 's'}"
+    names = list_names([host.name for host in job.left(lost)])
+    return " on ".join(filter(None, [count, names])) or "as mpirun chooses"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Join names in one line; of many, only the first few."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

@@ -1,1 +1,0 @@
-"""What a terminal or a log file shows while a run trains."""

@@ -1,0 +1,179 @@
+"""Batch norm's running statistics: tracked per rank while training, then pooled over the ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kaitian_mpi.distributed.sync_batch_norm import SyncBatchNorm, is_local
+
+_MIN_WEIGHT = 1e-30  # so that the mean is defined even if no rank has seen a sample
+_TIME_CONSTANTS = 5.0  # until a momentum has forgotten the statistics of earlier weights
+
+
+class RunningStatistics:
+    """Keeps a model's running statistics usable for evaluation with any batch sizes per rank.
+
+    The mean over the ranks equals that of one device with the global batches: a step is weighted by
+    the momentum, however many micro-batches it is computed in, and a rank by its fraction of each
+    step's samples, however the plan changes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the batch norm layers of a model: the module, not its DDP wrapper."""
+        self._model = model
+        self._norms = [
+            module
+            for module in model.modules()
+            if isinstance(module, _BatchNorm) and module.running_mean is not None
+        ]
+        self._momenta = [norm.momentum for norm in self._norms]
+        self._fractions: list[float] | None = None
+        self._saved_fractions: list[float] | None = None
+        self._fractions_before: list[float] = []
+        self._step_momenta: list[float] = []
+        self._taken, self._samples = 0, 0
+
+    @property
+    def fractions(self) -> list[float] | None:
+        """Per layer, this rank's fraction of the samples that the ranks' statistics are based on.
+
+        Steps are weighted as in the statistics themselves. None if unknown, e.g. for statistics
+        loaded from elsewhere: then the fraction in the next step is used.
+        """
+        return self._fractions
+
+    @fractions.setter
+    def fractions(self, fractions: list[float] | None) -> None:
+        self._fractions = None if fractions is None else list(fractions)
+
+    def save(self) -> None:
+        """Save what a step changes besides the model's buffers."""
+        self._saved_fractions = self._fractions
+
+    def restore(self) -> None:
+        """Restore what `save` saved."""
+        self._fractions = self._saved_fractions
+
+    def lag(self, step_in_epoch: int) -> bool:
+        """Return whether the statistics may still be those of weights that differ from today's.
+
+        So they do in a short epoch: its first steps count as much as its last, and while the
+        weights move fast even those of the step before are far off.
+
+        Args:
+            step_in_epoch: the number of steps done of the epoch.
+        """
+        if any(isinstance(norm, nn.SyncBatchNorm) for norm in self._norms):
+            return False  # ranks that compute it must do so together
+        momentum = min((momentum for momentum in self._momenta if momentum), default=0.0)
+        return momentum > 0 and 0 < step_in_epoch < _TIME_CONSTANTS / momentum
+
+    def before_step(self, step_in_epoch: int, own_samples: int, samples: int) -> None:
+        """Restart the statistics of an epoch, as the mean of its steps so far.
+
+        A momentum of 0.1 needs tens of steps to forget the initial weights, and an epoch may have
+        only six. From the step on at which the model's own momentum weights a step more than such
+        a mean would, that momentum applies as usual.
+
+        Args:
+            step_in_epoch: 0 for the epoch's first step.
+            own_samples: this rank's samples in the step.
+            samples: all ranks' samples in the step.
+        """
+        own = own_samples / samples
+        self._fractions_before = self._fractions or [own] * len(self._norms)
+        self._step_momenta = [
+            max(momentum or 0.0, 1.0 / (step_in_epoch + 1)) for momentum in self._momenta
+        ]
+        self._taken, self._samples = 0, samples
+        self._fractions = self._current_fractions()
+        for norm, step_momentum in zip(self._norms, self._step_momenta, strict=True):
+            if norm.momentum is not None and _is_synchronized(norm):
+                norm.momentum = step_momentum
+
+    def before_batch(self, samples: int) -> None:
+        """Weight the next forward pass by its number of samples in the step."""
+        self._taken += samples
+        self._fractions = self._current_fractions()
+        weights = zip(self._norms, self._momenta, self._step_momenta, self._fractions, strict=True)
+        for norm, momentum, step_momentum, fraction in weights:
+            if momentum is not None and not _is_synchronized(norm):
+                norm.momentum = step_momentum * (samples / self._samples / fraction)
+
+    def _current_fractions(self) -> list[float]:
+        taken = self._taken / self._samples
+        by_layer = zip(self._norms, self._fractions_before, self._step_momenta, strict=True)
+        return [
+            # Every rank's statistics are then those of all ranks.
+            1.0
+            if _is_synchronized(norm)
+            else taken
+            if momentum == 1.0
+            else before + momentum * (taken - before)
+            for norm, before, momentum in by_layer
+        ]
+
+    def synchronized_buffers(self) -> set[int]:
+        """Return the ids of the buffers that a step gives the same content on every rank."""
+        norms = [norm for norm in self._norms if _is_synchronized(norm)]
+        return {id(buffer) for norm in norms for buffer in norm.buffers()}
+
+    @torch.no_grad()
+    def pool(self, fraction: float) -> None:
+        """Give every rank the same buffers. Collective.
+
+        Each rank's batch norm has seen only its own samples. The pooled mean is the weighted mean
+        of the ranks' means, the pooled variance that of the mixture: E[var + mean^2] - pooled
+        mean^2.
+        So the statistics are those of the global batches, without a collective in every step. All
+        other buffers are copied from rank 0, as in stock DDP.
+
+        Args:
+            fraction: this rank's fraction of the samples, used if it is not known from the steps.
+        """
+        if self._norms:
+            fractions = self._fractions or [fraction] * len(self._norms)
+            weights = torch.cat(
+                [
+                    torch.full_like(_tensor(norm.running_mean), max(own, _MIN_WEIGHT))
+                    for norm, own in zip(self._norms, fractions, strict=True)
+                ]
+            )
+            weights = weights.cpu().double()  # not every device has float64
+            sums = torch.cat([self.moments() * weights, weights[None]])
+            dist.all_reduce(sums)
+            self.load_moments(sums[:2] / sums[2])
+        pooled = {id(b) for m in self._norms for b in (m.running_mean, m.running_var)}
+        for buffer in self._model.buffers():
+            if id(buffer) not in pooled:
+                dist.broadcast(buffer, src=0)
+
+    def moments(self) -> torch.Tensor:
+        """Return the means and mean squares of all layers, float64 [2, channels]."""
+        if not self._norms:
+            return torch.zeros(2, 0, dtype=torch.float64)
+        means = torch.cat([_tensor(norm.running_mean) for norm in self._norms]).cpu().double()
+        variances = torch.cat([_tensor(norm.running_var) for norm in self._norms]).cpu().double()
+        return torch.stack([means, variances + means**2])
+
+    def load_moments(self, moments: torch.Tensor) -> None:
+        """Set the running statistics from a result of `moments`, or a weighted mean of several."""
+        means, squares = moments
+        sizes = [_tensor(norm.running_mean).numel() for norm in self._norms]
+        parts = zip(means.split(sizes), squares.split(sizes), strict=True)
+        for norm, (mean, square) in zip(self._norms, parts, strict=True):
+            _tensor(norm.running_mean).copy_(mean)
+            _tensor(norm.running_var).copy_((square - mean**2).clamp_min(0))
+
+
+def _is_synchronized(norm: _BatchNorm) -> bool:
+    """Return whether a layer's forward takes the statistics of all ranks."""
+    return isinstance(norm, SyncBatchNorm) and not is_local()
+
+
+def _tensor(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None
+    return value

@@ -1,0 +1,144 @@
+"""Saves the state when a signal ends the job, in a forked process that outlives the rank.
+
+mpirun kills its ranks 0.25 s after it has sent them the signal, unless it can be paused. In any
+case the rank only has to fork: the child has a complete copy of the state, at the cost of copying
+the page tables, and writes it in its own session, which mpirun's SIGKILL does not reach.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kaitian_mpi.runtime.launcher_pause import detach_from_job, pause_launcher
+from kaitian_mpi.runtime.signals import open_launcher_stderr, output_line
+from kaitian_mpi.train.state_lock import StateLock
+
+_STDERR = 2
+_PATIENCE_SEC = 0.05
+# Well above the anonymous memory of an idle rank with a CUDA build of torch (282 MB), so that only
+# a large model counts; a fork at this size takes up to 0.13 s of the 0.25 s.
+_LARGE_KB = 512 * 1024
+
+
+class ExitSave:
+    """Has a forked child save the state, once, as soon as a signal arrives.
+
+    The state is consistent except while the main thread changes it and holds the lock. The change
+    may take longer than the time until the SIGKILL, so then the main thread itself forks, in
+    Python's signal handler: the child completes the change in the rank's place, and saves.
+    """
+
+    def __init__(
+        self,
+        lock: StateLock,
+        save: Callable[[], str],
+        prepare: Callable[[], None] | None = None,
+        after_fork: Callable[[], None] | None = None,
+    ) -> None:
+        """Store the callbacks; nothing happens before a signal.
+
+        Args:
+            lock: the state's lock.
+            save: called in the child; returns a line that reports what was saved.
+            prepare: called in the rank before the fork, with a consistent state, if a child cannot
+                access the state because it is on a device: copies it to the host.
+            after_fork: called first in the child, which has none of this process's other threads.
+        """
+        self._lock, self._save, self._prepare = lock, save, prepare
+        self._after_fork = after_fork
+        self._child = 0
+
+    def run(self) -> str | None:
+        """Save the state and wait until it is saved; for the thread that handles the signal.
+
+        The lock is not released: this process must exit afterwards.
+
+        Returns:
+            A line that reports what was saved; None if the child has printed it.
+        """
+        self._request()
+        pause = pause_launcher(even_if_visible=_is_large())
+        if pause < 0:
+            late = threading.Timer(_PATIENCE_SEC, self._pause_if_late)
+            late.daemon = True
+            late.start()
+        try:
+            self._lock.__enter__()
+            if not self._child:  # no process could be forked
+                return self._save()
+            os.waitpid(self._child, 0)
+            return None
+        finally:
+            if pause >= 0:
+                os.close(pause)
+
+    def interrupt(self) -> None:
+        """Fork now if the main thread is changing the state. For its signal handler."""
+        self._request()
+        if self._lock.is_mine and self._prepare is None:
+            self._fork(self._complete_change)
+
+    def _pause_if_late(self) -> None:
+        """Pause the launcher, even if a shell shows it, because the fork is too late otherwise.
+
+        The state is still being copied from a device, or the main thread is updating a large
+        tensor, so that Python's signal handlers do not run.
+        """
+        if not self._child:
+            pause_launcher(even_if_visible=True)
+
+    def _request(self) -> None:
+        self._lock.on_acquired = self._save_unchanged
+
+    def _save_unchanged(self) -> None:
+        if self._prepare is not None and not self._child:
+            self._prepare()
+        self._fork(lambda: self._finish(None))
+
+    def _complete_change(self) -> None:
+        self._lock.on_release = self._finish
+
+    def _fork(self, in_child: Callable[[], None]) -> None:
+        if self._child:
+            return
+        with suppress(OSError):  # no memory, or too many processes
+            stderr = _launcher_stderr()
+            self._child = os.fork()
+            if self._child == 0:
+                self._lock.on_acquired = None
+                os.dup2(stderr, _STDERR)
+                detach_from_job()
+                if self._after_fork is not None:
+                    self._after_fork()
+                in_child()
+            os.close(stderr)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Save, print what was saved, and exit the child process."""
+        try:
+            message = self._save() if error is None else f"nothing could be saved: {error}"
+        except BaseException as fault:
+            message = f"nothing could be saved: {type(fault).__name__}: {fault}"
+        with suppress(OSError):
+            os.write(_STDERR, output_line(message))
+        os._exit(0)
+
+
+def _is_large() -> bool:
+    """Return whether forking this process may take too long: up to 0.25 s per GiB."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) > _LARGE_KB
+    return False
+
+
+def _launcher_stderr() -> int:
+    try:
+        return open_launcher_stderr()
+    except OSError:
+        return os.dup(_STDERR)

@@ -1,0 +1,140 @@
+"""Data loaders for training and evaluation."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches
+from kaitian_mpi.train.data.shared_tensors import SharedTensorDataset
+
+_BATCHES_PER_WORKER = 2
+_POLL_SEC = 0.5
+
+
+class ShareLoader:
+    """Loads a rank's shares of steps, in processes that stay until it is closed.
+
+    The first share starts them. Each gets a copy of the dataset as it is then, and imports the
+    script again, which takes seconds; of what happens to the dataset later they see `set_epoch`.
+
+    Args:
+        batches: returns a batch when indexed by a list of sample indices.
+        workers: data-loading processes; 0 loads in this process.
+        pin_memory: whether to copy batches into page-locked memory, for faster copies to a GPU.
+    """
+
+    def __init__(self, batches: Any, workers: int, pin_memory: bool) -> None:
+        self.data = StepBatches(batches)
+        self._workers, self._pin_memory = workers, pin_memory
+        self._shares = _Shares()
+        self._loader: DataLoader[list[MicroBatch]] | None = None
+
+    def load(self, shares: Iterator[Share]) -> Iterator[list[MicroBatch]]:
+        """Return an iterator over the loaded shares; an earlier one cannot be used any more."""
+        self._shares.next = shares
+        if self._loader is None:
+            self._loader = self._make_loader()
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._loader is not None and (loading := self._loader._iterator) is not None:
+            loading._shutdown_workers()  # type: ignore[attr-defined]
+        self._loader = None
+
+    def _make_loader(self) -> DataLoader[list[MicroBatch]]:
+        workers = self._workers
+        return DataLoader(
+            SharedTensorDataset(self.data) if workers else self.data,
+            sampler=self._shares,
+            batch_size=None,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self._pin_memory,
+            # Its own, for drawing from torch's would change the dropout of a run that is resumed.
+            generator=torch.Generator(),
+            multiprocessing_context=_fork_server() if workers else None,
+            prefetch_factor=_BATCHES_PER_WORKER if workers else None,
+            worker_init_fn=_exit_with_rank,
+        )
+
+
+class _Shares(Sampler[Share]):
+    """Yields the shares to load next; a `DataLoader` keeps its sampler."""
+
+    next: Iterator[Share]
+
+    def __iter__(self) -> Iterator[Share]:
+        return self.next
+
+
+def _fork_server() -> BaseContext:
+    # A process forked after MPI has started can crash: pytorch/pytorch#13787.
+    context = multiprocessing.get_context("forkserver")
+    # Otherwise each worker would import torch again, which takes seconds.
+    context.set_forkserver_preload(["__main__", "kaitian_mpi.train.data.worker_process", "torch"])
+    return context
+
+
+def _exit_with_rank(_: int) -> None:
+    """Make this worker exit when its rank is killed.
+
+    torch watches the worker's parent, which is the fork server and not the rank; and the fork
+    server lives as long as the worker does.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    assert rank.pid is not None
+    watch = partial(_exit_after, rank.pid)
+    threading.Thread(target=watch, name="exit-with-rank", daemon=True).start()
+
+
+def _exit_after(rank: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(rank)], [], [])
+    else:  # macOS
+        while psutil.pid_exists(rank):
+            time.sleep(_POLL_SEC)
+    os._exit(1)
+
+
+def steps_ahead(workers: int) -> int:
+    """Return how many steps ahead of training a loader with these workers fetches batches.
+
+    A plan that is set between two steps takes effect after the batches fetched ahead.
+    """
+    return workers * _BATCHES_PER_WORKER
+
+
+def evaluation_indices(
+    length: int, rank: int, shares: Sequence[float], batch: int
+) -> list[list[int]]:
+    """Return this rank's batches of an evaluation over `length` samples.
+
+    Over all ranks each sample is used exactly once, in order; a rank may get none.
+
+    Args:
+        length: number of samples in the dataset.
+        rank: this rank.
+        shares: relative amounts of work, per rank.
+        batch: maximum samples per batch.
+    """
+    counts = apportion(length, shares)
+    start = sum(counts[:rank])
+    stop = start + counts[rank]
+    return [list(range(first, min(first + batch, stop))) for first in range(start, stop, batch)]

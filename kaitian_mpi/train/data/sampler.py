@@ -1,0 +1,236 @@
+"""The sampler that gives each rank its samples of every global step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from kaitian_mpi.balance.shares import apportion, merge_small
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.data.counter_random import random_bits
+
+
+def samples_of_step(remaining: int, global_batch_size: int, min_batch: int = 1) -> int:
+    """Return how many samples all ranks together take in the next step.
+
+    Args:
+        remaining: samples left in the epoch.
+        global_batch_size: samples in a full step.
+        min_batch: the fewest samples that a rank can train on. A smaller remainder is added to
+            the step before it.
+    """
+    return remaining if remaining < global_batch_size + min_batch else global_batch_size
+
+
+def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
+    """Return the number of steps that this many samples take."""
+    steps, rest = divmod(samples, global_batch_size)
+    return steps + (rest >= min_batch) if steps else min(samples, 1)
+
+
+def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 1) -> list[int]:
+    """Return how many samples each rank takes in the next step, the same on every rank.
+
+    Args:
+        remaining: samples left in the epoch.
+        batch_sizes: the plan, per rank.
+        min_batch: the smallest share other than 0.
+
+    Returns:
+        The plan itself; in an epoch's last, partial step, the remaining samples in the plan's
+        proportions. No share exceeds the rank's planned batch size, except by less than
+        `min_batch` where shares below that are not possible.
+    """
+    samples = samples_of_step(remaining, sum(batch_sizes), min_batch)
+    if samples == sum(batch_sizes):
+        return list(batch_sizes)
+    return merge_small(apportion(samples, batch_sizes), batch_sizes, min_batch)
+
+
+class LoadAdaptiveSampler(Sampler[list[int]]):
+    """A distributed sampler with a different batch size per rank, changeable between steps.
+
+    It yields this rank's sample indices of each global step as one list: use it as
+    `DataLoader(dataset, sampler=sampler, batch_size=None)`. There is one permutation per epoch;
+    each step takes its next `global_batch_size` samples, divided in rank order. So an epoch uses
+    each sample exactly once over all ranks: no padding, no duplicates, none dropped. In an
+    epoch's last, partial step a rank's list may be empty.
+
+    The position is a number of samples. So the plan can change between any two steps, and a state
+    can be loaded by any number of ranks. An iterator started in the middle of an epoch continues
+    from there; one started after another reached the end starts the epoch again.
+
+    No method is collective: ranks agree because they set the same plans at the same steps.
+
+    Args:
+        dataset: only its length is used.
+        batch_sizes: samples per step, per rank.
+        rank: this rank.
+        shuffle: whether to permute the samples by (seed, epoch); otherwise in dataset order.
+        seed: any integer, the same on all ranks.
+        min_batch: the fewest samples that the model can train on: 2 where batch norm has a single
+            value per sample and channel. A rank takes none or at least this many. A smaller
+            remainder of an epoch is added to the step before it, which then exceeds the global
+            batch size.
+
+    Attributes:
+        num_replicas: the number of ranks.
+        rank: this rank.
+        epoch: the epoch of the permutation.
+        position: samples of the epoch yielded so far, over all ranks. A `DataLoader` with
+            workers fetches ahead of training; to save the samples trained, or to apply a plan at
+            once, set this to the number of samples trained and start a new iterator.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_sizes: Sequence[int],
+        rank: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        min_batch: int = 1,
+    ) -> None:
+        if not 0 <= rank < len(batch_sizes):
+            raise ValueError(f"rank: found {rank}, needed 0 to {len(batch_sizes) - 1}")
+        self.dataset = dataset
+        if len(dataset) < min_batch:
+            raise ValueError(f"dataset: found {len(dataset)} samples, needed {min_batch} or more")
+        self.num_replicas = len(batch_sizes)
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.min_batch = min_batch
+        self.epoch = 0
+        self.position = 0
+        self._ran_to_end = False
+        self._plans: list[tuple[int, list[int]]] = []  # each with its first position
+        self.set_plan(batch_sizes)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Samples per step, per rank, from the next step on."""
+        return list(self._batch_sizes)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return sum(self._batch_sizes)
+
+    def set_plan(self, batch_sizes: Sequence[int]) -> None:
+        """Change the batch sizes from the next step on; allowed in the middle of an epoch.
+
+        Raises:
+            ValueError: there is not one size per rank, one is negative, one is below `min_batch`
+                but not 0, or all are 0.
+        """
+        if len(batch_sizes) != self.num_replicas:
+            raise ValueError(
+                f"batch_sizes: found {len(batch_sizes)}, needed one for each of "
+                f"{self.num_replicas} ranks"
+            )
+        if min(batch_sizes) < 0 or max(batch_sizes) == 0:
+            raise ValueError(
+                f"batch_sizes: found {list(batch_sizes)}, needed numbers of at least 0, not all 0"
+            )
+        if any(0 < size < self.min_batch for size in batch_sizes):
+            raise ValueError(
+                f"batch_sizes: found {list(batch_sizes)}, needed each to be 0 or at least "
+                f"{self.min_batch}"
+            )
+        self._batch_sizes = list(batch_sizes)
+        self._plans.append((self.position, self._batch_sizes))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of another epoch; does nothing if it is the current one."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.position = 0
+            self._ran_to_end = False
+
+    def __len__(self) -> int:
+        """Return the number of steps left in this epoch with the current plan."""
+        left = len(self.dataset) - self.position
+        return steps_per_epoch(left, self.global_batch_size, self.min_batch)
+
+    def shares_at(self, position: int) -> list[int]:
+        """Return how many samples each rank takes in the step at `position`.
+
+        Of a step that a loader with workers has fetched ahead, by the plan of that time.
+        """
+        made = (plan for first, plan in reversed(self._plans) if first <= position)
+        sizes = next(made, self._batch_sizes)
+        return shares_of_step(len(self.dataset) - position, sizes, self.min_batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step, from the position to the epoch's end."""
+        if self._ran_to_end:
+            self.position = 0
+            self._ran_to_end = False
+        order = self._permutation()
+        self._plans = [(self.position, self._batch_sizes)]
+        while self.position < len(order):
+            own, self.position = self._share_at(order, self.position)
+            yield own
+        self._ran_to_end = True
+
+    def first_shares(self, count: int) -> Iterator[list[int]]:
+        """Yield this rank's indices of the steps that the epoch's first `count` samples would take.
+
+        The position does not matter, and stays.
+        """
+        order, position = self._permutation()[:count], 0
+        while position < len(order):
+            own, position = self._share_at(order, position)
+            yield own
+
+    def indices(self, position: int, count: int) -> list[int]:
+        """Return the `count` sample indices of the epoch from `position` on, of all ranks."""
+        return self._permutation()[position : position + count].tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in samples: the same on all ranks, valid for any number of ranks."""
+        return {"epoch": self.epoch, "position": self.position, **self._order_of_samples()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved position, whatever the number of ranks it was saved with.
+
+        A state saved at an epoch's end has no step left: iterating yields nothing until
+        `set_epoch`.
+
+        Raises:
+            UserError: the state was saved with another seed, shuffling or dataset length.
+        """
+        for name, value in self._order_of_samples().items():
+            if state[name] != value:
+                raise UserError(
+                    f"cannot resume: the checkpoint was saved with {name.replace('_', ' ')} "
+                    f"{state[name]}, this run has {value}; use the same dataset and seed"
+                )
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self._ran_to_end = False
+
+    def _order_of_samples(self) -> dict[str, Any]:
+        return {"seed": self.seed, "shuffle": self.shuffle, "dataset_length": len(self.dataset)}
+
+    def _share_at(self, order: torch.Tensor, position: int) -> tuple[list[int], int]:
+        """Return this rank's indices of the step at `position`, and where the next one starts."""
+        shares = shares_of_step(len(order) - position, self._batch_sizes, self.min_batch)
+        start = position + sum(shares[: self.rank])
+        return order[start : start + shares[self.rank]].tolist(), position + sum(shares)
+
+    def _permutation(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(len(self.dataset))
+        # Mixed, not added, so that seed 0 at epoch 1 differs from seed 1 at epoch 0. torch's CPU
+        # generator uses only the low 32 bits.
+        word = int(random_bits(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
+        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))

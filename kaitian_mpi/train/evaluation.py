@@ -1,0 +1,164 @@
+"""Evaluation, distributed over all ranks; each sample is counted once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, set_phase_limit
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.data.batches import Batches
+from kaitian_mpi.train.data.loader import evaluation_indices
+from kaitian_mpi.train.task import Task
+
+_MAX_BATCH = 64
+_MAX_READ_SEC = 0.1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation has found, by name: the means over a whole dataset."""
+
+    means: Mapping[str, float]
+
+    @property
+    def quality(self) -> float | None:
+        """How good the model is, higher is better: by its accuracy, or else by its loss."""
+        if "accuracy" in self.means:
+            return self.means["accuracy"]
+        return -self.means["loss"] if "loss" in self.means else None
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    data: Any,
+    computation: Computation,
+    world: World,
+    shares: Sequence[float],
+    micro_batch_size: int | None = None,
+    limit: StepLimit | None = None,
+) -> Evaluation:
+    """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
+
+    Args:
+        task: its metrics; where it has none, its loss.
+        model: the same on every rank.
+        data: returns a batch when indexed by a list of sample indices.
+        computation: how this rank computes.
+        world: the ranks.
+        shares: in what proportion the ranks share the work.
+        micro_batch_size: samples that fit this rank's memory at once; None: any number.
+        limit: the watchdog's for a batch, which follows what batches take.
+
+    Raises:
+        UserError: the task's metrics are no numbers by name.
+    """
+    if limit is not None:
+        set_phase_limit(limit.limit_sec)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    totals: dict[str, list[float]] = {}
+    batch_size = min(_MAX_BATCH, micro_batch_size or _MAX_BATCH)
+    reader = _Reader(data)
+    for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
+        batch = reader.read(indices)
+        began = time.perf_counter()
+        enter_phase("evaluation")
+        for name, (value, count) in _measure(task, model, batch, computation, indices).items():
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[0] += value
+            total[1] += count
+        if limit is not None and limit.observe(time.perf_counter() - began) is not None:
+            set_phase_limit(limit.limit_sec)
+    _restore(modes)
+    # The slowest rank is waited for, however long that takes.
+    enter_phase("the sum of the evaluation", waits=True, limited=False)
+    return Evaluation(_means(gather_values(world.comm, totals)))
+
+
+def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Let each module train or not, as before the evaluation."""
+    root, was_training = modes[0]
+    root.train(was_training)
+    for module, was_training in modes:  # some may be kept from training, such as batch norm
+        module.training = was_training
+
+
+def _measure(
+    task: Task, model: nn.Module, batch: Any, computation: Computation, indices: list[int]
+) -> dict[str, tuple[float, float]]:
+    """Return (sum, count) of each of a batch's metrics."""
+    placed = computation.place(batch)
+    if task.metrics is None:
+        loss = computation.loss(task, model, placed).item()
+        weight = task.weigh(batch, len(indices))
+        return {"loss": (loss * weight if weight else 0.0, weight)}
+    with computation.autocast():
+        found = task.metrics(model, placed)
+    if not isinstance(found, Mapping):
+        raise UserError(
+            f"Task: metrics returned a {type(found).__name__}, needed a dict of sums, or of pairs "
+            "(sum, count), by name"
+        )
+    return {str(name): _pair(str(name), value, len(indices)) for name, value in found.items()}
+
+
+def _pair(name: str, value: Any, samples: int) -> tuple[float, float]:
+    total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+    try:
+        return float(total), float(count)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"Task: metrics returned {name}={value!r}, needed a sum over the batch, or a pair "
+            "(sum, count), of numbers or tensors of one element"
+        ) from error
+
+
+def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the means of all ranks' sums; in float64, and in the ranks' order everywhere."""
+    names = list(dict.fromkeys(name for totals in by_rank for name in totals))
+    means = {}
+    for name in names:
+        # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
+        total = count = 0.0
+        for totals in by_rank:
+            of_rank = totals.get(name, (0.0, 0.0))
+            total, count = total + of_rank[0], count + of_rank[1]
+        means[name] = total / count if count else float("nan")
+    return means
+
+
+class _Reader:
+    """Loads batches in pieces that take a moment each, however slow a dataset is.
+
+    Each is a phase to the watchdog, so that only a sample that hangs is taken for a hang.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._samples = 1  # per part
+
+    def read(self, indices: list[int]) -> Any:
+        """Return the batch of these samples."""
+        if not isinstance(self._data, Batches):  # batches in memory
+            enter_phase("loading samples to evaluate")
+            return self._data[indices]
+        samples: list[Any] = []
+        while len(samples) < len(indices):
+            enter_phase("loading samples to evaluate")
+            began = time.perf_counter()
+            first = len(samples)
+            samples += self._data.samples(indices[first : first + self._samples])
+            is_fast = time.perf_counter() - began < _MAX_READ_SEC
+            self._samples = 2 * self._samples if is_fast else max(1, self._samples // 2)
+        return self._data.collate(samples)

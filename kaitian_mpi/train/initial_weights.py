@@ -1,0 +1,174 @@
+"""The weights that a run starts from, where `--init` names a file of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.tensor_files import (
+    SAFETENSORS,
+    UnusableError,
+    check_safetensors,
+    load_safetensors,
+    load_tensors,
+)
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.weight_names import plain_name, repeated_names
+
+_WRAPPERS = ("model", "state_dict", "model_state_dict")
+"""Keys under which checkpoints, this package's too, have a model's weights beside other things."""
+_OF_DDP = "module."
+_FITTING = "give weights of this very model, or load what fits where the model is made"
+
+
+def check_initial_file(config: TrainingConfig, world: World) -> None:
+    """Check that the file of `--init` is there, before anything is made. Collective.
+
+    A run that is resumed does not need it.
+
+    Raises:
+        AgreedError: rank 0 finds no such file, or cannot read files of its kind.
+    """
+    with agree_on_errors(world.comm):
+        if world.rank == 0 and config.init and not config.resume:
+            _check_file(config.init)
+
+
+def load_initial_weights(config: TrainingConfig, model: nn.Module, world: World) -> None:
+    """Load the file of `--init` on rank 0, the only one to need it. Collective.
+
+    Raises:
+        AgreedError: it cannot be read, or is not of this model.
+    """
+    with agree_on_errors(world.comm):
+        if world.rank == 0:
+            enter_phase("loading the weights of --init")
+            _check_file(config.init)
+            load_weights(model, config.init)
+        enter_phase("waiting for the weights of --init", waits=True, limited=False)
+
+
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):  # unlike Path.is_file, it never raises
+        raise UserError(
+            f"--init: found no file {path}, needed a model's weights, a .pt file of torch.save or "
+            f"a {SAFETENSORS} file, on rank 0's host"
+        )
+    if path.endswith(SAFETENSORS):
+        check_safetensors("--init", path)
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Load a file of weights into a model, which must have exactly these. Not collective.
+
+    Args:
+        model: anywhere. A weight that shares another one's memory may be missing in the file, and
+            a prefix of DDP or torch.compile in its names does not matter.
+        path: a .pt file of torch.save, or a .safetensors file.
+
+    Raises:
+        UserError: the file cannot be read, or is not of this model; then the model may have some
+            of its weights.
+    """
+    own = model.state_dict()
+    given = _renamed(_find_state(path, _read(path)), own)
+    _check_tensors(path, given, own)
+    try:
+        result = model.load_state_dict(given, strict=False)
+    except Exception as error:  # also of a module's own loading code, which may raise anything
+        reason = " ".join(str(error).split())
+        raise UserError(f"--init {path}: found other weights ({reason}); {_FITTING}") from error
+    repeated = repeated_names(own, given)
+    missing = [
+        name
+        for name in result.missing_keys
+        if isinstance(own.get(name), torch.Tensor) and repeated.get(name) not in given
+    ]
+    faults = []
+    if result.unexpected_keys:
+        faults.append(f"{_list(result.unexpected_keys)}, which the model does not have")
+    if missing:
+        faults.append(f"no {_list(missing)}, which the model has")
+    if faults:
+        raise UserError(f"--init {path}: found {'; '.join(faults)}; {_FITTING}")
+
+
+def _read(path: str) -> Any:
+    try:
+        if path.endswith(SAFETENSORS):
+            return load_safetensors(Path(path))
+        with open(path, "rb") as file:
+            return load_tensors(file)
+    except OSError as error:
+        raise UserError(
+            f"--init {path}: {error.strerror or error}; name a file that can be read"
+        ) from error
+    except UnusableError as error:
+        raise UserError(
+            f"--init {path}: found no weights in it ({error}), needed what "
+            f"torch.save(model.state_dict(), ...) writes, or a {SAFETENSORS} file"
+        ) from error
+
+
+def _find_state(path: str, content: Any) -> dict[str, Any]:
+    """Return the weights in a file's content: all of it, or the part that has them."""
+    if isinstance(content, Mapping):
+        parts = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
+        if len(parts) > 1:
+            raise UserError(
+                f"--init {path}: found {' and '.join(map(repr, parts))}, needed one of them; save "
+                "the weights to start from in a file of their own"
+            )
+        if parts:
+            content = content[parts[0]]
+        is_state = any(isinstance(value, torch.Tensor) for value in content.values())
+        if is_state and all(isinstance(name, str) for name in content):
+            return dict(content)
+    raise UserError(
+        f"--init {path}: found a {type(content).__name__} without tensors by name, needed what "
+        "torch.save(model.state_dict(), ...) writes"
+    )
+
+
+def _renamed(given: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights by the model's own names, without prefixes that only one of them has."""
+    own_names = {plain_name(name): name for name in own}
+    names = {name: plain_name(name) for name in given}
+    if not any(name.startswith(_OF_DDP) for name in own_names) and all(
+        name.startswith(_OF_DDP) for name in names.values()
+    ):
+        names = {name: plain.removeprefix(_OF_DDP) for name, plain in names.items()}
+    return {own_names.get(names[name], names[name]): value for name, value in given.items()}
+
+
+def _check_tensors(path: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Check the shapes and types of weights that both have."""
+    wrong = []
+    for name, needed in own.items():
+        found = given.get(name)
+        if not isinstance(found, torch.Tensor) or not isinstance(needed, torch.Tensor):
+            continue
+        if found.shape != needed.shape:
+            wrong.append((name, f"shape {tuple(found.shape)}", f"{tuple(needed.shape)}"))
+        elif not torch.can_cast(found.dtype, needed.dtype):
+            wrong.append((name, f"type {found.dtype}", f"{needed.dtype}"))
+    if wrong:
+        name, found, needed = wrong[0]
+        more = f" ({len(wrong) - 1} more do not fit)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"--init {path}: found {name!r} of {found}, needed {needed}{more}; {_FITTING}"
+        )
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}"

@@ -1,0 +1,133 @@
+"""Rank exclusion: finds ranks without which the job is faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+from kaitian_mpi.balance.communication import AllreduceCost, exposed_seconds
+from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
+from kaitian_mpi.balance.forecast import Cohort, forecast
+from kaitian_mpi.balance.planner import with_positive_slopes
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import warn_rank_0
+from kaitian_mpi.train.measure.allreduce import measure_allreduce
+
+_MIN_GAIN = 0.05  # no device is excluded for less
+
+
+def ranks_to_exclude(
+    config: TrainingConfig,
+    world: World,
+    costs: Sequence[RankCost],
+    buckets: Sequence[int],
+    min_batch: int = 1,
+) -> dict[int, str]:
+    """Return the ranks to exclude because the job is faster without them, and why. Collective.
+
+    First, ranks whose optimal share is 0 samples, if even their smallest share makes a step longer
+    by 5% or more. Then, since every rank adds communication, the device kind or host without which
+    the forecast improves by as much. The allreduce without it is measured only if the job would
+    gain that much even without any communication.
+
+    Args:
+        config: the global batch size, and `--allreduce`.
+        world: the ranks of the default process group.
+        costs: the ranks' costs.
+        buckets: bytes of the buckets that a step reduces.
+        min_batch: the smallest share other than 0.
+    """
+    batch = config.global_batch_size
+
+    @functools.cache
+    def measured(*ranks: int) -> AllreduceCost:
+        return measure_allreduce(config.allreduce, world, ranks, buckets)
+
+    def step_sec(compute_sec: float) -> float:
+        return compute_sec + exposed_seconds(compute_sec, buckets, measured(*range(world.size)))
+
+    excluded = _too_slow(with_positive_slopes(costs, batch), batch, min_batch, step_sec)
+    kept = [rank for rank in range(world.size) if rank not in excluded]
+    if len(kept) == 1:
+        return excluded
+
+    def rate(ranks: Sequence[int], allreduce: AllreduceCost) -> float:
+        cohorts = [Cohort(world.infos[rank].kind, costs[rank]) for rank in ranks]
+        return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
+
+    def measured_rate(ranks: Sequence[int]) -> float:
+        return rate(ranks, measured(*ranks))
+
+    free = AllreduceCost(0.0, 0.0)
+    candidates = list(_candidates(world.infos, kept))
+    if not candidates:
+        return excluded
+    now = best = measured_rate(kept)
+    worst: dict[int, str] = {}
+    for name, without in candidates:
+        if rate(without, free) < (1 + _MIN_GAIN) * best:
+            continue
+        alone = measured_rate(without)
+        if alone >= (1 + _MIN_GAIN) * now and alone > best:
+            best = alone
+            reason = (
+                f"the forecast is {now:.0f} samples/s with {name} and {alone:.0f} without, "
+                "including communication"
+            )
+            worst = {rank: reason for rank in kept if rank not in without}
+    return excluded | worst
+
+
+def log_excluded(world: World, excluded: dict[int, str]) -> None:
+    """Log which ranks are excluded, and why."""
+    for rank, reason in excluded.items():
+        warn_rank_0(world, excluded_line(world.infos[rank], reason))
+
+
+def excluded_line(info: RankInfo, reason: str) -> str:
+    """Return a line that says which rank is excluded, and why."""
+    return f"{info} is excluded: {reason}; --keep-all keeps it"
+
+
+def _too_slow(
+    costs: Sequence[RankCost], batch: int, min_batch: int, step_sec: Callable[[float], float]
+) -> dict[int, str]:
+    """Return the ranks whose smallest share makes a step 5% longer than it is without them.
+
+    Where computing takes microseconds, the ranks' times differ by noise alone, and a step lasts as
+    long as its communication.
+
+    Args:
+        costs: of all ranks; every sample takes some time.
+        batch: samples per step over all ranks.
+        min_batch: the smallest share other than 0.
+        step_sec: adds the communication to the seconds that the slowest rank computes. Collective.
+    """
+    if batch < min_batch * len(costs):
+        return {}  # the batch is too small; making the plan reports that
+    shares = fastest_split(costs, batch, min_batch)
+    if min(shares) > 0:
+        return {}
+    compute_sec = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+    longest_sec = compute_sec + _MIN_GAIN * step_sec(compute_sec)
+    smallest = "a single sample takes" if min_batch == 1 else f"{min_batch} samples take"
+    return {
+        rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, but a whole step takes the "
+        f"other ranks {compute_sec:.3g} s"
+        for rank, share in enumerate(shares)
+        if share == 0 and costs[rank].seconds(min_batch) >= longest_sec
+    }
+
+
+def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
+    """Yield each kind and host that could be excluded, and the ranks that would remain."""
+    seen = []
+    for what, key in (("kind", "kind"), ("host", "host")):
+        values = dict.fromkeys(getattr(infos[rank], key) for rank in kept)
+        for value in values if len(values) > 1 else ():
+            without = [rank for rank in kept if getattr(infos[rank], key) != value]
+            if without not in seen:
+                seen.append(without)
+                yield f"{what} {value}", without

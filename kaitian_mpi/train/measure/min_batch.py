@@ -1,0 +1,103 @@
+"""Finds the smallest batch that a model can train on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import Task
+
+_WITH_STATISTICS = 2  # required by batch norm over a single value per sample and channel
+
+
+def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
+    """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
+
+    Batch norm over a single value per sample and channel raises for one sample, and similar layers
+    return NaN. This is tested with the loss of a copy of the model; where the task has no loss, a
+    model with batch norm is taken for such.
+
+    Args:
+        config: the precision, and sizes that must not be smaller.
+        world: the ranks.
+        setup: this rank's task, which is not changed.
+
+    Raises:
+        AgreedError: the dataset or `--micro-batch-size` is smaller.
+    """
+    precision = "fp32" if config.precision == "auto" else config.precision
+    computation = Computation(world.device, precision, "contiguous")
+    enter_phase("a trial of the model")
+    own = min_batch_of(setup.task, setup.train, computation)
+    enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
+    found = max(gather_values(world.comm, own))
+    samples = len(setup.train)
+    if samples < found:
+        raise AgreedError(
+            f"--dataset: found {samples} sample for training, needed at least {found}: the model "
+            "cannot train on a single sample (it may have batch norm)"
+        )
+    if 0 < config.micro_batch_size < found:
+        raise AgreedError(
+            f"--micro-batch-size: found {config.micro_batch_size}, needed at least {found}: the "
+            "model cannot train on a single sample (it may have batch norm)"
+        )
+    if found > 1:
+        print_rank_0(
+            world, f"the model cannot train on a single sample: no rank takes fewer than {found}"
+        )
+    return found
+
+
+def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
+    """Return the fewest samples that this rank can train the model on, 1 or 2.
+
+    Returns 1 for a model that fails with two samples as well: training will report its error.
+
+    Args:
+        task: its model and loss.
+        data: returns a batch when indexed by a list of sample indices.
+        computation: how this rank computes.
+    """
+    if task.loss is None:
+        norms = any(isinstance(module, _BatchNorm) for module in task.model.modules())
+        return _WITH_STATISTICS if norms else 1
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), local_statistics():
+        try:
+            sample = single(0) if (single := getattr(data, "one", None)) else data[[0]]
+            trial = copy.deepcopy(task.model).to(computation.device).train()
+        except Exception:  # user code may raise anything
+            return 1
+        if _works(task, trial, sample, 1, computation):
+            return 1
+        try:
+            two = data[[0, len(data) - 1]]
+        except Exception:  # as above
+            return 1
+        return _WITH_STATISTICS if _works(task, trial, two, 2, computation) else 1
+
+
+def _works(
+    task: Task, model: nn.Module, batch: Any, samples: int, computation: Computation
+) -> bool:
+    try:
+        weight = task.weigh(batch, samples)
+        loss = computation.loss(task, model, computation.place(batch))
+        # The mean of nothing is NaN, whatever the model. A device reports its errors when it is
+        # read.
+        return bool(loss.isfinite()) or not weight
+    except Exception:  # as above
+        return False

@@ -1,0 +1,140 @@
+"""The ranks' profiles: benchmarked, remembered from an earlier job, and updated while training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.train.measure.min_batch import find_min_batch
+from kaitian_mpi.train.measure.plan import (
+    Plan,
+    Profile,
+    make_plan,
+    profile_of,
+    profile_unmeasured,
+    write_benchmark,
+)
+from kaitian_mpi.train.measure.rank_benchmark import (
+    RankBenchmark,
+    benchmark_ranks,
+    benchmark_some,
+    show_benchmark,
+)
+from kaitian_mpi.train.measure.rank_timer import Workload
+from kaitian_mpi.train.setup import Setup
+
+_MAX_SEC_OF_NEW_RANKS = 3.0  # while all others wait
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """The profile of each rank by its place, the same on every rank."""
+
+    by_place: Mapping[str, Profile]
+    min_batch: int = 1
+    """The fewest samples that the model can train on at once."""
+    are_remembered: bool = False
+    """Whether they come from an earlier job."""
+    measured: Mapping[str, RankBenchmark] = field(default_factory=dict)
+    """This job's benchmark results, by place; empty if there was no benchmark."""
+
+    def costs(self, infos: Sequence[RankInfo]) -> list[RankCost] | None:
+        """Return these ranks' costs; None if any was not measured."""
+        costs = [self.by_place[info.place].cost for info in infos]
+        known = [cost for cost in costs if cost is not None]
+        return known if len(known) == len(costs) else None
+
+    def learn(self, world: World, costs: Mapping[str, RankCost]) -> Profiles:
+        """Return these, updated with costs estimated while training; the same on all ranks.
+
+        Collective.
+
+        Args:
+            world: the active ranks.
+            costs: by place; empty if this rank has none.
+        """
+        own = {place: cost.to_json() for place, cost in costs.items()}
+        known: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
+        learned = {
+            place: replace(self.by_place[place], cost=RankCost.from_json(cost))
+            for place, cost in known.items()
+        }
+        return replace(self, by_place={**self.by_place, **learned})
+
+    def plan(self, config: TrainingConfig, world: World) -> Plan:
+        """Plan the batch sizes of these ranks. Collective.
+
+        Raises:
+            AgreedError: the global batch is too small for this number of ranks.
+        """
+        profiles = [self.by_place[info.place] for info in world.infos]
+        with agree_on_errors(world.comm):
+            return make_plan(config, world, profiles, self.min_batch)
+
+    def show(self, world: World, setup: Setup, plan: Plan) -> None:
+        """Print the benchmark's results for these ranks, and their batch sizes."""
+        slowed = [describe_slowdown(setup.slowdowns[info.world_rank]) for info in world.infos]
+        results = [self.measured[info.place] for info in world.infos]
+        show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
+
+
+def find_profiles(
+    config: TrainingConfig,
+    world: World,
+    setup: Setup,
+    slowdown: Slowdown,
+    known: Mapping[str, Profile],
+) -> Profiles:
+    """Remember, benchmark or assume what the ranks are like. Collective.
+
+    Without a loss there is nothing to benchmark: then training itself shows what a step costs.
+
+    Args:
+        config: the benchmark's settings.
+        world: all ranks.
+        setup: model and data.
+        slowdown: this rank's emulated slowdown.
+        known: the profiles of an earlier job, by place.
+    """
+    min_batch = find_min_batch(config, world, setup)
+    places = [info.place for info in world.infos]
+    # The profiles of an earlier job with `--balance off` have no costs.
+    are_remembered = set(places) <= set(known) and (
+        config.balance == "off" or all(known[place].cost for place in places)
+    )
+    if are_remembered:
+        return Profiles(dict(known), min_batch, are_remembered=True)
+    if config.balance == "off" or setup.task.loss is None:
+        return Profiles({place: profile_unmeasured(config) for place in places}, min_batch)
+    new = _on_new_hosts(world, known)
+    if 0 < len(new) < world.size:
+        seconds = min(config.benchmark_seconds, _MAX_SEC_OF_NEW_RANKS)
+        config = replace(config, benchmark_seconds=seconds)
+        names = ", ".join(str(world.infos[rank].world_rank) for rank in new)
+        print_rank_0(world, f"benchmarking only what is new: rank{'s' * (len(new) > 1)} {names}")
+        some = benchmark_some(Workload(config, world, setup, slowdown, min_batch), new)
+        added = {places[rank]: profile_of(result) for rank, result in some.items()}
+        return Profiles({**known, **added}, min_batch)
+    results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
+    measured = dict(zip(places, results, strict=True))
+    profiles = {place: profile_of(result) for place, result in measured.items()}
+    write_benchmark(world, setup, results)
+    return Profiles(profiles, min_batch, measured=measured)
+
+
+def _on_new_hosts(world: World, known: Mapping[str, Profile]) -> list[int]:
+    """Return the ranks of the hosts on which any rank's cost is not known."""
+    hosts = {
+        info.host
+        for info in world.infos
+        if info.place not in known or known[info.place].cost is None
+    }
+    return [rank for rank, info in enumerate(world.infos) if info.host in hosts]

@@ -1,0 +1,333 @@
+"""Membership: which ranks are active and which on standby, and how they regroup after a loss.
+
+Work is divided into units, each of which ends with `Membership.commit`: either every active rank
+has done the unit, or none has. So after a loss all surviving ranks are at the same point and repeat
+the same unit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kaitian_mpi.distributed.startup import close_process_group, open_process_group
+from kaitian_mpi.errors import CollectiveError, UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.job_store import open_job_store
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World, keep_ranks, survivors_of
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.polling import WakeUp, wait_until, wake_up
+from kaitian_mpi.train.standby import Standby, plan_standby, replace_lost
+
+Result = TypeVar("Result")
+
+_MAX_NAP_SEC = 0.05
+_DETECTION_SEC = 0.5
+_MAX_FALSE_ALARMS = 3  # in a row
+_ABANDONED = b"x"  # what wakes up a rank on standby where the others have left their work
+
+
+class NotCommittedError(CollectiveError):
+    """Some rank has not done the unit of work; raised on all surviving ranks."""
+
+
+@dataclass
+class RankLoss:
+    """The loss of one rank, or of several at about the same time."""
+
+    lost: list[RankInfo]
+    noticed_at: float
+    """When it was noticed, in seconds since 1970."""
+    noticed: float
+    """The same time by `time.perf_counter`."""
+    step: int | None = None
+    """The first step after it; None until training continues."""
+    is_logged: bool = False
+    """Whether the recovery has been logged."""
+    recovery_sec: float | None = None
+    """Seconds from the notice until the interrupted unit of work was done; None until then."""
+
+
+class Membership:
+    """The surviving ranks of the job, and which of them are active.
+
+    Only this class changes the job's ranks, and the default process group with them. If the job was
+    started without fault tolerance (`mpirun --with-ft ulfm`), a loss ends it, and `commit` costs
+    nothing.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Start with all ranks active, as members of the default process group."""
+        self.all_ranks = world
+        """All surviving ranks."""
+        self.active: World | None = world
+        """The ranks that train; None on a rank on standby."""
+        self.losses: list[RankLoss] = []
+        """The losses that the job has survived."""
+        self.is_abandoned = False
+        """Whether the others have left their work by an error while this rank was on standby."""
+        self._standby = Standby()
+        self._is_released = False
+        self._false_alarms = 0
+
+    @property
+    def survives(self) -> bool:
+        """Whether the job survives the death of a rank."""
+        return ulfm.is_enabled()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the active ranks differ from all ranks that were started."""
+        return bool(self.losses) or self._standby != Standby()
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether any surviving rank is, or was until the end, on standby; the same on each."""
+        return self._standby != Standby()
+
+    @property
+    def writer(self) -> RankInfo:
+        """The first active rank, which writes the run's files; known on all ranks."""
+        infos = self.all_ranks.infos
+        return infos[self._standby.active(infos)[0]]
+
+    def attempt(self, work: Callable[[World], Result]) -> Result | None:
+        """Do work on the active ranks; repeat it after a loss. Collective.
+
+        Args:
+            work: collective over the ranks it is given, which are the active ones. After a loss it
+                is called again, on fewer or other ranks; units that it has committed stay done.
+
+        Returns:
+            The result of `work`; None on a rank that was on standby until the others were done.
+        """
+        while True:
+            try:
+                world = self.wait_until_active()
+                if world is None:
+                    return None
+                result = work(world)
+                self.commit()
+                return result
+            except Exception as error:
+                noticed = error
+            self.recover(noticed)
+
+    def wait_until_active(self) -> World | None:
+        """Return the active ranks, once this one is among them.
+
+        Returns:
+            None where the work is done without this rank.
+
+        Raises:
+            NotCommittedError: the ranks are to `recover`.
+        """
+        if self.active is None and not self._is_released:
+            if self._wait_on_standby():
+                return None
+            raise NotCommittedError("the active ranks are regrouping")
+        return None if self._is_released else self.active
+
+    def recover(self, error: Exception) -> None:
+        """Continue with the surviving ranks after an error that a loss explains. Collective.
+
+        Raises:
+            Exception: the error, if no rank is lost.
+        """
+        if not isinstance(error, NotCommittedError):
+            if not self.may_be_loss(error):
+                raise error
+            ulfm.revoke_all()
+            if self.active is not None:
+                ulfm.agree(self.active.comm, False)
+        self._regroup(error)
+
+    def may_be_loss(self, error: Exception) -> bool:
+        """Return whether an error may be due to the loss of a rank."""
+        return self._may_be_loss(error, self.active or self.all_ranks)
+
+    def commit(self, ok: bool = True) -> None:
+        """End a unit of work. Collective over the active ranks.
+
+        Args:
+            ok: whether this rank has done it.
+
+        Raises:
+            NotCommittedError: some rank has not, or is lost; raised on every rank.
+        """
+        if not self.survives:
+            return
+        assert self.active is not None
+        if not ulfm.agree(self.active.comm, ok):
+            ulfm.revoke_all()
+            raise NotCommittedError("a rank is lost")
+        self._false_alarms = 0
+        for loss in reversed(self.losses):
+            if loss.recovery_sec is not None:
+                break
+            loss.recovery_sec = time.perf_counter() - loss.noticed
+
+    def put_on_standby(self, spares: int, excluded: Collection[int]) -> None:
+        """Put some ranks on standby. Collective over all ranks.
+
+        Args:
+            spares: how many of the last ranks are spares.
+            excluded: world ranks without which the job is faster.
+        """
+        standby = plan_standby(self.all_ranks.infos, spares, excluded)
+        if standby == Standby():
+            return
+        self._standby = standby
+        try:
+            self.active = _activate(self.all_ranks, standby)
+            ok, noticed = True, None
+        except Exception as error:
+            if not self._may_be_loss(error, self.all_ranks):
+                raise
+            ulfm.revoke_all()
+            ok, noticed = False, error
+        if self.survives and not ulfm.agree(self.all_ranks.comm, ok):
+            self._regroup(noticed or NotCommittedError("a rank is lost"))
+
+    def begin_step(self, step: int) -> list[RankLoss]:
+        """Return the losses since the last call; `step` is the first step after them."""
+        since = [loss for loss in self.losses if loss.step is None]
+        for loss in since:
+            loss.step = step
+        return since
+
+    def newly_recovered(self) -> list[RankLoss]:
+        """Return the losses from which the job has recovered since the last call."""
+        recovered = [loss for loss in self.losses if loss.recovery_sec and not loss.is_logged]
+        for loss in recovered:
+            loss.is_logged = True
+        return recovered
+
+    def share_history(self, world: World) -> None:
+        """Share the losses' times with ranks that were on standby. Collective over `world`."""
+        own = [(loss.step, loss.recovery_sec) for loss in self.losses]
+        by_loss = zip(*gather_values(world.comm, own), strict=True)
+        for loss, known in zip(self.losses, by_loss, strict=True):
+            loss.step = next((step for step, _ in known if step is not None), None)
+            loss.recovery_sec = next((sec for _, sec in known if sec is not None), None)
+            loss.is_logged = loss.recovery_sec is not None
+
+    def release(self) -> None:
+        """Release the ranks on standby: the work is done. Collective over all ranks.
+
+        The default process group is then of all ranks again.
+        """
+        if self._is_released or self.is_abandoned or self._standby == Standby():
+            return
+        self._is_released = True
+        if self.survives:
+            # By regrouping, so that all or none are released, whichever rank dies at this moment.
+            self._false_alarms = 0
+            self._regroup(NotCommittedError("the work is done"))
+            return
+        if self.active is not None and self.active.rank == 0:
+            self._wake_up()
+        close_process_group()
+        open_job_store(self.all_ranks.comm)  # the old one has counted the active ranks' groups only
+        self.active = _activate(self.all_ranks, Standby())
+
+    def abandon(self) -> None:
+        """Wake up the ranks on standby, whose work ends here. Not collective.
+
+        Called where a rank leaves its work by an error of the script's, which only it may have.
+        """
+        if self.active is None or self._is_released or not self.has_standby:
+            return
+        with suppress(Exception):  # after a loss; then they do not wait
+            self._wake_up(_ABANDONED)
+
+    def _wake_up(self, word: bytes = b"") -> None:
+        active = self._standby.active(self.all_ranks.infos)
+        standby = set(range(self.all_ranks.size)).difference(active)
+        wake_up(self.all_ranks.comm, standby, word)
+
+    def _may_be_loss(self, error: Exception, world: World) -> bool:
+        """Return whether an error may be caused by the loss of a rank of this world."""
+        if not self.survives or isinstance(error, UserError):
+            return False
+        if ulfm.may_be_loss(error) or isinstance(error, CollectiveError):
+            return True
+        return ulfm.loss_detected_within(world.comm, _DETECTION_SEC)
+
+    def _wait_on_standby(self) -> bool:
+        """Wait until the others are done or regroup; return whether they are done."""
+        comm = self.all_ranks.comm
+        message = WakeUp(comm)
+        try:
+            wait_until(message.has_arrived, max_nap_sec=_MAX_NAP_SEC)
+            self.is_abandoned = message.word == _ABANDONED
+            return True
+        except Exception as error:
+            if not self._may_be_loss(error, self.all_ranks):
+                raise
+        # A rank is lost: an active rank revokes the communicator, unless all of them are lost.
+        active = self._standby.active(self.all_ranks.infos)
+
+        def is_over() -> bool:
+            ulfm.make_progress()
+            return comm.Is_revoked() or ulfm.have_failed(comm, active)
+
+        wait_until(is_over, max_nap_sec=_MAX_NAP_SEC)
+        return False
+
+    def _regroup(self, noticed_as: Exception) -> None:
+        """Continue with the surviving ranks. Collective over them.
+
+        Raises:
+            Exception: `noticed_as`, if no rank is lost and it is not an error that MPI may raise
+                late, some time after a loss.
+        """
+        at, noticed = time.time(), time.perf_counter()
+        alive = self.all_ranks
+        while True:
+            ulfm.revoke_all()
+            close_process_group()
+            alive = survivors_of(alive)
+            lost = [info for info in self.all_ranks.infos if info not in alive.infos]
+            if not lost:
+                self._count_false_alarm(noticed_as)
+            standby = replace_lost(self._standby, alive.infos, lost)
+            active, is_released, ok = None, False, True
+            try:
+                is_released = any(gather_values(alive.comm, self._is_released))
+                active = _activate(alive, Standby() if is_released else standby)
+            except Exception as error:
+                if not self._may_be_loss(error, alive):
+                    raise
+                ok = False
+                ulfm.revoke_all()
+            if ulfm.agree(alive.comm, ok):
+                break
+        self.all_ranks, self.active, self._standby = alive, active, standby
+        self._is_released = is_released
+        if lost:
+            self.losses.append(RankLoss(lost, at, noticed))
+
+    def _count_false_alarm(self, noticed_as: Exception) -> None:
+        """Raise an error mistaken for a loss, unless an earlier loss may have caused it."""
+        self._false_alarms += 1
+        may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.may_be_loss(noticed_as)
+        if not may_pass or self._false_alarms > _MAX_FALSE_ALARMS:
+            raise noticed_as
+
+
+def _activate(world: World, standby: Standby) -> World | None:
+    """Create a default process group of the ranks of `world` not on standby. Collective.
+
+    Returns:
+        These ranks; None on a rank on standby, which then has no process group.
+    """
+    close_process_group()
+    active = keep_ranks(world, standby.active(world.infos))
+    if active is not None:
+        open_process_group(active)
+    return active

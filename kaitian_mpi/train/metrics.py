@@ -1,0 +1,168 @@
+"""Collects losses and times of all ranks while training, and gives them to the sinks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.reading import Logged, Reading
+from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.train.clock import StepClock, StepTimes
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.step import Step
+
+
+class RankSums(NamedTuple):
+    """One rank's sums since the last reading; times in seconds."""
+
+    compute: float
+    wait: float
+    data: float
+    forward: float
+    backward: float
+    optimizer: float
+    elapsed: float
+
+
+class Metrics:
+    """Sums this rank's losses and times, and gathers those of all ranks every few steps.
+
+    From each reading all ranks derive the step of the next one, so that the steps in between need
+    no communication.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, world: World, sinks: Sinks, clock: StepClock, samples: int
+    ) -> None:
+        """Start with empty sums.
+
+        Args:
+            config: the number of epochs and the seconds between progress lines.
+            world: the ranks.
+            sinks: take the readings; empty on ranks other than the first.
+            clock: measures this rank's steps.
+            samples: samples in an epoch.
+        """
+        self._samples_per_epoch = samples
+        self._clock = clock
+        self.compute_sec = [0.0] * world.size
+        self.wait_sec = [0.0] * world.size
+        self.steps = 0
+        """The number of steps in these sums; both restart at 0 after a recovery."""
+        self._config, self._world, self._sinks = config, world, sinks
+        # Summed on the losses' device, so that a step does not wait for it.
+        self._loss_sum = torch.zeros((), device=world.device)
+        self._recorded: dict[str, float] = {}
+        self._data_sec = self._compute = self._wait = 0.0
+        self._samples = self._steps = 0
+        self._batch_sizes: list[int] = []
+        self._next_reading = 0
+        self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Exclude the time since the last reading, which was not spent training."""
+        self._since = time.perf_counter()
+
+    def observe(self, step: Step, progress: Progress) -> None:
+        """Add a step. Collective if a reading is due.
+
+        Args:
+            step: this rank's step.
+            progress: including this step.
+        """
+        self._loss_sum = self._loss_sum + step.mean_loss * step.samples
+        self._data_sec += step.data_sec
+        self._add_times(step.times)
+        self._samples += step.samples
+        self._batch_sizes = step.batch_sizes
+        self._steps += 1
+        if progress.step >= self._next_reading:
+            self.read(progress)
+
+    def read(self, progress: Progress) -> None:
+        """Gather the ranks' sums, and give them to the sinks. Collective."""
+        if self._steps == 0:
+            return
+        loss = self._loss_sum.item() / self._samples  # the same on all ranks
+        sums = self._gather()
+        elapsed = max(each.elapsed for each in sums)
+        self._add_up(sums)
+        progress.training_sec += elapsed
+        if self._sinks:
+            self._sinks.read(self._reading(progress, loss, sums, elapsed))
+        steps_between = round(self._config.log_interval * self._steps / elapsed)
+        self._next_reading = progress.step + max(1, steps_between)
+        self._loss_sum = torch.zeros_like(self._loss_sum)
+        self._recorded = {}
+        self._data_sec = self._compute = self._wait = 0.0
+        self._samples = self._steps = 0
+        self.restart()
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """Add figures to the next line. Not collective."""
+        self._recorded.update(values)
+
+    def flush(self, progress: Progress) -> None:
+        """Give the sinks figures for which no reading came any more. Not collective."""
+        if self._recorded:
+            step, epoch = progress.step, progress.epoch
+            self._sinks.logged(
+                Logged(step=step, epoch=epoch, time=time.time(), values=self._recorded)
+            )
+            self._recorded = {}
+
+    def _add_times(self, times: StepTimes) -> None:
+        self._compute += times.computed
+        self._wait += times.waited
+
+    def _gather(self) -> list[RankSums]:
+        self._add_times(self._clock.take(wait=True))
+        phases = self._clock.take_phases()
+        elapsed = time.perf_counter() - self._since
+        own = (self._compute, self._wait, self._data_sec, *phases, elapsed)
+        sleeping_barrier(self._world.comm)
+        return [RankSums(*values) for values in gather_values(self._world.comm, own)]
+
+    def _add_up(self, sums: list[RankSums]) -> None:
+        self.steps += self._steps
+        for rank, each in enumerate(sums):
+            self.compute_sec[rank] += each.compute
+            self.wait_sec[rank] += each.wait
+
+    def _reading(
+        self, progress: Progress, loss: float, sums: Sequence[RankSums], elapsed: float
+    ) -> Reading:
+        step_sec = elapsed / self._steps
+        by_rank = {
+            name: [getattr(each, name) / self._steps for each in sums] for name in RankSums._fields
+        }
+        return Reading(
+            step=progress.step,
+            total_steps=progress.total_steps,
+            epoch=progress.epoch,
+            epochs=self._config.epochs,
+            epoch_fraction=min(1.0, progress.position / self._samples_per_epoch),
+            steps=self._steps,
+            time=time.time(),
+            loss=loss,
+            learning_rate=progress.learning_rate,
+            samples_per_sec=self._samples / elapsed,
+            step_time_sec=step_sec,
+            seconds_left=(progress.total_steps - progress.step) * step_sec,
+            ranks=[info.world_rank for info in self._world.infos],
+            batch_sizes=self._batch_sizes,
+            compute_time_sec=by_rank["compute"],
+            wait_time_sec=by_rank["wait"],
+            data_time_sec=by_rank["data"],
+            forward_time_sec=by_rank["forward"],
+            backward_time_sec=by_rank["backward"],
+            optimizer_time_sec=by_rank["optimizer"],
+            logged=self._recorded,
+        )

@@ -1,0 +1,72 @@
+"""Writes a run's results; until they are on disk, the run is not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kaitian_mpi.errors import StorageError
+from kaitian_mpi.observe.run_folder import NoFolder, RunFolder
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.export import export_weights
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.summary import NAME, Summary
+
+_MODEL = "checkpoints/model.pt"
+
+
+def write_results(
+    folder: RunFolder,
+    checkpoints: Checkpointing,
+    state: TrainingState,
+    metadata: Callable[[], RunMetadata],
+    summary: Summary,
+    export: str = "",
+) -> None:
+    """Write the weights, unless they are on disk already, and then the summary as finished.
+
+    Called on the rank that writes the files. Existing files are kept; if the disk is full, the
+    state is kept in this host's memory. A checkpoint that did not fit is not an error.
+
+    Args:
+        folder: the run folder.
+        checkpoints: the run's checkpoints.
+        state: after the last step.
+        metadata: returns the metadata to save with the state.
+        summary: the run's summary.
+        export: the file of `--export`, which is written in any case; empty for none.
+
+    Raises:
+        StorageError: the disk is full, or cannot be written for another reason.
+    """
+    checkpoints.wait()  # one that is still being written needs space
+    try:
+        if not folder.has(_MODEL):  # the disk may have been full only temporarily
+            folder.save_model(state.weights())
+        folder.require(_MODEL)
+        if export:
+            export_weights(export, state.model)
+        folder.write(NAME, replace(summary, finished=True).to_json())
+        folder.require(NAME)
+    except StorageError as error:
+        kept = _keep(folder, checkpoints, state, metadata)
+        raise StorageError(f"training is done, but {error}; {kept}") from error
+
+
+def _keep(
+    folder: RunFolder,
+    checkpoints: Checkpointing,
+    state: TrainingState,
+    metadata: Callable[[], RunMetadata],
+) -> str:
+    """Keep the state where there is space; return what the user should do."""
+    step = state.progress.step
+    run_dir = "FOLDER" if isinstance(folder, NoFolder) else folder.path
+    again = f"make room, and run the same command with --run-dir {run_dir} --resume auto"
+    if checkpoints.is_on_disk(step):
+        return f"step {step} is in its checkpoint: {again}"
+    name = checkpoints.keep_in_memory(state, metadata())
+    if name:
+        return f"step {step} is kept in this host's memory: {again} --snapshots {name}"
+    return f"there is no room in /dev/shm either: {again}, from the last checkpoint"

@@ -1,0 +1,316 @@
+"""All that comes before the first step of a run; reads top to bottom like a recipe.
+
+Each stage is a function from frozen results to a frozen result, collective over the ranks that it
+is given, and is repeated on the surviving ranks where a rank is lost meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.errors import StorageError
+from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0, show_topology
+from kaitian_mpi.observe.run_folder import NoFolder, check_run_folder
+from kaitian_mpi.observe.sink import MetricsSink
+from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.resume import hand_over, restore
+from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.export import check_export, export_weights
+from kaitian_mpi.train.initial_weights import check_initial_file
+from kaitian_mpi.train.live_page import LivePage
+from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
+from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
+from kaitian_mpi.train.measure.parity import check_parity
+from kaitian_mpi.train.measure.plan import is_emulated, record_allreduce
+from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
+from kaitian_mpi.train.membership import Membership
+from kaitian_mpi.train.profiling import check_profile
+from kaitian_mpi.train.progress import Progress, count_steps
+from kaitian_mpi.train.resumption import EarlierJob, find_earlier_job
+from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.setup import MakeTask, Setup, prepare, start_from_file
+from kaitian_mpi.train.sinks import check_sinks
+from kaitian_mpi.train.standby import plan_standby
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.summary import NAME, Summary
+from kaitian_mpi.train.task import Task
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which ranks train, and the algorithm by which they sum gradients."""
+
+    allreduce_algorithm: str
+    """The algorithm that sums gradients across device kinds."""
+    excluded: Mapping[RankInfo, str]
+    """The ranks without which the job is faster, and why."""
+
+    @property
+    def excluded_ranks(self) -> list[int]:
+        """The excluded world ranks."""
+        return [info.world_rank for info in self.excluded]
+
+
+def open_run(
+    make_task: MakeTask,
+    config: TrainingConfig,
+    membership: Membership,
+    page: LivePage,
+    own_sinks: Sequence[MetricsSink] = (),
+) -> tuple[Task, Run | None, Summary]:
+    """Do all that comes before the first step. Collective.
+
+    Args:
+        make_task: makes what is to be trained.
+        config: the settings.
+        membership: of all ranks; some may be on standby afterwards.
+        page: of the run.
+        own_sinks: the script's own sinks of metrics.
+
+    Returns:
+        The task, its run, and what is known of that; no run where an earlier job has finished it,
+        with whose weights the model is left.
+
+    Raises:
+        AgreedError: a rank cannot make what is asked for, and nothing has been trained.
+    """
+    world = membership.all_ranks
+    world.relay.adopt(config)
+    show_topology(world, membership.survives)
+    _check_request(config, membership, page)
+    on_all = partial(_on_all_ranks, membership)
+    startup_clock.begin("data and model")
+    job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
+    with ExitStack() as unless_opened:
+        setup: Setup = on_all(partial(prepare, make_task, config, job))
+        unless_opened.callback(setup.folder.close)
+        earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
+        if earlier.is_finished:
+            membership.attempt(partial(load_finished, config, setup, earlier))
+            return setup.task, None, earlier.summary
+        if not isinstance(setup.folder, NoFolder):
+            page.serve(setup.folder.path)
+        if config.resume and earlier.found.metadata is None:
+            membership.attempt(partial(start_from_file, config, setup.task.model))
+        run = _make_run(config, world, membership, setup, earlier, page, own_sinks)
+        unless_opened.pop_all()
+    return setup.task, run, run.summary
+
+
+def _check_request(config: TrainingConfig, membership: Membership, page: LivePage) -> None:
+    """Check what needs neither device, data nor model. Collective.
+
+    Raises:
+        AgreedError: a rank cannot do what is asked for, or is asked for something else.
+    """
+    membership.attempt(partial(check_settings, config))
+    membership.attempt(partial(check_run_folder, config))
+    membership.attempt(partial(check_initial_file, config))
+    membership.attempt(partial(check_export, config))
+    membership.attempt(page.reserve)
+    membership.attempt(partial(check_profile, config.profile))
+    membership.attempt(partial(check_sinks, config))
+
+
+def check_settings(config: TrainingConfig, world: World) -> None:
+    """Check that every rank has the same settings, except those that may differ. Collective.
+
+    Raises:
+        AgreedError: they differ.
+    """
+    check_same(world.comm, config.shared_values(), SAME_SETTINGS)
+
+
+def _agree_on_job(world: World) -> str:
+    """Return an ID of the job, the same on every rank. Collective."""
+    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
+    return gather_values(world.comm, own)[0]
+
+
+def _make_run(
+    config: TrainingConfig,
+    started_with: World,
+    membership: Membership,
+    setup: Setup,
+    earlier: EarlierJob,
+    page: LivePage,
+    own_sinks: Sequence[MetricsSink],
+) -> Run:
+    """Find out what each rank can do, and choose those that train. Collective.
+
+    Args:
+        config: the settings.
+        started_with: the ranks that the job has started with; some may be lost.
+        membership: of all ranks; some may be on standby afterwards.
+        setup: the task and its folder.
+        earlier: what there is of an earlier job.
+        page: of the run.
+        own_sinks: the script's own sinks of metrics.
+
+    Raises:
+        AgreedError: a rank cannot train the task, or the kinds of devices differ.
+    """
+    on_all = partial(_on_all_ranks, membership)
+    startup_clock.begin("benchmark")
+    profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
+    selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
+    agrees = membership.attempt(
+        partial(check_parity, config, setup, profiles, selection.excluded_ranks)
+    )
+    startup_clock.begin("first step")
+    state: TrainingState = on_all(partial(make_state, config, setup, profiles, earlier))
+    earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
+    membership.put_on_standby(config.spares, selection.excluded_ranks)
+    if setup.path is not None:
+        page.follow(setup.path, membership.writer, lost=())
+    return Run(
+        config=config,
+        membership=membership,
+        setup=setup,
+        page=page,
+        earlier=replace(earlier, was_on_standby=membership.active is None),
+        profiles=profiles,
+        allreduce_algorithm=selection.allreduce_algorithm,
+        excluded_places=[info.place for info in selection.excluded],
+        state=state,
+        loader=ShareLoader(setup.train, config.workers, started_with.device_kind.pins_memory),
+        checkpoints=Checkpointing(config, setup.path),
+        own_sinks=own_sinks,
+        summary=replace(summary_of(started_with, setup, earlier, selection), parity=agrees),
+    )
+
+
+def _on_all_ranks(membership: Membership, stage: Callable[[World], Result]) -> Result:
+    """Run a stage while no rank is on standby."""
+    result = membership.attempt(stage)
+    assert result is not None
+    return result
+
+
+def profile_ranks(
+    config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World
+) -> Profiles:
+    """Benchmark the ranks, unless their costs are known or no benchmark is wanted."""
+    metadata = earlier.remembered(Invalidated.COSTS)
+    slowdown = Slowdown(setup.slowdowns[world.info.world_rank])
+    return find_profiles(
+        config, world, setup, slowdown, {} if metadata is None else metadata.profiles
+    )
+
+
+def select_ranks(
+    config: TrainingConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
+) -> Selection:
+    """Choose the allreduce algorithm and the ranks to exclude."""
+    buckets = gradient_buckets(setup.task.model)
+    places = [info.place for info in world.infos]
+    metadata = earlier.remembered(Invalidated.ALLREDUCE)
+    known = (
+        metadata.allreduce_algorithm
+        if metadata is not None and metadata.active_places == places
+        else ""
+    )
+    choice = choose_allreduce(known or config.allreduce, world, buckets)
+    record_allreduce(setup, choice.seconds)
+    metadata = earlier.remembered_exclusion(world)
+    if metadata is not None and profiles.are_remembered:
+        excluded = {
+            rank: "as in the earlier job"
+            for rank, place in enumerate(places)
+            if place in metadata.excluded_places
+        }
+    else:
+        excluded = _find_excluded(config, profiles, buckets, world)
+    log_excluded(world, excluded)
+    reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
+    return Selection(choice.algorithm, reasons)
+
+
+def _find_excluded(
+    config: TrainingConfig, profiles: Profiles, buckets: Sequence[int], world: World
+) -> dict[int, str]:
+    """Return the ranks without which the job is faster; none if there are spares."""
+    costs = profiles.costs(world.infos)
+    wanted = not (config.keep_all or config.spares) and config.balance != "off"
+    if costs is None or not wanted or config.batch_policy == "paper" or world.size == 1:
+        return {}
+    return ranks_to_exclude(config, world, costs, buckets, profiles.min_batch)
+
+
+def make_state(
+    config: TrainingConfig, setup: Setup, profiles: Profiles, earlier: EarlierJob, world: World
+) -> TrainingState:
+    """Create the training state, on later spares too, because creating the first takes a second."""
+    set_phase_limit(first_step_limit(config.step_timeout))
+    profile = profiles.by_place[world.info.place]
+    batch = sum(profiles.plan(config, world).batch_sizes)
+    done = Progress(**earlier.found.progress) if earlier.found.progress else None
+    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, done)
+    with agree_on_errors(world.comm):
+        computation = Computation(world.device, profile.precision, profile.memory_format)
+        state = TrainingState(setup.task, computation, total_steps, config.wire)
+        state.check_restorable()
+    return state
+
+
+def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> None:
+    """Give every rank's model the weights of a run that is finished, and export them if asked to.
+
+    Raises:
+        AgreedError: they cannot be exported.
+    """
+    computation = Computation(world.device, "fp32", "contiguous")
+    state = TrainingState(setup.task, computation, earlier.found.progress["step"])
+    restore(world, state, earlier.found, config.seed)
+    with agree_on_errors(world.comm):
+        if world.rank == 0 and config.export:
+            _export_again(config.export, setup)
+    if config.export:
+        print_rank_0(world, f"exported the weights to {config.export}")
+    setup.folder.confirm(NAME)  # for kaitian-supervise
+
+
+def _export_again(path: str, setup: Setup) -> None:
+    try:
+        export_weights(path, setup.task.model)
+    except StorageError as error:
+        raise StorageError(f"{error}; make room, and run the same command again") from error
+
+
+def hand_over_checkpoint(
+    config: TrainingConfig,
+    earlier: EarlierJob,
+    selection: Selection,
+    state: TrainingState,
+    world: World,
+) -> EarlierJob:
+    """Move the checkpoint to a rank that will train: the one that read it may be excluded."""
+    standby = plan_standby(world.infos, config.spares, selection.excluded_ranks)
+    first = standby.active(world.infos)[0]
+    return replace(earlier, found=hand_over(world, earlier.found, first, state))
+
+
+def summary_of(world: World, setup: Setup, earlier: EarlierJob, selection: Selection) -> Summary:
+    """Return the summary before training: what is known, and an earlier job's results."""
+    excluded = [
+        {"rank": info.world_rank, "reason": reason} for info, reason in selection.excluded.items()
+    ]
+    return replace(earlier.summary, emulated=is_emulated(world, setup), excluded=excluded)

@@ -1,0 +1,237 @@
+"""The task and the run folder, made and checked to be the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices.emulation import Schedule, check_slowdown_on, parse_slowdown
+from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
+from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.run_folder import NoFolder, RunFolder, open_run_folder
+from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_limit
+from kaitian_mpi.train.data.batches import as_batches
+from kaitian_mpi.train.data.sample_digest import digest_samples
+from kaitian_mpi.train.export import check_exportable
+from kaitian_mpi.train.initial_weights import load_initial_weights
+from kaitian_mpi.train.task import Task
+
+_log = logging.getLogger(__name__)
+
+MakeTask = Callable[[], Task]
+_OWN_TO_DEVICE = ("params", "foreach", "fused", "capturable")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Task and run folder of one rank."""
+
+    task: Task
+    folder: RunFolder
+    slowdowns: tuple[Schedule, ...]
+    """The emulated slowdown of every rank; empty if there is none."""
+    job: str = ""
+    """The ID of this job, and of those that kaitian-supervise starts in its place."""
+    path: Path | None = None
+    """The run folder's path on rank 0; None where nothing is written."""
+    dataset_size: str = ""
+    """The numbers of training and validation samples; the same on every rank."""
+
+    @cached_property
+    def train(self) -> Any:
+        """The training data, which returns a batch when indexed by a list of sample indices."""
+        return as_batches(self.task.data, self.task.collate)
+
+    @cached_property
+    def validation(self) -> Any:
+        """The held-out data, likewise; None where there is none."""
+        data = self.task.validation
+        return None if data is None else as_batches(data, self.task.collate)
+
+
+def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World) -> Setup:
+    """Make the task and open the run folder, for the job of this ID. Collective.
+
+    Raises:
+        AgreedError: one of these fails on a rank, or the ranks' data or models differ.
+    """
+    setup = prepare_without_folder(make_task, config, world)
+    if not config.resume:  # else it is not known yet whether there is a checkpoint
+        start_from_file(config, setup.task.model, world)
+    with agree_on_errors(world.comm):
+        check_exportable(config, setup.task.model)
+        # Last, so that a run that cannot start does not leave a folder behind.
+        folder = open_run_folder(config, world.rank)
+        folder.begin(config, job)
+    # Reached only if no rank had an error, so `folder` is bound.
+    writes = not isinstance(folder, NoFolder)
+    path = gather_values(world.comm, str(folder.path) if writes else "")[0]
+    return replace(setup, folder=folder, job=job, path=Path(path) if path else None)
+
+
+def start_from_file(config: TrainingConfig, model: nn.Module, world: World) -> None:
+    """Give every rank's model the weights of `--init`, if that is given. Collective.
+
+    Raises:
+        AgreedError: the file cannot be read, or is not of this model.
+    """
+    if config.init:
+        load_initial_weights(config, model, world)
+        broadcast_model(model)
+
+
+def describe_start(config: TrainingConfig, world: World, folder: RunFolder) -> None:
+    """Write config.json and topology.json, once it is clear that the job will train."""
+    folder.write("config.json", asdict(config))
+    folder.write(
+        "topology.json",
+        {
+            "ranks": [asdict(info) for info in world.infos],
+            "groups": [{**asdict(group), "leader": group.leader} for group in world.groups],
+        },
+    )
+
+
+def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: World) -> Setup:
+    """Make the task, the same on every rank. Collective.
+
+    The initial weights are those of rank 0, since not every model draws them from torch's seeded
+    generator.
+
+    Raises:
+        AgreedError: one of these fails on a rank, or the ranks' data or models differ.
+    """
+    with agree_on_errors(world.comm):
+        slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
+        check_slowdown_on(world.device_kind.is_host, world.info.device, slowdowns)
+        set_phase_limit(setup_limit(config.step_timeout))
+        enter_phase("making the task")
+        task = make_task()
+        parts = describe_parts(task)
+        if config.sync_bn:
+            _synchronize_batch_norms(task.model)
+        enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
+    setup = Setup(task, NoFolder(), slowdowns, dataset_size=_describe_length(task))
+    check_same(world.comm, {"the dataset": setup.dataset_size}, "give every host the same files")
+    for name, part in (("training", setup.train), ("validation", setup.validation)):
+        if part is not None:
+            check_same_samples(world, name, part)
+    parts["the model"] = describe_model(task.model)
+    check_same(world.comm, parts, "give every rank the same code and settings")
+    broadcast_model(task.model)
+    # From here on random numbers differ between ranks: dropout must not be the same everywhere.
+    torch.manual_seed(config.seed * world.size + world.rank)
+    return setup
+
+
+def _synchronize_batch_norms(model: nn.Module) -> None:
+    """Convert a model's batch norms, in place.
+
+    Raises:
+        UserError: one cannot be converted.
+    """
+    try:
+        convert_sync_batchnorm(model)
+    except UnsupportedError as error:
+        raise UserError(f"--sync-bn: {error}") from error
+
+
+def _describe_length(task: Task) -> str:
+    if task.validation is None:
+        return f"{len(task.data)} samples"
+    return f"{len(task.data)} + {len(task.validation)} samples"
+
+
+def check_same_samples(world: World, name: str, data: Any) -> None:
+    """Compare some samples between the ranks, and warn where only numbers differ. Collective.
+
+    Numbers may differ by random augmentation, or by a decoder's release.
+
+    Raises:
+        AgreedError: classes, shapes or types differ, as where hosts list files in another order.
+    """
+    digests = gather_values(world.comm, digest_samples(data))
+    same_samples = list(zip(*digests, strict=False))  # a rank with slow storage may have read fewer
+    for by_rank in same_samples:
+        if len({text for text, _ in by_rank}) > 1:
+            advice = "give every host the same files, in the same order"
+            own, _ = by_rank[world.rank]
+            check_same(world.comm, {f"the {name} data": own}, advice)
+    differing = sum(len({digest for _, digest in by_rank}) > 1 for by_rank in same_samples)
+    if differing and world.rank == 0:
+        _log.warning(
+            "the inputs of %d of %d %s samples differ between ranks, their shapes and classes do "
+            "not; unless they are augmented at random, give every host the same files",
+            *(differing, len(same_samples), name),
+        )
+
+
+@torch.no_grad()
+def broadcast_model(model: nn.Module) -> None:
+    """Copy rank 0's parameters and all its buffers, persistent or not, to every rank. Collective.
+
+    Args:
+        model: with the same parameters and buffers on every rank, on any device.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Into a copy, so that a rank lost meanwhile leaves the tensor as it is; on the host, where
+        # the broadcast is known to be done when it returns.
+        received = tensor.detach().to("cpu", copy=True)
+        dist.broadcast(received, src=0)
+        tensor.detach().copy_(received)
+
+
+def describe_model(model: nn.Module) -> str:
+    """Return a model's number of parameters, and a hash of their names, shapes and kinds."""
+    rows: list[tuple[Any, ...]] = [
+        (name, tuple(one.shape), one.stride(), str(one.dtype), one.requires_grad)
+        for name, one in model.named_parameters()
+    ]
+    rows += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{count} parameters, layout {hashlib.sha256(repr(rows).encode()).hexdigest()[:8]}"
+
+
+def describe_parts(task: Task) -> dict[str, str]:
+    """Return what of a task besides model and data must be the same on every rank, as texts."""
+    names = "loss", "weight", "scheduler", "validation", "metrics", "extra_state"
+    given = {f"Task({name}=...)": getattr(task, name) is not None for name in names}
+    parts = {name: "given" if is_given else "not given" for name, is_given in given.items()}
+    parts["Task(clip_norm=...)"] = str(task.clip_norm)
+    try:
+        optimizers = task.make_optimizers(task.model)
+    except UserError:
+        raise
+    except Exception:  # it may need a model on the device; those of other ranks are compared
+        return parts
+    parts["the optimizer"] = ", ".join(type(one).__name__ for one in optimizers)
+    groups = [group for one in optimizers for group in one.param_groups]
+    for index, group in enumerate(groups):
+        where = f" of parameter group {index}" if len(groups) > 1 else ""
+        parts[f"the number of parameters{where}"] = str(len(group["params"]))
+        for name, value in group.items():
+            if name not in _OWN_TO_DEVICE and (text := _describe_value(value)):
+                parts[f"the optimizer's {name}{where}"] = text
+    return parts
+
+
+def _describe_value(value: Any) -> str:
+    """Return a hyperparameter as text; empty if it is no number, text or tuple of these."""
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_describe_value, value))
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return str(value) if isinstance(value, Real | str) else ""

@@ -1,0 +1,109 @@
+"""Which sinks receive the metrics of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe import mlflow, tensorboard, wandb
+from kaitian_mpi.observe.background import BackgroundSink
+from kaitian_mpi.observe.choice import open_progress
+from kaitian_mpi.observe.outcome import Outcome
+from kaitian_mpi.observe.packages import check_package
+from kaitian_mpi.observe.run_folder import NoFolder, RunFolder
+from kaitian_mpi.observe.run_folder_sink import RunFolderSink
+from kaitian_mpi.observe.sink import MetricsSink, Sinks
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline.sink import TimelineSink
+
+_METHODS = ("read", "evaluated", "logged", "happened", "close")
+
+
+def check_sinks(config: TrainingConfig, world: World) -> None:
+    """Check that the programs to log to can be used, before anything is created. Collective.
+
+    Their packages are imported on rank 0 now: later it would slow down the first steps.
+
+    Raises:
+        AgreedError: a package is missing, or the user is not logged in to Weights & Biases.
+    """
+    with agree_on_errors(world.comm):
+        writes = world.rank == 0
+        if config.tensorboard:
+            check_package("--tensorboard", "tensorboard", tensorboard.MODULE if writes else "")
+        if config.wandb:
+            check_package("--wandb", "wandb", "wandb" if writes else "")
+            if writes:
+                wandb.check_login()
+        if config.mlflow:
+            mlflow.prepare_environment()
+            check_package("--mlflow", "mlflow", "mlflow" if writes else "")
+
+
+def check_own_sinks(sinks: Sequence[MetricsSink]) -> None:
+    """Check what a script passes as `Training(sinks=...)`.
+
+    Raises:
+        UserError: one of them is not a sink.
+    """
+    for sink in sinks:
+        missing = [name for name in _METHODS if not callable(getattr(sink, name, None))]
+        if missing or isinstance(sink, type):
+            found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
+            raise UserError(
+                f"Training(sinks=...): found {found}, needed an instance of a subclass of "
+                "kaitian_mpi.MetricsSink"
+            )
+
+
+def open_sinks(
+    config: TrainingConfig,
+    folder: RunFolder,
+    infos: Sequence[RankInfo],
+    emulated: bool,
+    own: Sequence[MetricsSink],
+) -> Sinks:
+    """Return the sinks of the rank that writes the files.
+
+    Args:
+        config: how the progress is shown, and the programs to log to.
+        folder: the run folder; a `NoFolder` if no files are wanted.
+        infos: all ranks.
+        emulated: whether devices or slow ranks are emulated.
+        own: the script's own sinks.
+    """
+    timeline = [TimelineSink(recorder.current)] if recorder.current is not None else []
+    path = "" if isinstance(folder, NoFolder) else str(folder.path)
+    title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
+    progress = open_progress(config, infos, title)
+    background = (BackgroundSink(name, make) for name, make in _slow_sinks(config, folder, own))
+    # In this order: the live view ends before the outcome is printed.
+    shown = (progress, Outcome(path, emulated))
+    return Sinks([RunFolderSink(folder), *shown, *timeline, *background])
+
+
+def _slow_sinks(
+    config: TrainingConfig, folder: RunFolder, own: Sequence[MetricsSink]
+) -> Iterator[tuple[str, Callable[[], MetricsSink]]]:
+    """Yield the name of each sink that must not delay training, and what creates it."""
+    settings = asdict(config)
+    if config.tensorboard:
+        yield "TensorBoard", partial(tensorboard.TensorBoardSink, folder.path)
+    if config.wandb:
+        yield "Weights & Biases", partial(wandb.WandbSink, config.wandb, settings, folder)
+    if config.mlflow:
+        yield "MLflow", partial(mlflow.MlflowSink, config.mlflow, settings, folder)
+    for sink in own:
+        yield type(sink).__name__, partial(_same, sink)
+
+
+def _same(sink: MetricsSink) -> MetricsSink:
+    return sink

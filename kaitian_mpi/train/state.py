@@ -1,0 +1,406 @@
+"""The state of a training run: the model, its optimizer and the progress."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.network.residual import Residuals
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.tensor_files import TensorFile
+from kaitian_mpi.train.batch_norm import RunningStatistics
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.state_lock import StateLock
+from kaitian_mpi.train.state_transfer import (
+    broadcast_state,
+    check_loadable,
+    plain,
+    reload,
+    take_over,
+)
+from kaitian_mpi.train.task import Task
+
+_PARTS = {
+    "model": "the model",
+    "optimizers": "the optimizer",
+    "schedulers": "the scheduler",
+    "extra": "extra_state",
+}
+"""Of the shared state, those that hold what the user's objects return, and whose they are."""
+
+
+class TrainingState:
+    """The model, its optimizers and the progress, as each rank holds them.
+
+    Between two steps they are bit-identical on all ranks of equal devices, except what `rank_state`
+    returns; where unlike devices round differently, until the next comparison.
+    """
+
+    def __init__(
+        self, task: Task, computation: Computation, total_steps: int, wire: str = "fp32"
+    ) -> None:
+        """Begin at step 0.
+
+        Args:
+            task: whose model, anywhere, is moved to the rank's device.
+            computation: how this rank computes.
+            total_steps: of the whole run.
+            wire: the format in which gradients cross slow links.
+
+        Raises:
+            UserError: the task's optimizer or scheduler cannot be used.
+        """
+        self.computation = computation
+        self.model: nn.Module = computation.place_model(task.model)
+        self._task = task
+        self.optimizers = task.make_optimizers(self.model)
+        self._own_settings = [_settings(group) for group in self._groups]
+        self._make_schedulers(total_steps)
+        self.extra = task.extra_objects()
+        self.statistics = RunningStatistics(self.model)
+        self.residuals = Residuals(wire)
+        self.progress = Progress(total_steps)
+        self._trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        self.equal_at_step = 0
+        """The last step after which all ranks' weights were made or found the same."""
+        self.is_begun = False
+        """Whether this is the run's current state, rather than a freshly initialized one."""
+        self.lock = StateLock()
+        """Held while the optimizer changes the state; taken by any other reader of the state."""
+        self._saved_buffers: list[torch.Tensor] = []
+        self._in_unit = False
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Change the number of steps of the whole run, and the schedules that follow from it."""
+        self.progress.total_steps = total_steps
+        if self._told_steps not in (None, total_steps):
+            with self.lock:
+                self._restart_schedulers(total_steps)
+
+    def _make_schedulers(self, total_steps: int) -> None:
+        self.schedulers = self._task.make_schedulers(self.optimizers, total_steps)
+        self._told_steps = total_steps if self._task.tells_steps else None
+        begun_with = self._own_settings, self._scheduler_states(), self._told_steps
+        self._begun_with = json.dumps(begun_with, default=_as_json, skipkeys=True)
+
+    def _restart_schedulers(self, total_steps: int) -> None:
+        """Begin the schedules with this job's settings, and bring them to the present step.
+
+        Raises:
+            UserError: one of them cannot be.
+        """
+        for group, own in zip(self._groups, self._own_settings, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **_settings(own)})
+        self._make_schedulers(total_steps)
+        steps = self.progress.step - self.progress.bad_steps
+        stepped = [scheduler for scheduler in self.schedulers if hasattr(scheduler, "step")]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's: the optimizer has made no step yet
+                for _ in range(steps):
+                    for scheduler in stepped:
+                        scheduler.step()
+        except Exception as error:  # of the user's objects, which may raise anything
+            raise UserError(
+                f"Task: the scheduler cannot continue at step {steps} of {total_steps} "
+                f"({type(error).__name__}: {error}); make it for the steps that it is given"
+            ) from error
+
+    def begin_unit(self) -> None:
+        """Start a step or an evaluation: save the buffers, which change before the commit."""
+        buffers = list(self.model.buffers())
+        if not self._saved_buffers:
+            self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
+        _copy(self._saved_buffers, buffers)
+        self.statistics.save()
+        self._in_unit = True
+
+    def end_unit(self) -> None:
+        """Keep what the step or evaluation has changed."""
+        self._in_unit = False
+
+    def roll_back(self) -> None:
+        """Undo what an interrupted step or evaluation has changed."""
+        self.zero_gradients()
+        if self._in_unit:
+            self.restore_buffers()
+            self.statistics.restore()
+        self._in_unit = False
+
+    def restore_buffers(self, besides: Collection[int] = ()) -> None:
+        """Take back what a forward has done to the buffers since `begin_unit`.
+
+        Args:
+            besides: the ids of buffers that keep their content.
+        """
+        pairs = zip(self.model.buffers(), self._saved_buffers, strict=True)
+        restored = [(buffer, saved) for buffer, saved in pairs if id(buffer) not in besides]
+        _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
+
+    def zero_gradients(self) -> None:
+        """Let the next step begin without a gradient."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the model's weights and buffers, contiguous in host memory."""
+        return {
+            name: value.detach().cpu().contiguous()
+            for name, value in self.model.state_dict().items()
+            if isinstance(value, torch.Tensor)  # not a module's extra state
+        }
+
+    def replicas(self) -> list[torch.Tensor]:
+        """Return the tensors that steps alone change: the weights and the optimizers' state."""
+        tensors = [parameter.detach() for parameter in self.model.parameters()]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    of_parameter = optimizer.state.get(parameter, {})
+                    found = (of_parameter[name] for name in sorted(of_parameter))
+                    tensors += [value for value in found if isinstance(value, torch.Tensor)]
+        return tensors
+
+    def shared(self) -> dict[str, Any]:
+        """Return the part of the state that is the same on every rank, by reference."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizer_types": self._optimizer_types(),
+            "schedulers": self._scheduler_states(),
+            "begun_with": self._begun_with,
+            "extra": {name: plain(value.state_dict()) for name, value in self.extra.items()},
+            "scaler": self.computation.scaler.state_dict(),
+            "progress": asdict(self.progress),
+            "unfrozen": {
+                name: parameter.requires_grad
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad != self._trainable.get(name)
+            },
+        }
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Take over what `shared` returned, here or on another rank.
+
+        What this job has set is kept: the total number of steps, and the optimizers' settings. If
+        schedulers with a state of their own have changed these, they are as saved; but where the
+        schedules began with other settings, they begin again with this job's.
+
+        Raises:
+            UserError: it belongs to another model.
+        """
+        saved, own_types = state.get("optimizer_types"), self._optimizer_types()
+        if saved not in (None, own_types):
+            raise UserError(
+                f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
+                f"uses {', '.join(own_types)}; use the same optimizer, or another run folder "
+                "(--run-dir)"
+            )
+        with self.lock:
+            settings = [_settings(group) for group in self._groups]
+            try:
+                self.model.load_state_dict(state["model"])
+                for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(content)
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise UserError(
+                    "cannot resume: the checkpoint is of another model or optimizer "
+                    f"({textwrap.shorten(str(error), 300)}); give the same, or another run folder "
+                    "(--run-dir)"
+                ) from error
+            for name, value in self.extra.items():
+                if name in state["extra"]:
+                    value.load_state_dict(state["extra"][name])
+            if self.computation.scaler.is_enabled() and state["scaler"]:
+                self.computation.scaler.load_state_dict(state["scaler"])
+            total_steps = self.progress.total_steps
+            self.progress = Progress(**state["progress"])
+            for name, parameter in self.model.named_parameters():
+                # As the script's loop has left it, which may not come by there again.
+                if name in (changed := state.get("unfrozen", {})):
+                    parameter.requires_grad_(changed[name])
+            self.progress.total_steps = total_steps
+            self.equal_at_step = self.progress.step
+            if not any(self._scheduler_states()):
+                for group, own in zip(self._groups, settings, strict=True):
+                    group.update(own)
+            elif state.get("begun_with") == self._begun_with:
+                self._load_schedulers(state["schedulers"])
+            else:
+                self._restart_schedulers(max(total_steps, self.progress.step))
+            self.statistics.fractions = None
+            self.is_begun = True
+
+    def load_file(self, file: TensorFile) -> dict[str, Any]:
+        """Take over what `shared` returned, from a file. Training must not have begun.
+
+        Returns:
+            The file's content, with tensors in memory of their own or in that of this state.
+
+        Raises:
+            UserError: it belongs to another model.
+        """
+        with self.lock:
+            content = file.content
+            if file.is_mapped:
+                content = take_over(content, self.shared(), file.release)
+            self.load_shared(content)
+        return content
+
+    def check_restorable(self) -> None:
+        """Save and load the state once, as checkpoints and recoveries will.
+
+        Raises:
+            UserError: a part holds objects that are not loaded from files, for safety's sake.
+        """
+        self.check_savable()
+        state = self.shared()
+        for name, called in _PARTS.items():
+            try:
+                state[name] = reload(state[name])
+            except Exception as error:  # of the user's objects, which may raise anything
+                raise UserError(
+                    f"Task: the state_dict of {called} cannot be saved and loaded again "
+                    f"({type(error).__name__}); return tensors, numbers and texts, in dicts, lists "
+                    "and tuples"
+                ) from error
+        self.load_shared(state)
+        self.is_begun = False
+
+    def check_savable(self) -> None:
+        """Check that a checkpoint can hold the state.
+
+        Raises:
+            UserError: a part holds something else, such as an object.
+        """
+        state = self.shared()
+        for name, called in _PARTS.items():
+            check_loadable(plain(state[name]), f"Task: {called}")
+
+    def _optimizer_types(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
+    def _scheduler_states(self) -> list[dict[str, Any]]:
+        return [
+            plain(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else {}
+            for scheduler in self.schedulers
+        ]
+
+    def _load_schedulers(self, states: Sequence[dict[str, Any]]) -> None:
+        for scheduler, content in zip(self.schedulers, states, strict=False):
+            if content and hasattr(scheduler, "load_state_dict"):
+                scheduler.load_state_dict(content)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the part of the state that differs between ranks."""
+        device = self.computation.device
+        return {
+            "buffers": [buffer.detach().clone().cpu() for buffer in self.model.buffers()],
+            "batch_norm_fractions": self.statistics.fractions,
+            "residuals": self.residuals.state_dict(),
+            "random_state": torch.get_rng_state(),
+            "device_random_state": device_of(device).random_state(device.index or 0),
+        }
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Load a result of `rank_state` from a rank with the same host and device."""
+        self._load_buffers(state["buffers"])
+        self.statistics.fractions = state["batch_norm_fractions"]
+        self.residuals.load_state_dict(state.get("residuals", {}))
+        torch.set_rng_state(state["random_state"])
+        device = self.computation.device
+        if state["device_random_state"] is not None:
+            device_of(device).set_random_state(device.index or 0, state["device_random_state"])
+
+    def load_pooled_statistics(
+        self, rank_states: Sequence[dict[str, Any]], shares: Sequence[int]
+    ) -> None:
+        """Load the batch norm statistics of other ranks, pooled over all their samples.
+
+        Args:
+            rank_states: the results of `rank_state` of those ranks.
+            shares: the proportions of their samples.
+        """
+        self._load_buffers(rank_states[0]["buffers"])
+        moments = []
+        for state in rank_states:
+            self._load_buffers(state["buffers"])
+            moments.append(self.statistics.moments())
+        self._load_buffers(rank_states[0]["buffers"])
+        weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+        self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
+
+    def _load_buffers(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self.model.buffers(), values, strict=True):
+                buffer.copy_(value)
+
+    def sync_to_latest(self, world: World) -> int:
+        """Give ranks that are behind the state of the rank that is furthest. Collective.
+
+        Returns:
+            The rank whose state was sent; of several, the lowest.
+        """
+        steps = gather_values(world.comm, self.progress.step if self.is_begun else -1)
+        source = steps.index(max(steps))
+        if len(set(steps)) > 1:
+            behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
+            self.copy_from(world, source, behind)
+        self.is_begun = True
+        return source
+
+    def copy_from(self, world: World, source: int, receivers: Collection[int]) -> None:
+        """Copy the state of rank `source` to some ranks. Collective.
+
+        The other ranks keep theirs, and so their own batch norm statistics.
+        """
+        receives = world.rank in receivers
+        # A state that is begun stays whole until all has arrived: the sender may be lost.
+        own = self.shared() if world.rank == source or not self.is_begun else None
+        content = broadcast_state(world.comm, own, source, receives, into=own)
+        if receives:
+            self.load_shared(content)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer group's settings, without its parameters."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value  # changed in place
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, torch.Tensor | np.generic):
+        return value.tolist()
+    return type(value).__qualname__
+
+
+@torch.no_grad()
+def _copy(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        own, other = pairs.setdefault(target.dtype, ([], []))
+        own.append(target)
+        other.append(source)
+    for own, other in pairs.values():
+        torch._foreach_copy_(own, other)

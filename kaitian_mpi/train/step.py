@@ -1,0 +1,137 @@
+"""A global step: what is known of it while it is made, and what it was once it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.distributed.data_parallel import sum_on_host
+from kaitian_mpi.train.clock import StepTimes
+from kaitian_mpi.train.data.batches import MicroBatch
+from kaitian_mpi.train.step_exchange import StepReport
+from kaitian_mpi.train.task import Task
+
+
+@dataclass(frozen=True)
+class Step:
+    """A global step that all ranks have done."""
+
+    number: int
+    """Counted from 1."""
+    epoch: int
+    """From 0."""
+    samples: int
+    """All ranks' samples."""
+    batch_sizes: list[int]
+    """Samples of each rank, which add up to `samples`."""
+    mean_loss: torch.Tensor
+    """The mean over the global batch, where it was computed, the same on all ranks."""
+    own_samples: int
+    """This rank's samples."""
+    is_finite: bool
+    """Whether its gradient is finite; if not, all ranks have skipped the optimizer's step."""
+    times: StepTimes
+    """Times of the steps that the device has finished since the previous step."""
+    data_sec: float
+    """Time spent getting this rank's batch."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch; reading it waits for the device."""
+        return float(self.mean_loss)
+
+    def report(self, wants_checkpoint: bool = False) -> StepReport:
+        """Return the report of this step for the other ranks."""
+        steps, computed, waited = self.times
+        return StepReport(
+            self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
+        )
+
+
+class StepInProgress:
+    """What is known of a step while it is made.
+
+    Args:
+        data_sec: how long this rank's batch was waited for.
+    """
+
+    def __init__(self, data_sec: float = 0.0) -> None:
+        self.data_sec = data_sec
+        self.samples = 0
+        """All ranks' samples."""
+        self.batch_sizes: list[int] = []
+        """Samples of each rank."""
+        self.own_samples = 0
+        self.weights: Sequence[float] = ()
+        """Of this rank's micro-batches: how many terms the mean of each is over."""
+        self.own_weight = 0.0
+        self.counts_nothing = False
+        """Whether the weights of all ranks are 0; known once the gradients are summed."""
+        self._global_weight: tuple[dist.Work, torch.Tensor] | None = None
+        self._share: float | None = None
+        self._losses: list[torch.Tensor] = []
+
+    def begin(self, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]) -> None:
+        """Begin with this rank's share.
+
+        Args:
+            task: weighs the batches.
+            parts: the share.
+            batch_sizes: samples of each rank.
+        """
+        self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
+        self.own_samples = sum(part.samples for part in parts)
+        self.weights = [
+            task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
+        ]
+        self.own_weight = sum(self.weights, 0.0)
+
+    def sum_weights(self) -> None:
+        """Start to sum the ranks' weights, where they are not their samples. Collective."""
+        total = torch.tensor(self.own_weight, dtype=torch.float64)
+        self._global_weight = sum_on_host(total), total
+
+    def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
+        """Return what a micro-batch adds to the mean loss over this rank's share.
+
+        Args:
+            loss: the mean over the micro-batch.
+            index: which of the share's micro-batches.
+        """
+        weight = self.weights[index]
+        if self.own_weight and not weight:
+            return loss  # perhaps NaN; the caller makes a gradient of zero of it
+        if weight != self.own_weight:
+            loss = loss * (weight / self.own_weight)
+        self._losses.append(loss.detach())
+        return loss
+
+    def weight_of_share(self) -> float | None:
+        """Return this rank's part of the global batch, once all ranks have begun.
+
+        0 if none of its samples counts, None if it has no samples.
+        """
+        if self._share is None:
+            total: float = self.samples
+            if self._global_weight is not None:
+                self._global_weight[0].wait()
+                total = self._global_weight[1].item()
+            self.counts_nothing = not total
+            self._share = self.own_weight / total if total else 0.0
+        return self._share if self.own_samples else None
+
+    def own_loss(self) -> torch.Tensor:
+        """Return the mean loss over this rank's share, once all of it is weighed."""
+        first, *others = self._losses
+        return torch.stack(self._losses).sum() if others else first
+
+    def mean_loss(self) -> torch.Tensor:
+        """Return the mean over the global batch of the loss. Collective."""
+        weight = self.weight_of_share() or 0.0
+        own = self.own_loss() * weight
+        total = own if weight else torch.zeros_like(own)
+        dist.all_reduce(total)
+        return total

@@ -1,0 +1,174 @@
+"""The fields of `summary.json`, how they are filled in, and how the file is read.
+
+Imports neither torch nor MPI, because `kaitian-supervise` reads the file too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from kaitian_mpi.mpi.world import World
+    from kaitian_mpi.train.evaluation import Evaluation
+    from kaitian_mpi.train.follow_up import StepFollowUp
+    from kaitian_mpi.train.measure.plan import Plan
+    from kaitian_mpi.train.membership import RankLoss
+    from kaitian_mpi.train.state import TrainingState
+    from kaitian_mpi.train.trainer import Trainer
+
+NAME = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The state of a run; None if not known yet. Per-rank lists are in the order of `ranks`."""
+
+    finished: bool = False
+    """Written last: the only reliable sign of success."""
+    emulated: bool | None = None
+    """Whether any device kind or slowdown is emulated."""
+    excluded: list[dict[str, Any]] | None = None
+    """The ranks without which the job is faster: `rank` and `reason` of each."""
+    allreduce: str | None = None
+    """The algorithm that sums gradients across groups, or did before a loss left a single one.
+
+    `direct` where there was never more than one.
+    """
+    relay: dict[str, Any] | None = None
+    """How tensors cross between groups; None with a single one."""
+    wire: str | None = None
+    """What gradients are sent as between hosts."""
+    parity: bool | None = None
+    """Whether all kinds of devices computed alike before training; not known if not compared."""
+    failures: list[dict[str, Any]] | None = None
+    """The losses of ranks that the run has survived, in this job and earlier ones."""
+
+    world_size: int | None = None
+    """The number of ranks that train."""
+    ranks: list[int] | None = None
+    """The world ranks that train."""
+    device_kinds: list[str] | None = None
+    groups: dict[str, list[int]] | None = None
+    """The world ranks of each device kind."""
+    global_batch_size: int | None = None
+    batch_sizes: list[int] | None = None
+    """Samples per step of each rank."""
+    scores: list[float] | None = None
+    """Each rank's score, time_min / time_i."""
+    parameters: int | None = None
+    """The model's number of parameters."""
+    torch_version: str | None = None
+
+    startup_sec: dict[str, float] | None = None
+    """The phases from mpirun's start to the end of this job's first step, of the first rank."""
+    steps: int | None = None
+    epochs: int | None = None
+    bad_steps: int | None = None
+    """Steps that were skipped because their gradient was not finite."""
+    plans: int | None = None
+    """The number of plans since these ranks started to train."""
+    slow_ranks: list[dict[str, Any]] | None = None
+    """Which ranks were slow since these ranks started to train, from when to when, and why."""
+    samples_per_sec: float | None = None
+    step_time_sec: float | None = None
+    compute_time_sec: list[float] | None = None
+    """Mean per step, by rank."""
+    wait_time_sec: list[float] | None = None
+    """Mean per step, by rank."""
+    training_time_sec: float | None = None
+    validation: dict[str, Any] | None = None
+    """What the last evaluation has found, by name."""
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the known fields as the content of the file."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Summary:
+        """Return a file's content as a summary; values of a wrong type are ignored."""
+        types = get_type_hints(cls)
+        names = [field.name for field in fields(cls) if field.name in content]
+        return cls(**{name: content[name] for name in names if _fits(content[name], types[name])})
+
+    def with_ranks(self, world: World, state: TrainingState, plan: Plan, allreduce: str) -> Summary:
+        """Return this with the fields that are known when some ranks start to train."""
+        names = [info.world_rank for info in world.infos]
+        by_kind: dict[str, list[int]] = {}
+        for info in world.infos:
+            by_kind.setdefault(info.kind, []).append(info.world_rank)
+        return replace(
+            self,
+            finished=False,
+            allreduce=allreduce,
+            relay=world.relay.describe() if len(world.groups) > 1 else None,
+            wire=state.residuals.wire,
+            world_size=world.size,
+            ranks=names,
+            device_kinds=list(dict.fromkeys(world.kinds)),
+            groups=by_kind,
+            global_batch_size=sum(plan.batch_sizes),
+            batch_sizes=plan.batch_sizes,
+            scores=plan.scores,
+            parameters=sum(p.numel() for p in state.model.parameters()),
+            torch_version=world.info.torch_version,
+        )
+
+    def with_epoch(self, trainer: Trainer, follow_up: StepFollowUp, result: Evaluation) -> Summary:
+        """Return this with the results after an epoch."""
+        metrics, progress = follow_up.metrics, trainer.progress
+        steps = max(1, metrics.steps)
+        return replace(
+            self,
+            relay=trainer.world.relay.describe() if self.relay else None,
+            steps=progress.step,
+            epochs=progress.epoch,
+            bad_steps=progress.bad_steps,
+            batch_sizes=trainer.sampler.batch_sizes,
+            plans=follow_up.balancing.plans,
+            slow_ranks=follow_up.balancing.slow_ranks(),
+            samples_per_sec=progress.samples / progress.training_sec,
+            step_time_sec=progress.training_sec / progress.step,
+            compute_time_sec=[seconds / steps for seconds in metrics.compute_sec],
+            wait_time_sec=[seconds / steps for seconds in metrics.wait_sec],
+            training_time_sec=progress.training_sec,
+            validation=dict(result.means) or None,
+            val_loss=result.means.get("loss"),
+            val_accuracy=result.means.get("accuracy"),
+        )
+
+
+def describe_losses(losses: Sequence[RankLoss]) -> list[dict[str, Any]]:
+    """Return losses as entries of `failures`."""
+    return [
+        {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(loss.noticed_at)),
+            "ranks": [
+                {
+                    "rank": info.world_rank,
+                    "host": info.host,
+                    "device": info.device,
+                    "device_kind": info.kind,
+                }
+                for info in loss.lost
+            ],
+            "step": loss.step,
+            "seconds_to_recover": loss.recovery_sec,
+        }
+        for loss in losses
+    ]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value from JSON has a field's type; only the outermost type is checked."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is (origin or hint)

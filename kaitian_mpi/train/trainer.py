@@ -1,0 +1,375 @@
+"""Trains and evaluates on some ranks, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.distributed.reducer import GradientReducer
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import warn_rank_0
+from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
+from kaitian_mpi.train.clock import StepClock, StepTimes
+from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
+from kaitian_mpi.train.data.counter_random import random_bits
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.evaluation import Evaluation, evaluate
+from kaitian_mpi.train.measure.plan import Plan
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.step import Step, StepInProgress
+from kaitian_mpi.train.sync_bn import StepParticipation
+from kaitian_mpi.train.update import apply_step, set_learning_rates
+
+_WARM_UP_STEPS = 3  # kernels may still be compiled in them
+_SAMPLES_OF_STATISTICS = 256
+_STEPS_TO_WARN = 5
+
+
+class Trainer:
+    """Trains on some ranks from the state's current step on.
+
+    Every method is collective. A step is `fetch`, `begin`, `backward` once for each micro-batch,
+    and `finish`; `train` does all but the first.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        world: World,
+        setup: Setup,
+        state: TrainingState,
+        plan: Plan,
+        slowdown: Slowdown,
+        loader: ShareLoader,
+        commit: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Build the sampler and DDP for these ranks, around a state that outlives them.
+
+        Args:
+            config: the settings.
+            world: the ranks of the default process group.
+            setup: the task.
+            state: the same on every rank.
+            plan: the ranks' batch sizes.
+            slowdown: this rank's emulated slowdown.
+            loader: of the training data; it outlives these ranks as well.
+            commit: called before a step or evaluation takes effect, with whether this rank has done
+                it; raises if some rank has not.
+        """
+        self.world, self.state = world, state
+        self._config, self._setup, self._task = config, setup, setup.task
+        self._computation, self._slowdown = state.computation, slowdown
+        self._commit = commit
+        state.roll_back()
+        self.sampler = LoadAdaptiveSampler(
+            setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
+        )
+        self._micro_batch = plan.micro_batch_size
+        self._loader = loader
+        self._loading: Iterator[list[MicroBatch]] | None = None
+        self._gradients = self._reducer()
+        self._steps_of_weight_0 = 0
+        # Its type is not imported here: that would start MPI, also in data loading workers, which
+        # import the module of their dataset.
+        self._group = cast("Any", dist.group.WORLD)
+        if commit is not None:
+            self._group.record_losses()
+        self.clock = StepClock(world.device_kind)
+        self._limit = StepLimit(config.step_timeout)
+        self._evaluation_limit = StepLimit(
+            config.step_timeout, first_step_limit(config.step_timeout)
+        )
+        self._steps_seen = 0
+        self._step = StepInProgress()
+        self._sync_bn = StepParticipation(self.clock, slowdown, lambda: self._step)
+        participate(state.model, self._sync_bn)
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether a share may be split.
+
+        In the open form the script computes it all at once; with `--sync-bn` the ranks have to
+        compute equally often.
+        """
+        return self._task.loss is not None and not self._config.sync_bn
+
+    @property
+    def _loss_travels(self) -> bool:
+        """Whether the loss is summed along with the gradients, which saves a collective.
+
+        Not where these cross rounded, which would round it.
+        """
+        return self._gradients.carries_number and self._config.relay_dtype == "fp32"
+
+    def _reducer(self) -> GradientReducer:
+        return GradientReducer(
+            self.state.model, on_bucket=self._bucket_ready, residuals=self.state.residuals
+        )
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run."""
+        return self.state.progress
+
+    def close(self) -> None:
+        """Let go of the model; its gradients are no longer summed. Not collective."""
+        self._loading = None
+        self._gradients.close()
+        participate(self.state.model, None)
+
+    def steps(self) -> Iterator[Step]:
+        """Train a step per iteration, until the end of the epoch or `--max-steps`."""
+        while (parts := self.fetch()) is not None:
+            yield self.train(parts)
+
+    def fetch(self) -> list[MicroBatch] | None:
+        """Return this rank's share of the next global batch, on the host.
+
+        Returns:
+            None where the epoch ends, or the run does.
+        """
+        if self.progress.step >= self.progress.total_steps:
+            self._loading = None
+            return None
+        waiting_since = time.perf_counter()
+        if self._loading is None:
+            self._loading = self._load_epoch()
+            self.state.model.train()
+        enter_phase("getting a batch", step=self.progress.step + 1)
+        parts = next(self._loading, None)
+        if parts is None:
+            self._loading = None
+        self._step = StepInProgress(data_sec=time.perf_counter() - waiting_since)
+        return parts
+
+    def train(self, parts: Sequence[MicroBatch]) -> Step:
+        """Train on this rank's share of the next global batch.
+
+        A share that is larger than what fits the memory is taken in micro-batches, whose gradients
+        add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
+        come first: their gradient is zero and not missing, as it is in a batch with others.
+
+        Args:
+            parts: the share, as `fetch` returned it.
+        """
+        self.begin(parts)
+        weights = self._step.weights
+        order = sorted(range(len(parts)), key=lambda index: weights[index] > 0)
+        for index in order:
+            batch, counts = self.place(parts[index]), weights[index] > 0
+            loss = self._computation.loss(self._task, self.state.model, batch, counts)
+            enter_phase("backward", step=self.progress.step + 1)
+            self.backward(loss, index, is_last=index == order[-1])
+            if not counts and index != order[-1]:
+                self._zero_gradients()
+        return self.finish()
+
+    def begin(self, parts: Sequence[MicroBatch]) -> None:
+        """Begin a step with this rank's share of the global batch."""
+        step = self._step
+        step.begin(self._task, parts, self.sampler.shares_at(self.progress.position))
+        samples = step.samples
+        self._sync_bn.begin_step(self.progress.step + 1)
+        set_learning_rates(self._config, self.state, samples, len(self._setup.train))
+        if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
+            self.state.begin_unit()
+        step_in_epoch = self.progress.step_in_epoch
+        self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
+        if self._task.weight is not None:
+            step.sum_weights()
+        self._slowdown.go_to(self.progress.step + 1)
+        self.clock.start()
+        self._slowdown.start()
+        enter_phase("forward", step=self.progress.step + 1)
+
+    def abandon(self) -> None:
+        """Undo what was begun of a step; its samples come again. Not collective."""
+        self._loading = None
+        self._gradients.reset()
+        self.state.roll_back()
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything of this rank's share of the step counts."""
+        return self._step.own_weight > 0
+
+    def place(self, part: MicroBatch) -> Any:
+        """Return a micro-batch on this rank's device, which the next forward is to compute."""
+        if part.samples:
+            self.state.statistics.before_batch(part.samples)
+        return self._computation.place(part.batch)
+
+    def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
+        """Add a micro-batch's gradient to the share's; with the last, sum over the ranks.
+
+        Args:
+            loss: the mean over the micro-batch.
+            index: which of the share's micro-batches.
+            is_last: whether it is the last.
+        """
+        self._slowdown.catch_up()
+        self.clock.backward_begins()
+        step = self._step
+        loss = step.weigh(loss, index)
+        if is_last:
+            if self._gradients.is_outdated:  # the script has unfrozen parameters, on every rank
+                self._gradients.close()
+                self._gradients = self._reducer()
+            loss_of_share = step.own_loss() if self._loss_travels else None
+            self._gradients.arm(step.weight_of_share, loss_of_share)
+        scaled = self._computation.scaler.scale(loss)
+        if scaled.requires_grad:  # it may not where nothing of the share counts
+            scaled.backward()
+        else:
+            self._sync_bn.take_part_in_backward()
+        if not is_last:
+            self._slowdown.catch_up()
+            self.clock.forward_begins()
+
+    def finish(self) -> Step:
+        """End the step: all ranks do with their state what the sum of the gradients says."""
+        step = self._step
+        self._gradients.finish()
+        is_finite = self._gradients.is_finite()
+        mean_loss = self._gradients.number if self._loss_travels else step.mean_loss()
+        self._watch_weights(step)
+        if step.own_samples == 0:
+            self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
+        self._commit_unit()
+        self.clock.gradients_summed()
+        self._slowdown.start()
+        epoch = self.progress.epoch
+        enter_phase("the optimizer", step=self.progress.step + 1)
+        apply_step(self._task, self.state, is_finite, step.samples)
+        self._slowdown.catch_up()
+        self.clock.stop()
+        times = self.clock.take()
+        self._watch(times, step.data_sec)
+        return Step(
+            number=self.progress.step,
+            epoch=epoch,
+            samples=step.samples,
+            batch_sizes=step.batch_sizes,
+            mean_loss=mean_loss,
+            own_samples=step.own_samples,
+            is_finite=is_finite,
+            times=times,
+            data_sec=step.data_sec,
+        )
+
+    def _watch_weights(self, step: StepInProgress) -> None:
+        """Warn, once, where the task's weights leave nothing to learn from."""
+        self._steps_of_weight_0 = self._steps_of_weight_0 + 1 if step.counts_nothing else 0
+        if self._steps_of_weight_0 == _STEPS_TO_WARN:
+            warn_rank_0(
+                self.world,
+                f"Task: weight returned 0 for every batch of {_STEPS_TO_WARN} steps in a row, so "
+                "nothing was learned; return how many terms the mean in the loss is over",
+            )
+
+    def _zero_gradients(self) -> None:
+        """Leave nothing of the gradients but that there are some."""
+        for parameter in self.state.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def evaluate(self) -> Evaluation:
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
+
+        Statistics that lag behind the weights are recomputed first; not so in the open form,
+        where only the script knows how to compute a batch.
+        """
+        shares = self.sampler.batch_sizes
+        self.state.begin_unit()
+        if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
+            self._recompute_statistics()
+        enter_phase("the statistics of batch norm", waits=True)
+        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
+        result = Evaluation({})
+        if self._setup.validation is not None:
+            result = evaluate(
+                self._task,
+                self.state.model,
+                self._setup.validation,
+                self._computation,
+                self.world,
+                shares,
+                self._micro_batch,
+                self._evaluation_limit,
+            )
+        is_warm = self._steps_seen >= _WARM_UP_STEPS
+        set_phase_limit(
+            self._limit.limit_sec if is_warm else first_step_limit(self._config.step_timeout)
+        )
+        self._commit_unit()
+        return result
+
+    @torch.no_grad()
+    @local_statistics()
+    def _recompute_statistics(self) -> None:
+        """Recompute batch norm's statistics from the epoch's first samples and current weights.
+
+        As the training computes them, dropout included; its random numbers are not used up.
+        """
+        self._set_epoch()
+        count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
+        shares = list(self.sampler.first_shares(count))
+        statistics, device = self.state.statistics, self._computation.device
+        statistics.before_step(0, sum(map(len, shares)), count)
+        devices = [] if device_of(device).is_host else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            for indices in filter(None, shares):
+                enter_phase("getting a batch")
+                for part in self._loader.data[self._share(indices)]:
+                    batch = self.place(part)
+                    enter_phase("forward")
+                    self._computation.loss(self._task, self.state.model, batch)
+
+    def _set_epoch(self) -> None:
+        set_epoch_of(self._setup.train, self.progress.epoch)
+        self.sampler.set_epoch(self.progress.epoch)
+
+    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
+        self._set_epoch()
+        self.sampler.position = self.progress.position
+        return self._loader.load(self._share(indices) for indices in self.sampler)
+
+    def _share(self, indices: list[int]) -> Share:
+        """Return what to load for the step with these samples, which the sampler is at."""
+        limit = self._micro_batch if self.has_micro_batches else None
+        place = self.sampler.position * self.world.size + self.world.rank
+        seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
+        return Share(self.sampler.epoch, seed, split_share(indices, limit, self.sampler.min_batch))
+
+    def _commit_unit(self) -> None:
+        """Continue only if every rank got this far."""
+        if self._commit is not None:
+            self._commit(not self._group.is_broken)
+        self.state.end_unit()
+
+    def _watch(self, times: StepTimes, data_sec: float) -> None:
+        """Update the watchdog's time limit; a phase of waiting for other ranks starts."""
+        self._steps_seen += 1
+        if times.steps:
+            step_sec = (times.computed + times.waited) / times.steps
+            limit = self._limit.observe(step_sec + data_sec)
+            if limit is not None or self._steps_seen == _WARM_UP_STEPS:
+                set_phase_limit(self._limit.limit_sec)
+        enter_phase("reporting the step", step=self.progress.step, waits=True)
+
+    def _bucket_ready(self, is_last: bool) -> None:
+        self._slowdown.catch_up()
+        self.clock.bucket_ready()
+        if is_last:
+            enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
