@@ -36,7 +36,7 @@ from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
 from kaitian_mpi.train.measure.rank_timer import Workload
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.trainer import Trainer
 
 FACTOR = 3.0
@@ -122,7 +122,7 @@ class Bench:
         setup = self.setup(config, schedules)
         slowdown = Slowdown(schedules[self.world.rank])
         steps = count_steps(config, len(self.data), config.global_batch_size)
-        state = TrainingState(setup.task, self.computation(), steps)
+        state = State(setup.task, self.computation(), steps)
         loader = ShareLoader(setup.train, config.workers, pin_memory=False)
         trainer = Trainer(config, self.world, setup, state, plan, slowdown, loader)
         return Run(trainer, StepFollowUp(config, self.world, setup.folder, trainer, plan))

@@ -61,8 +61,8 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     commit = Stopwatch(membership.commit)
     ready, plain = make_trainer(config, world, commit), make_trainer(config, world)
     state = ready[0].state
-    copy = Stopwatch(state.begin_unit)
-    state.begin_unit = copy  # type: ignore[method-assign]
+    copy = Stopwatch(state.save)
+    state.save = copy  # type: ignore[method-assign]
     steps = (endless(*plain), endless(*ready))
     for run in steps:
         timed(world, run, WARM_UP)

@@ -23,7 +23,7 @@ from kaitian_mpi.train.follow_up import StepFollowUp
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.trainer import Trainer
 
@@ -53,7 +53,7 @@ def make_trainer(
     plan = Plan(shares, [1.0] * world.size, None, "channels_last", "fp32", None)
     computation = Computation(world.device, "fp32", "channels_last")
     steps = count_steps(config, len(setup.train), config.global_batch_size)
-    state = TrainingState(task, computation, steps)
+    state = State(task, computation, steps)
     loader = ShareLoader(setup.train, config.workers, pin_memory=False)
     trainer = Trainer(config, world, setup, state, plan, Slowdown(()), loader, commit)
     return trainer, StepFollowUp(config, world, setup.folder, trainer, plan)

@@ -186,7 +186,7 @@ class Machine:
         """
         if not any(SHM.glob(f"kaitian-{self._job.snapshots}-*")):
             return True
-        from kaitian_mpi.train.checkpoint.last_snapshot import (
+        from kaitian_mpi.train.checkpoint.snapshots import (
             save_snapshot,  # loads torch, for seconds
         )
 

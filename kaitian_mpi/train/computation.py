@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.data.placing import place
+from kaitian_mpi.train.data.batches import place
 from kaitian_mpi.train.task import Task
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

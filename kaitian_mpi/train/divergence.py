@@ -12,7 +12,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 from kaitian_mpi.observe.sink import Sinks
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
 
 _COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
@@ -25,7 +25,7 @@ _MOST = 0.2
 _MOST_OF_ELEMENT = 0.02
 
 
-def repair_divergence(world: World, state: TrainingState, sinks: Sinks | None = None) -> list[int]:
+def repair_divergence(world: World, state: State, sinks: Sinks | None = None) -> list[int]:
     """Make the weights and the optimizers' state the same again on all ranks. Collective.
 
     Ranks apply the same gradients. On devices alike the results are so, too, bit by bit: they
@@ -67,7 +67,7 @@ def repair_divergence(world: World, state: TrainingState, sinks: Sinks | None = 
 
 def _find_majority(
     world: World,
-    state: TrainingState,
+    state: State,
     tensors: Sequence[torch.Tensor],
     prints: Sequence[tuple[int, int]],
 ) -> tuple[int, list[int]]:
@@ -112,7 +112,7 @@ def alike(own: Sequence[tuple[tuple[str, ...], int]], agree: Sequence[bool]) -> 
 
 def _take_rounding(
     world: World,
-    state: TrainingState,
+    state: State,
     tensors: Sequence[torch.Tensor],
     source: int,
     count: int,

@@ -16,7 +16,7 @@ from torch import nn
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.train.computation import Computation
-from kaitian_mpi.train.data.placing import map_tensors
+from kaitian_mpi.train.data.batches import map_tensors
 from kaitian_mpi.train.repeatable import Repeatable, without_dropout
 from kaitian_mpi.train.task import Task
 

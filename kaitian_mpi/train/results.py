@@ -9,9 +9,9 @@ from kaitian_mpi.errors import StorageError
 from kaitian_mpi.observe.run_folder import NoFolder, RunFolder
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
-from kaitian_mpi.train.export import export_weights
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary
+from kaitian_mpi.train.weight_files import export_weights
 
 _MODEL = "checkpoints/model.pt"
 
@@ -19,7 +19,7 @@ _MODEL = "checkpoints/model.pt"
 def write_results(
     folder: RunFolder,
     checkpoints: Checkpointing,
-    state: TrainingState,
+    state: State,
     metadata: Callable[[], RunMetadata],
     summary: Summary,
     export: str = "",
@@ -57,7 +57,7 @@ def write_results(
 def _keep(
     folder: RunFolder,
     checkpoints: Checkpointing,
-    state: TrainingState,
+    state: State,
     metadata: Callable[[], RunMetadata],
 ) -> str:
     """Keep the state where there is space; return what the user should do."""

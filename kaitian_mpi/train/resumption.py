@@ -21,7 +21,7 @@ from kaitian_mpi.train.checkpoint.resume import (
 )
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.setup import Setup, describe_start
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary
 
 
@@ -111,7 +111,7 @@ def begin_or_resume(
     setup: Setup,
     earlier: EarlierJob,
     world: World,
-    state: TrainingState,
+    state: State,
     lost: bool,
 ) -> EarlierJob:
     """Start from scratch, or resume from what was found. Collective over the active ranks.
@@ -152,7 +152,7 @@ def begin_branch(
     earlier: EarlierJob,
     world: World,
     checkpoints: Checkpointing,
-    state: TrainingState,
+    state: State,
     metadata: RunMetadata,
 ) -> EarlierJob:
     """Set later checkpoints aside if the user named the one to resume from. Collective.

@@ -29,7 +29,7 @@ from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.resumption import EarlierJob, begin_or_resume
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.sinks import open_sinks
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.trainer import Trainer
 
@@ -49,7 +49,7 @@ class Run:
     """The algorithm that sums gradients across device kinds, or did while there were several."""
     excluded_places: list[str]
     """The places of the ranks without which the job is faster."""
-    state: TrainingState
+    state: State
     loader: ShareLoader
     """Of the training data; its processes stay over the epochs and the attempts."""
     checkpoints: Checkpointing

@@ -31,8 +31,6 @@ from kaitian_mpi.train.checkpoint.resume import hand_over, restore
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.export import check_export, export_weights
-from kaitian_mpi.train.initial_weights import check_initial_file
 from kaitian_mpi.train.live_page import LivePage
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
@@ -47,9 +45,10 @@ from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.setup import MakeTask, Setup, prepare, start_from_file
 from kaitian_mpi.train.sinks import check_sinks
 from kaitian_mpi.train.standby import plan_standby
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary
 from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.weight_files import check_export, check_initial_file, export_weights
 
 Result = TypeVar("Result")
 
@@ -176,7 +175,7 @@ def _make_run(
         partial(check_parity, config, setup, profiles, selection.excluded_ranks)
     )
     startup_clock.begin("first step")
-    state: TrainingState = on_all(partial(make_state, config, setup, profiles, earlier))
+    state: State = on_all(partial(make_state, config, setup, profiles, earlier))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
     membership.put_on_standby(config.spares, selection.excluded_ranks)
     if setup.path is not None:
@@ -257,7 +256,7 @@ def _find_excluded(
 
 def make_state(
     config: TrainingConfig, setup: Setup, profiles: Profiles, earlier: EarlierJob, world: World
-) -> TrainingState:
+) -> State:
     """Create the training state, on later spares too, because creating the first takes a second."""
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
@@ -266,7 +265,7 @@ def make_state(
     total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, done)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
-        state = TrainingState(setup.task, computation, total_steps, config.wire)
+        state = State(setup.task, computation, total_steps, config.wire)
         state.check_restorable()
     return state
 
@@ -278,7 +277,7 @@ def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, wor
         AgreedError: they cannot be exported.
     """
     computation = Computation(world.device, "fp32", "contiguous")
-    state = TrainingState(setup.task, computation, earlier.found.progress["step"])
+    state = State(setup.task, computation, earlier.found.progress["step"])
     restore(world, state, earlier.found, config.seed)
     with agree_on_errors(world.comm):
         if world.rank == 0 and config.export:
@@ -299,7 +298,7 @@ def hand_over_checkpoint(
     config: TrainingConfig,
     earlier: EarlierJob,
     selection: Selection,
-    state: TrainingState,
+    state: State,
     world: World,
 ) -> EarlierJob:
     """Move the checkpoint to a rank that will train: the one that read it may be excluded."""

@@ -25,9 +25,8 @@ from kaitian_mpi.observe.run_folder import NoFolder, RunFolder, open_run_folder
 from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_limit
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples
-from kaitian_mpi.train.export import check_exportable
-from kaitian_mpi.train.initial_weights import load_initial_weights
 from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.weight_files import check_exportable, load_initial_weights
 
 _log = logging.getLogger(__name__)
 

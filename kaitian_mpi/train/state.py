@@ -26,9 +26,9 @@ from kaitian_mpi.train.state_lock import StateLock
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,
     check_loadable,
+    copy_state,
     plain,
     reload,
-    take_over,
 )
 from kaitian_mpi.train.task import Task
 
@@ -41,7 +41,7 @@ _PARTS = {
 """Of the shared state, those that hold what the user's objects return, and whose they are."""
 
 
-class TrainingState:
+class State:
     """The model, its optimizers and the progress, as each rank holds them.
 
     Between two steps they are bit-identical on all ranks of equal devices, except what `rank_state`
@@ -80,7 +80,7 @@ class TrainingState:
         self.lock = StateLock()
         """Held while the optimizer changes the state; taken by any other reader of the state."""
         self._saved_buffers: list[torch.Tensor] = []
-        self._in_unit = False
+        self._is_saved = False
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -124,29 +124,29 @@ class TrainingState:
                 f"({type(error).__name__}: {error}); make it for the steps that it is given"
             ) from error
 
-    def begin_unit(self) -> None:
-        """Start a step or an evaluation: save the buffers, which change before the commit."""
+    def save(self) -> None:
+        """Save what a step or an evaluation changes before its commit: the buffers."""
         buffers = list(self.model.buffers())
         if not self._saved_buffers:
             self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
         _copy(self._saved_buffers, buffers)
         self.statistics.save()
-        self._in_unit = True
+        self._is_saved = True
 
-    def end_unit(self) -> None:
-        """Keep what the step or evaluation has changed."""
-        self._in_unit = False
+    def commit(self) -> None:
+        """Keep what has changed since `save`."""
+        self._is_saved = False
 
-    def roll_back(self) -> None:
-        """Undo what an interrupted step or evaluation has changed."""
+    def restore(self) -> None:
+        """Undo what an interrupted step or evaluation has changed since `save`."""
         self.zero_gradients()
-        if self._in_unit:
+        if self._is_saved:
             self.restore_buffers()
             self.statistics.restore()
-        self._in_unit = False
+        self._is_saved = False
 
     def restore_buffers(self, besides: Collection[int] = ()) -> None:
-        """Take back what a forward has done to the buffers since `begin_unit`.
+        """Take back what a forward has done to the buffers since `save`.
 
         Args:
             besides: the ids of buffers that keep their content.
@@ -261,7 +261,7 @@ class TrainingState:
         with self.lock:
             content = file.content
             if file.is_mapped:
-                content = take_over(content, self.shared(), file.release)
+                content = copy_state(content, self.shared(), file.release)
             self.load_shared(content)
         return content
 

@@ -139,7 +139,7 @@ def broadcast_state(
 
 
 @torch.no_grad()
-def take_over(
+def copy_state(
     state: Any, into: Any = None, release: Callable[[torch.Tensor], None] | None = None
 ) -> Any:
     """Return a state with its tensors copied: none shares memory with the given state's.
@@ -150,10 +150,10 @@ def take_over(
             result where shape, strides and dtype match. None for none.
         release: called with each piece of a large tensor that is copied.
     """
-    return _take_over(state, into, release or (lambda piece: None), {})
+    return _copied(state, into, release or (lambda piece: None), {})
 
 
-def _take_over(
+def _copied(
     value: Any,
     present: Any,
     release: Callable[[torch.Tensor], None],
@@ -161,7 +161,7 @@ def _take_over(
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         others = (other for _, other in side_by_side(value, present))
-        return _map(value, lambda item: _take_over(item, next(others), release, copies))
+        return _map(value, lambda item: _copied(item, next(others), release, copies))
     if not _is_large(value):
         return value.clone()
     known = _identity(value)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.train.follow_up import StepFollowUp
     from kaitian_mpi.train.measure.plan import Plan
     from kaitian_mpi.train.membership import RankLoss
-    from kaitian_mpi.train.state import TrainingState
+    from kaitian_mpi.train.state import State
     from kaitian_mpi.train.trainer import Trainer
 
 NAME = "summary.json"
@@ -96,7 +96,7 @@ class Summary:
         names = [field.name for field in fields(cls) if field.name in content]
         return cls(**{name: content[name] for name in names if _fits(content[name], types[name])})
 
-    def with_ranks(self, world: World, state: TrainingState, plan: Plan, allreduce: str) -> Summary:
+    def with_ranks(self, world: World, state: State, plan: Plan, allreduce: str) -> Summary:
         """Return this with the fields that are known when some ranks start to train."""
         names = [info.world_rank for info in world.infos]
         by_kind: dict[str, list[int]] = {}

@@ -19,14 +19,13 @@ from kaitian_mpi.observe.console import warn_rank_0
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
-from kaitian_mpi.train.data.counter_random import random_bits
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
 from kaitian_mpi.train.evaluation import Evaluation, evaluate
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepInProgress
 from kaitian_mpi.train.sync_bn import StepParticipation
 from kaitian_mpi.train.update import apply_step, set_learning_rates
@@ -48,7 +47,7 @@ class Trainer:
         config: TrainingConfig,
         world: World,
         setup: Setup,
-        state: TrainingState,
+        state: State,
         plan: Plan,
         slowdown: Slowdown,
         loader: ShareLoader,
@@ -71,7 +70,7 @@ class Trainer:
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._slowdown = state.computation, slowdown
         self._commit = commit
-        state.roll_back()
+        state.restore()
         self.sampler = LoadAdaptiveSampler(
             setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
         )
@@ -183,7 +182,7 @@ class Trainer:
         self._sync_bn.begin_step(self.progress.step + 1)
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
-            self.state.begin_unit()
+            self.state.save()
         step_in_epoch = self.progress.step_in_epoch
         self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
         if self._task.weight is not None:
@@ -197,7 +196,7 @@ class Trainer:
         """Undo what was begun of a step; its samples come again. Not collective."""
         self._loading = None
         self._gradients.reset()
-        self.state.roll_back()
+        self.state.restore()
 
     @property
     def counts(self) -> bool:
@@ -291,7 +290,7 @@ class Trainer:
         where only the script knows how to compute a batch.
         """
         shares = self.sampler.batch_sizes
-        self.state.begin_unit()
+        self.state.save()
         if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
             self._recompute_statistics()
         enter_phase("the statistics of batch norm", waits=True)
@@ -356,7 +355,7 @@ class Trainer:
         """Continue only if every rank got this far."""
         if self._commit is not None:
             self._commit(not self._group.is_broken)
-        self.state.end_unit()
+        self.state.commit()
 
     def _watch(self, times: StepTimes, data_sec: float) -> None:
         """Update the watchdog's time limit; a phase of waiting for other ranks starts."""

@@ -6,12 +6,12 @@ import torch
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
 
 def set_learning_rates(
-    config: TrainingConfig, state: TrainingState, samples: int, epoch_samples: int
+    config: TrainingConfig, state: State, samples: int, epoch_samples: int
 ) -> None:
     """Let the schedulers set the learning rates of the next step. Not collective.
 
@@ -28,7 +28,7 @@ def set_learning_rates(
     progress.learning_rate = float(state.optimizers[0].param_groups[0]["lr"])
 
 
-def apply_step(task: Task, state: TrainingState, is_finite: bool, samples: int) -> None:
+def apply_step(task: Task, state: State, is_finite: bool, samples: int) -> None:
     """Apply a step to the state; every rank does so with the same gradient. Not collective.
 
     Args:

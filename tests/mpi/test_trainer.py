@@ -25,7 +25,7 @@ from kaitian_mpi.train.follow_up import StepFollowUp
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step_exchange import StepExchange, StepReport
 from kaitian_mpi.train.trainer import Trainer
 
@@ -43,7 +43,7 @@ def make_setup(config, model, data):
 
 
 def make_state(world, setup, steps=10):
-    return TrainingState(setup.task, Computation(world.device, "fp32", "contiguous"), steps)
+    return State(setup.task, Computation(world.device, "fp32", "contiguous"), steps)
 
 
 def note_samples(trainer, taken):

@@ -8,7 +8,7 @@ import torch
 
 from kaitian_mpi.recipes.datasets.arrays import ImageArrays
 from kaitian_mpi.recipes.datasets.augment import Augmented, crop, draw_crops_and_flips
-from kaitian_mpi.train.data.counter_random import random_bits
+from kaitian_mpi.train.data.sampler import random_bits
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_an_empty_list_gives_an_empty_batch(arrays: ImageArrays) -> None:
 def test_splitmix64_reference_values() -> None:
     # The first outputs of splitmix64 seeded with 1234567, as published with its C source.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    from kaitian_mpi.train.data.counter_random import _mix
+    from kaitian_mpi.train.data.sampler import _mix
 
     steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     assert _mix(np.uint64(1234567) + steps).tolist() == expected

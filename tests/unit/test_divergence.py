@@ -12,7 +12,7 @@ from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.train import divergence
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.divergence import alike, by_frequency, differs_by_rounding
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
 
@@ -53,7 +53,7 @@ def make_state(dtype=torch.float32):
     layers = nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(11, 3)
     model = nn.Sequential(*layers).to(dtype)
     task = Task(model=model, data=[0], optimizer=partial(make_optimizer, TrainConfig()))
-    state = TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 10)
+    state = State(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 10)
     model(torch.randn(5, 11, dtype=dtype)).square().sum().backward()
     state.optimizers[0].step()
     state.zero_gradients()

@@ -10,9 +10,13 @@ from torch import nn
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.train import export
-from kaitian_mpi.train.export import check_export, check_exportable, export_weights
-from kaitian_mpi.train.initial_weights import load_weights
+from kaitian_mpi.train import weight_files
+from kaitian_mpi.train.weight_files import (
+    check_export,
+    check_exportable,
+    export_weights,
+    load_weights,
+)
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
 
@@ -193,6 +197,6 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
 def test_a_symbolic_link_stays_and_a_missing_folder_is_made(tmp_path):
     link, target = tmp_path / "link.safetensors", tmp_path / "elsewhere/model.safetensors"
     link.symlink_to(target)
-    export.export_weights(str(link), nn.Linear(2, 2))
+    weight_files.export_weights(str(link), nn.Linear(2, 2))
     assert link.is_symlink()
     assert sorted(safetensors.load_file(target)) == ["bias", "weight"]

@@ -17,7 +17,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.progress import Progress, count_steps
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import from_bytes, to_bytes
 from kaitian_mpi.train.task import Task
 from kaitian_mpi.train.update import apply_step, set_learning_rates
@@ -47,7 +47,7 @@ def make_state(model=None, seed=0, precision="fp32"):
     model = Buffered() if model is None else model
     computation = Computation(torch.device("cpu"), precision, "contiguous")
     task = Task(model=model, data=[0], optimizer=partial(make_optimizer, TrainConfig(lr=0.1)))
-    return TrainingState(task, computation, total_steps=20)
+    return State(task, computation, total_steps=20)
 
 
 def train(state, steps=3):
@@ -143,8 +143,8 @@ def test_per_rank_state_is_restored_bit_by_bit():
 def test_per_rank_state_of_a_model_without_buffers():
     state = make_state(nn.Linear(4, 2))
     state.load_rank_state(from_bytes(to_bytes(state.rank_state())))
-    state.begin_unit()
-    state.roll_back()
+    state.save()
+    state.restore()
     assert state.rank_state()["buffers"] == []
 
 
@@ -154,13 +154,13 @@ def test_an_interrupted_transaction_is_rolled_back():
     fill_buffers(state.model)
     weights, before = parameters(state), buffers(state)
     for _ in range(2):
-        state.begin_unit()
+        state.save()
         state.model(torch.randn(8, 4)).sum().backward()
         state.model.whole.add_(1)
         state.model.short.zero_()
         state.model.switch.logical_not_()
         assert not equal(before, buffers(state))
-        state.roll_back()
+        state.restore()
         assert equal(before, buffers(state))
         assert equal(weights, parameters(state))
         assert all(parameter.grad is None for parameter in state.model.parameters())
@@ -169,13 +169,13 @@ def test_an_interrupted_transaction_is_rolled_back():
 def test_a_committed_transaction_is_not_rolled_back():
     state = make_state()
     before = buffers(state)
-    state.roll_back()  # no transaction has begun
+    state.restore()  # no transaction has begun
     assert equal(before, buffers(state))
-    state.begin_unit()
+    state.save()
     train(state, 1)
-    state.end_unit()
+    state.commit()
     after = buffers(state)
-    state.roll_back()
+    state.restore()
     assert equal(after, buffers(state))
     assert not equal(before, after)
 
@@ -293,7 +293,7 @@ def scheduled(make_scheduler, total_steps=STEPS, lr=0.1, weight_decay=0.0, extra
         extra_state=extra,
     )
     computation = Computation(torch.device("cpu"), "fp32", "contiguous")
-    return TrainingState(task, computation, total_steps)
+    return State(task, computation, total_steps)
 
 
 def rates(state, steps):

@@ -14,7 +14,7 @@ from kaitian_mpi.observe import folders
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.snapshots import Pace
 from kaitian_mpi.train.computation import Computation
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
 MAX_RATIO = 1.3
@@ -30,7 +30,7 @@ from torch import nn
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.train.computation import Computation
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.run_folder import DiskFolder
@@ -48,7 +48,7 @@ def make_state():
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     task = Task(model=model, data=[0], optimizer=make)
-    return TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
+    return State(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
 
 def train(state):
     for parameter in state.model.parameters():
@@ -105,7 +105,7 @@ def make_state():
         data=[0],
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    return TrainingState(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
+    return State(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
 
 
 def change(state):

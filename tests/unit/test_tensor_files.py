@@ -7,7 +7,7 @@ import torch
 
 from kaitian_mpi.observe import tensor_files
 from kaitian_mpi.observe.tensor_files import TensorFile, UnusableError, map_tensors, tensors_in
-from kaitian_mpi.train.state_transfer import take_over
+from kaitian_mpi.train.state_transfer import copy_state
 
 LARGE = 5 << 20  # more than a piece
 
@@ -71,7 +71,7 @@ def test_what_is_taken_over_shares_no_memory_with_the_file(saved):
         released.append(piece.nbytes)
         file.release(piece)
 
-    found = take_over(file.content, release=release)
+    found = copy_state(file.content, release=release)
     assert_same(found, state)
     assert found["tied"][0] is found["tied"][1]
     assert type(found["plain"]["ordered"]) is OrderedDict
@@ -94,7 +94,7 @@ def test_large_tensors_are_taken_over_in_place_where_they_match(saved):
         "small": (small,),  # may be a setting, which is kept
         "more": torch.zeros(3),
     }
-    found = take_over(map_tensors(path).content, own)
+    found = copy_state(map_tensors(path).content, own)
     assert_same(found, state)
     assert found["large"].data_ptr() == own["large"].data_ptr()
     assert small == 0

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kaitian_mpi.recipes.datasets.arrays import ImageArrays
-from kaitian_mpi.train.data.counter_random import random_bits
+from kaitian_mpi.train.data.sampler import random_bits
 
 KINDS = ("crop", "crop-flip")
 

@@ -32,7 +32,7 @@ from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.snapshots import Pace, SnapshotFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import from_bytes, to_bytes
 
 _MIN_BYTES = 64  # releases of torch differ in an optimizer's small tensors, such as its step
@@ -98,7 +98,7 @@ class Checkpointing:
         return self._writes and (requested or (every > 0 and step % every == 0))
 
     def save(
-        self, world: World, state: TrainingState, metadata: RunMetadata, score: float | None = None
+        self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
         """Save the state. Collective.
 
@@ -119,7 +119,7 @@ class Checkpointing:
             self._submit(self._writer, state, metadata, rank_states, score)
         self._wait_for_writers(world, state)
 
-    def _check_first(self, world: World, state: TrainingState) -> None:
+    def _check_first(self, world: World, state: State) -> None:
         """Check that the run's state can be saved, if none of these ranks has saved before.
 
         Raises:
@@ -136,11 +136,11 @@ class Checkpointing:
         if None not in faults and any(faults):
             raise AgreedError(join_errors(faults))
 
-    def prepare_exit(self, state: TrainingState) -> None:
+    def prepare_exit(self, state: State) -> None:
         """Copy the state to the host, for `save_at_exit` in a forked process without the device."""
         self._exit_copy = copy_to_host(state.shared(), self._writer.take_spare())
 
-    def save_at_exit(self, state: TrainingState, metadata: RunMetadata) -> str:
+    def save_at_exit(self, state: State, metadata: RunMetadata) -> str:
         """Save the last complete step, in a process forked from the one that trains.
 
         Not collective: the state that differs between ranks is not saved.
@@ -168,7 +168,7 @@ class Checkpointing:
         return f"step {step} is saved: --resume auto resumes from it"
 
     def begin_branch(
-        self, world: World, state: TrainingState, metadata: RunMetadata, origin: Path
+        self, world: World, state: State, metadata: RunMetadata, origin: Path
     ) -> Path | None:
         """Set aside the run's other checkpoints after a resume from one that the user named.
 
@@ -221,7 +221,7 @@ class Checkpointing:
     def snapshot(
         self,
         world: World,
-        state: TrainingState,
+        state: State,
         metadata: Callable[[], RunMetadata],
         always: bool = False,
     ) -> None:
@@ -248,7 +248,7 @@ class Checkpointing:
                 self._pace.took(time.monotonic() - begin)
         self._wait_for_writers(world, state)
 
-    def save_for_restart(self, world: World, state: TrainingState, metadata: RunMetadata) -> bool:
+    def save_for_restart(self, world: World, state: State, metadata: RunMetadata) -> bool:
         """Save the state on disk and in every host's memory, and wait for both. Collective.
 
         Returns:
@@ -286,7 +286,7 @@ class Checkpointing:
         except OSError:
             return False
 
-    def keep_in_memory(self, state: TrainingState, metadata: RunMetadata) -> str:
+    def keep_in_memory(self, state: State, metadata: RunMetadata) -> str:
         """Save the state in this host's memory, because it cannot be written to disk.
 
         Returns:
@@ -310,7 +310,7 @@ class Checkpointing:
     def _submit(
         self,
         writer: BackgroundWriter,
-        state: TrainingState,
+        state: State,
         metadata: RunMetadata,
         rank_states: list[dict[str, Any]],
         score: float | None,
@@ -342,7 +342,7 @@ class Checkpointing:
         spares = [writer.take_spare() for writer in writers]
         return next((spare for spare in spares if spare is not None), None)
 
-    def _wait_for_writers(self, world: World, state: TrainingState) -> None:
+    def _wait_for_writers(self, world: World, state: State) -> None:
         """Wait for the ranks that write a large state, however long they take. Collective."""
         shared = state.shared()
         # These are certain to have the same size on every rank, or some ranks would not wait.
@@ -351,7 +351,7 @@ class Checkpointing:
             sleeping_barrier(world.comm)
 
 
-def _describe(state: TrainingState, score: float | None) -> dict[str, Any]:
+def _describe(state: State, score: float | None) -> dict[str, Any]:
     progress = state.progress
     description = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
     return {**description, "score": score}

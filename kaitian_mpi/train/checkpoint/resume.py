@@ -24,7 +24,7 @@ from kaitian_mpi.train.checkpoint.format import Checkpoint
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.resume_rules import Changes, compare_flags
 from kaitian_mpi.train.checkpoint.snapshots import snapshot_files
-from kaitian_mpi.train.state import TrainingState
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
 
 
@@ -125,9 +125,7 @@ def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     return progress["is_done"] and is_at_end
 
 
-def hand_over(
-    world: World, found: FoundCheckpoint, to: int, state: TrainingState
-) -> FoundCheckpoint:
+def hand_over(world: World, found: FoundCheckpoint, to: int, state: State) -> FoundCheckpoint:
     """Move the checkpoint to a rank that will train, if the one that read it will not. Collective.
 
     Args:
@@ -156,7 +154,7 @@ def is_held(world: World, found: FoundCheckpoint) -> bool:
 
 
 def load_file(
-    state: TrainingState, file: TensorFile | None, shares: Sequence[int] | None
+    state: State, file: TensorFile | None, shares: Sequence[int] | None
 ) -> list[dict[str, Any]]:
     """Load the checkpoint on the rank that has read it; do nothing elsewhere. Not collective.
 
@@ -180,7 +178,7 @@ def load_file(
     return saved
 
 
-def restore(world: World, state: TrainingState, found: FoundCheckpoint, seed: int) -> None:
+def restore(world: World, state: State, found: FoundCheckpoint, seed: int) -> None:
     """Restore on every rank the checkpoint that one of them has read. Collective.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.observe.folders import (
+    SHM,
     is_private,
     make_private,
     snapshot_folder,
@@ -17,6 +19,8 @@ from kaitian_mpi.observe.folders import (
 )
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.format import Checkpoint
+
+_log = logging.getLogger(__name__)
 
 _SHARE = 0.05
 
@@ -50,6 +54,33 @@ def snapshot_files(config: TrainingConfig) -> SnapshotFiles | None:
     """Return this host's snapshots of a job; None if it keeps none."""
     name = snapshots_name(config.snapshots, os.environ)
     return SnapshotFiles(snapshot_folder(name)) if name else None
+
+
+def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> bool:
+    """Write this host's snapshot to the run's checkpoints, if it is newer than all of them.
+
+    Args:
+        name: the snapshots' name, as in `--snapshots`.
+        run_folder: the run folder.
+        keep_checkpoints: as in `--keep-checkpoints`.
+
+    Returns:
+        True: the snapshot's step is on disk now, or there is no snapshot.
+
+    Raises:
+        OSError: the snapshot could not be written.
+        UserError: other users can access the snapshot's folder.
+    """
+    found = [SnapshotFiles(path).newest_good() for path in SHM.glob(f"kaitian-{name}-*")]
+    snapshots = [snapshot for snapshot in found if snapshot is not None]
+    if not snapshots:
+        return True
+    newest = max(snapshots, key=lambda snapshot: snapshot.step)
+    files = CheckpointFiles(run_folder / "checkpoints", keep_checkpoints)
+    if newest.step > max(files.steps(), default=-1):
+        files.write(newest.state, newest.description)
+        _log.info("step %d saved from memory: --resume auto resumes from it", newest.step)
+    return True
 
 
 class Pace:

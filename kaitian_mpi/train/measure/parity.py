@@ -20,7 +20,7 @@ from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.computation import Computation
-from kaitian_mpi.train.data.placing import map_tensors
+from kaitian_mpi.train.data.batches import map_tensors
 from kaitian_mpi.train.gradient_probe import Gradients, compute_gradients, rounding_unit
 from kaitian_mpi.train.measure.parity_reference import Reference, make_reference
 from kaitian_mpi.train.measure.parity_report import KindReport, conclude

@@ -1,9 +1,10 @@
-"""The weights that a run starts from, where `--init` names a file of them."""
+"""Weights in files: those that a run starts from (`--init`) and those it writes (`--export`)."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.files import describe_failure, replacing
 from kaitian_mpi.observe.tensor_files import (
     SAFETENSORS,
     UnusableError,
@@ -22,11 +24,11 @@ from kaitian_mpi.observe.tensor_files import (
     load_tensors,
 )
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.weight_names import plain_name, repeated_names
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 """Keys under which checkpoints, this package's too, have a model's weights beside other things."""
 _OF_DDP = "module."
+_OF_COMPILED = "_orig_mod."  # torch.compile wraps a module and gives its weights this prefix
 _FITTING = "give weights of this very model, or load what fits where the model is made"
 
 
@@ -172,3 +174,139 @@ def _check_tensors(path: str, given: Mapping[str, Any], own: Mapping[str, Any]) 
 def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"
+
+
+def check_export(config: TrainingConfig, world: World) -> None:
+    """Check that the file of `--export` can be written, before anything is made. Collective.
+
+    Any rank may be the one that writes it, should others be lost; the folder is checked on rank 0.
+
+    Raises:
+        AgreedError: a package or the folder is missing, or the folder cannot be written.
+    """
+    with agree_on_errors(world.comm):
+        if config.export and world.rank == 0:
+            _check_target(config.export, config.run_dir)
+        if config.export:
+            check_safetensors("--export", config.export)
+
+
+def check_exportable(config: TrainingConfig, model: nn.Module) -> None:
+    """Check that the format of `--export` can hold this model's weights. Not collective.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if not config.export:
+        return
+    from safetensors.torch import save
+
+    for name, value in _tensors_of(model).items():
+        try:
+            save({name: value.new_empty(0)})
+        except Exception as error:  # safetensors raises several types
+            kind = f"{str(value.layout).partition('.')[2]} tensor of type {value.dtype}"
+            raise UserError(
+                f"--export {config.export}: found {name!r}, a {kind}, which a .safetensors file "
+                "cannot hold; leave --export out: the run folder has checkpoints/model.pt"
+            ) from error
+
+
+def export_weights(path: str, model: nn.Module) -> None:
+    """Write a model's weights and buffers, by their plain names, atomically. Not collective.
+
+    `safetensors.torch.load_model` loads them into such a model: tied weights are written once.
+
+    Args:
+        path: the file; a missing folder is created.
+        model: on any device.
+
+    Raises:
+        StorageError: the disk is full, or cannot be written for another reason.
+    """
+    from safetensors.torch import save
+
+    state = _tensors_of(model)
+    repeated = repeated_names(state)
+    tensors = {name: _own(value) for name, value in state.items() if name not in repeated}
+    # The names left out are there for a reader, as in safetensors' own files of models.
+    content = save(tensors, {**repeated, "format": "pt"})
+    target = Path(os.path.realpath(path))  # keeps a symbolic link
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target, sync=True) as file:
+            file.write(content)
+    except OSError as error:
+        reason = describe_failure(error, target.parent, len(content))
+        raise StorageError(f"{path} could not be written: {reason}") from error
+
+
+def _check_target(path: str, run_dir: str) -> None:
+    target = Path(os.path.realpath(path))
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not target.parent.is_dir():
+            if run_dir and target.is_relative_to(os.path.realpath(run_dir)):
+                return  # the run folder is made, and checked, later
+            raise UserError(
+                f"--export {path}: found no folder {target.parent}, needed one that exists; "
+                "create it, or name another"
+            )
+        partial = target.with_name(f"{target.name}.partial")  # as when it is written
+        partial.open("ab").close()
+        os.unlink(partial)
+    except OSError as error:
+        raise UserError(
+            f"--export {path}: {error.strerror}; name a file in a folder that can be written"
+        ) from error
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers by their plain names, without modules' extra state."""
+    return {
+        plain_name(name): value.detach()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor contiguous in host memory, of which no other has a part."""
+    if not is_whole(tensor):
+        tensor = tensor.clone()
+    return tensor.cpu().contiguous()
+
+
+def plain_name(name: str) -> str:
+    """Return a weight's name in the module before torch.compile."""
+    return name.replace(_OF_COMPILED, "")
+
+
+def repeated_names(state: Mapping[str, Any], preferred: Container[str] = ()) -> dict[str, str]:
+    """Return the names of tensors in memory that another tensor has whole, and that one's name.
+
+    As with tied weights: to save or load that other one is enough. These are the names that
+    `safetensors.torch.load_model` allows a file to lack.
+
+    Args:
+        state: a module's `state_dict()`, whose tensors share memory as the module's do.
+        preferred: of tensors that have all of the same memory, one of these is the other one.
+    """
+    by_memory: dict[tuple[torch.device, int], list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            memory = (value.device, value.untyped_storage().data_ptr())
+            by_memory.setdefault(memory, []).append(name)
+    repeated: dict[str, str] = {}
+    for names in by_memory.values():
+        whole = [name for name in names if is_whole(state[name])]
+        if whole:
+            kept = next((name for name in whole if name in preferred), whole[0])
+            repeated |= {name: kept for name in names if name != kept}
+    return repeated
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has all of its memory, rather than being a part of a larger one."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

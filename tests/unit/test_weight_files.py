@@ -6,7 +6,7 @@ from torch import nn
 
 from kaitian_mpi.errors import RankLostError, UserError
 from kaitian_mpi.train import setup
-from kaitian_mpi.train.initial_weights import load_weights
+from kaitian_mpi.train.weight_files import load_weights
 
 
 class Language(nn.Module):
