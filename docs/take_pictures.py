@@ -1,11 +1,11 @@
-"""Takes the pictures of one run for the documentation: terminal, live page, report, timeline.
+"""Takes the pictures of one run for the documentation: terminal, report, timeline.
 
     python docs/take_pictures.py docs/pictures
 
 Starts a job of four ranks with emulated devices at a pseudo terminal. Rank 3 is killed after step
 60, and rank 1 becomes three times slower at step 90. Some steps later the terminal is pictured, in
-the colors that the job has sent, and the live page in a browser without a window; once the job has
-ended, the report and the timeline. The emulated devices sleep for most of a step, for four ranks
+the colors that the job has sent; once the job has ended, the report, in a browser without a window,
+and the timeline. The emulated devices sleep for most of a step, for four ranks
 share the cores. Needs Chromium; takes two minutes on two idle cores.
 """
 
@@ -36,7 +36,7 @@ COMMAND = (
     "mpirun --with-ft ulfm --timeout 300 -np 4 kaitian-train --model cnn --epochs 14 --keep-all "
     "--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 0:2,1:2,2:4,3:4,1:6@90 --run-dir mixed "
     "--global-batch-size 128 --benchmark-seconds 6 --log-interval 0.7 --progress live "
-    "--dashboard 0 --timeline --timeline-every 1"
+    "--timeline --timeline-every 1"
 )
 KILL_AT, PICTURE_AT = 60, 105
 STEP = 8  # before the first gathering of events, so that the lost rank's are in the file
@@ -45,7 +45,6 @@ FRAME = re.compile(r"\x1b7\x1b\[1;\d+r(.*?)\x1b8", re.DOTALL)
 ROW = re.compile(r"\x1b\[\d+;1H\x1b\[0m\x1b\[2K([^\x1b]*(?:\x1b\[[\d;]*m[^\x1b]*)*)")
 OTHER = re.compile(r"\x1b7\x1b\[r\x1b8(?:\x1b\[J)?(?:\x1bD)*\x1b\[\d+A")  # makes room
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # would be loaded from elsewhere
-ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/[\w-]+/")
 
 
 @dataclass
@@ -66,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     pictures = options.folder.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        seen = watch(Path(folder), pictures).pictured
+        seen = watch(Path(folder)).pictured
         run = Path(folder) / "mixed"
         view = ROW.findall(FRAME.findall(seen)[-1])
         lines = OTHER.sub("", FRAME.sub("", seen)).replace("\r\n", "\n").rstrip("\n").split("\n")
@@ -77,8 +76,8 @@ def main() -> None:
             shutil.copytree(run, options.keep)
 
 
-def watch(folder: Path, pictures: Path) -> Seen:
-    """Run the job to its end, and picture the live page meanwhile."""
+def watch(folder: Path) -> Seen:
+    """Run the job to its end."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -100,8 +99,6 @@ def watch(folder: Path, pictures: Path) -> Seen:
             frame = (FRAME.findall(seen.text) or [""])[-1]
             if step >= PICTURE_AT and "slow: " in frame and not seen.pictured:
                 seen.pictured = seen.text
-                address = ADDRESS.findall(seen.text)[0]
-                browse(address, "1280,1750", pictures / "dashboard.png")
     except OSError:  # the job has ended
         pass
     finally:

@@ -27,7 +27,7 @@ SECTIONS = {
     "optimization": "epochs max_steps precision memory_format sync_bn max_bad_steps check_every",
     "checkpoints and failures": "resume checkpoint_every checkpoint_minutes checkpoint_copy_mb "
     "keep_checkpoints spares step_timeout snapshots snapshot_every",
-    "seed and output": "seed run_dir export log_interval progress quiet log_level dashboard",
+    "seed and output": "seed run_dir export log_interval progress quiet log_level",
     "metrics in other programs": "tensorboard wandb mlflow",
     "timeline and profile": "timeline timeline_every profile",
 }

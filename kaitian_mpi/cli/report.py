@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -13,9 +12,7 @@ from typing import Any
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.dashboard.server import serve_run
 from kaitian_mpi.observe.files import replacing
-from kaitian_mpi.observe.loopback import listen_on_loopback, make_token, show_address
 from kaitian_mpi.observe.report.bar_figures import draw_comparison
 from kaitian_mpi.observe.report.canvas import drawing
 from kaitian_mpi.observe.report.figures import FIGURES
@@ -35,9 +32,6 @@ def main() -> None:
     try:
         options = make_parser().parse_args()
         formats = read_formats(options.format)
-        if options.serve is not None:
-            serve(options)
-            return
         if options.text:
             show_text([read_run(path) for path in options.run_dirs])
             return
@@ -89,13 +83,6 @@ def make_parser() -> argparse.ArgumentParser:
         "needs no matplotlib",
     )
     parser.add_argument(
-        "--serve",
-        type=int,
-        metavar="PORT",
-        help="instead, serve the live page of one run on this port of 127.0.0.1 until Ctrl-C; "
-        "0: any free port; see docs/dashboard.md",
-    )
-    parser.add_argument(
         "--images", type=Path, metavar="DIR", help="also write each figure as a file to this folder"
     )
     parser.add_argument(
@@ -105,23 +92,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="format of these files: png, svg or png,svg (default png)",
     )
     return parser
-
-
-def serve(options: argparse.Namespace) -> None:
-    """Serve the live page of a run, which may be training, until a signal.
-
-    Raises:
-        UserError: it is not one run alone, or the port cannot be had.
-    """
-    if len(options.run_dirs) > 1 or options.text or options.output or options.images:
-        raise UserError("--serve: needed one RUN_DIR and none of -o, --text and --images")
-    with drawing():
-        pass
-    read_run(options.run_dirs[0])
-    listener, token = listen_on_loopback(options.serve, "--serve"), make_token()
-    show_address(listener.getsockname()[1], token)
-    with contextlib.suppress(KeyboardInterrupt):
-        serve_run(options.run_dirs[0].absolute(), listener, token)
 
 
 def show_text(runs: Sequence[Run]) -> None:

@@ -187,12 +187,6 @@ class TrainingConfig:
         "with --timeline: record every Nth step; 0: the first 10 and every 10th, and fewer in "
         "runs of thousands of steps",
     )
-    dashboard: int = setting(
-        -1,
-        "serve the live page, with the run's figures, on this port of 127.0.0.1 while it trains; "
-        "0: any free port; -1: none (needs a run folder, and the extra 'report')",
-        metavar="PORT",
-    )
     profile: str = setting(
         "",
         "run torch's profiler on these ranks in these steps, such as 0,3@50-60 or all@50, and "
@@ -267,8 +261,6 @@ class TrainingConfig:
                 raise UserError("--profile needs --run-dir, the folder in which it is written")
         if self.timeline_every and not self.timeline:
             raise UserError("--timeline-every needs --timeline")
-        if self.dashboard >= 0 and self.choose_folder() is None:
-            raise UserError("--dashboard needs --run-dir, the folder whose figures it shows")
         if self.export and Path(self.export).suffix != ".safetensors":
             raise out_of_range(
                 "export",

@@ -24,7 +24,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "relay_memory_mb": (1, 1 << 20, "megabytes, from 1 to 1048576"),
     "checkpoint_copy_mb": (0, 1 << 30, "megabytes, from 0 to 2^30"),
     "workers": (0, 1024, "a whole number from 0 to 1024"),
-    "dashboard": (-1, 65535, "a port from 0 to 65535, or -1 for none"),
     "seed": (0, 2**48 - 1, "a whole number from 0 to 2^48 - 1"),
     "lr": (_ABOVE_ZERO, 1e6, "a number above 0 and at most 1e6"),
     "weight_decay": (0, 1e6, "a number from 0 to 1e6"),

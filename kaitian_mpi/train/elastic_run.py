@@ -28,7 +28,6 @@ from kaitian_mpi.train import events
 from kaitian_mpi.train.attempt import Attempt
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.live_page import make_page
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.session import open_run
@@ -87,9 +86,8 @@ class ElasticRun:
         self.membership = Membership(world)
         if config.timeline:
             start_recording(Recorder(Sampling(config.timeline_every)))
-        self._page = make_page(config)
         try:
-            opened = open_run(make_task, config, self.membership, self._page, own_sinks)
+            opened = open_run(make_task, config, self.membership, own_sinks)
             self.task, self._run, self._summary = opened
         except BaseException:
             self.leave()
@@ -213,7 +211,6 @@ class ElasticRun:
             self._run.loader.close()
             self._run.setup.folder.close()
         stop_recording()
-        self._page.close()
         if self._owns_watchdog:
             stop_watchdog()
         set_quiet(False)

@@ -89,12 +89,6 @@ class Membership:
         """Whether any surviving rank is, or was until the end, on standby; the same on each."""
         return self._standby != Standby()
 
-    @property
-    def writer(self) -> RankInfo:
-        """The first active rank, which writes the run's files; known on all ranks."""
-        infos = self.all_ranks.infos
-        return infos[self._standby.active(infos)[0]]
-
     def attempt(self, work: Callable[[World], Result]) -> Result | None:
         """Do work on the active ranks; repeat it after a loss. Collective.
 

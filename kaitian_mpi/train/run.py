@@ -20,7 +20,6 @@ from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.divergence import repair_divergence
-from kaitian_mpi.train.live_page import LivePage
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.plan import Plan, record_allreduce
 from kaitian_mpi.train.measure.profiles import Profiles
@@ -41,7 +40,6 @@ class Run:
     config: TrainingConfig
     membership: Membership
     setup: Setup
-    page: LivePage
     earlier: EarlierJob
     """What was found of an earlier job."""
     profiles: Profiles
@@ -113,10 +111,6 @@ class Run:
             infos, emulated = self.membership.all_ranks.infos, bool(self.summary.emulated)
             self.sinks = open_sinks(self.config, self.setup.folder, infos, emulated, self.own_sinks)
             self.writes_metrics = True
-
-        if self.setup.path is not None:
-            lost = [info.world_rank for loss in self.membership.losses for info in loss.lost]
-            self.page.follow(self.setup.path, world.infos[0], lost)
 
     def choose_allreduce_again(self, world: World) -> None:
         """Set the allreduce algorithm for these ranks, if possible the one chosen before."""

@@ -21,7 +21,7 @@ from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same,
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_topology
-from kaitian_mpi.observe.run_folder import NoFolder, check_run_folder
+from kaitian_mpi.observe.run_folder import check_run_folder
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
@@ -31,7 +31,6 @@ from kaitian_mpi.train.checkpoint.resume import hand_over, restore
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.live_page import LivePage
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
 from kaitian_mpi.train.measure.parity import check_parity
@@ -72,7 +71,6 @@ def open_run(
     make_task: MakeTask,
     config: TrainingConfig,
     membership: Membership,
-    page: LivePage,
     own_sinks: Sequence[MetricsSink] = (),
 ) -> tuple[Task, Run | None, Summary]:
     """Do all that comes before the first step. Collective.
@@ -81,7 +79,6 @@ def open_run(
         make_task: makes what is to be trained.
         config: the settings.
         membership: of all ranks; some may be on standby afterwards.
-        page: of the run.
         own_sinks: the script's own sinks of metrics.
 
     Returns:
@@ -94,7 +91,7 @@ def open_run(
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
-    _check_request(config, membership, page)
+    _check_request(config, membership)
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
     job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
@@ -105,16 +102,14 @@ def open_run(
         if earlier.is_finished:
             membership.attempt(partial(load_finished, config, setup, earlier))
             return setup.task, None, earlier.summary
-        if not isinstance(setup.folder, NoFolder):
-            page.serve(setup.folder.path)
         if config.resume and earlier.found.metadata is None:
             membership.attempt(partial(start_from_file, config, setup.task.model))
-        run = _make_run(config, world, membership, setup, earlier, page, own_sinks)
+        run = _make_run(config, world, membership, setup, earlier, own_sinks)
         unless_opened.pop_all()
     return setup.task, run, run.summary
 
 
-def _check_request(config: TrainingConfig, membership: Membership, page: LivePage) -> None:
+def _check_request(config: TrainingConfig, membership: Membership) -> None:
     """Check what needs neither device, data nor model. Collective.
 
     Raises:
@@ -124,7 +119,6 @@ def _check_request(config: TrainingConfig, membership: Membership, page: LivePag
     membership.attempt(partial(check_run_folder, config))
     membership.attempt(partial(check_initial_file, config))
     membership.attempt(partial(check_export, config))
-    membership.attempt(page.reserve)
     membership.attempt(partial(check_profile, config.profile))
     membership.attempt(partial(check_sinks, config))
 
@@ -150,7 +144,6 @@ def _make_run(
     membership: Membership,
     setup: Setup,
     earlier: EarlierJob,
-    page: LivePage,
     own_sinks: Sequence[MetricsSink],
 ) -> Run:
     """Find out what each rank can do, and choose those that train. Collective.
@@ -161,7 +154,6 @@ def _make_run(
         membership: of all ranks; some may be on standby afterwards.
         setup: the task and its folder.
         earlier: what there is of an earlier job.
-        page: of the run.
         own_sinks: the script's own sinks of metrics.
 
     Raises:
@@ -178,13 +170,10 @@ def _make_run(
     state: State = on_all(partial(make_state, config, setup, profiles, earlier))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
     membership.put_on_standby(config.spares, selection.excluded_ranks)
-    if setup.path is not None:
-        page.follow(setup.path, membership.writer, lost=())
     return Run(
         config=config,
         membership=membership,
         setup=setup,
-        page=page,
         earlier=replace(earlier, was_on_standby=membership.active is None),
         profiles=profiles,
         allreduce_algorithm=selection.allreduce_algorithm,

@@ -83,7 +83,7 @@ def test_out_of_range_numbers_are_one_line_errors(command, flag, name):
         if number is None:
             continue
         assert math.isfinite(number), value
-        assert (-1 if name == "dashboard" else 0) <= number <= MOST, value  # -1: no page
+        assert 0 <= number <= MOST, value
         accepted.append(number)
     assert len(accepted) < len(NUMBERS) / 2
 

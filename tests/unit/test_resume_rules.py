@@ -30,7 +30,6 @@ SILENT = {
     "network_interface": "eth0",
     "emulate_kinds": "a,b",
     "export": "model.safetensors",
-    "dashboard": 8080,
     "progress": "plain",
     "quiet": True,
     "timeline": False,

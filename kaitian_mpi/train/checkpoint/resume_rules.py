@@ -111,7 +111,6 @@ RULES: Mapping[str, Rule] = {
     "seed": _REJECTED,
     "run_dir": _APPLIES_SILENTLY,
     "export": _APPLIES_SILENTLY,
-    "dashboard": _APPLIES_SILENTLY,
     "progress": _APPLIES_SILENTLY,
     "quiet": _APPLIES_SILENTLY,
     "timeline": _APPLIES_SILENTLY,
