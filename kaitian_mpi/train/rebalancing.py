@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from typing import Any
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,12 +16,21 @@ from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.rank_steps import RankSteps
 from kaitian_mpi.balance.rebalancer import Rebalancer
 from kaitian_mpi.balance.stragglers import COMMUNICATION, SlowPeriod, StragglerDetector
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
-from kaitian_mpi.train.link_probe import MAX_HOSTS, MIN_HOSTS, end_with_slow_links, time_links
 from kaitian_mpi.train.step_exchange import StepReports
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# With two hosts either may be the slow one; links are measured one after the other.
+MIN_HOSTS, MAX_HOSTS = 3, 256
+_LINK_BYTES = 256 << 10
+_LINK_REPEATS = 8
+_SLOW_FACTOR = 2.0
 
 
 class Balancing:
@@ -187,3 +198,51 @@ def _rank_steps(reports: StepReports) -> RankSteps:
         reports.computed_sec / counts + reports.data_sec,
         reports.waited_sec / counts,
     )
+
+
+def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
+    """Time the link from each of some ranks to the next, in a ring. Collective.
+
+    Args:
+        comm: the ranks.
+        ends: the ranks in the ring, such as one per host.
+
+    Returns:
+        Seconds to exchange 256 KiB in both directions at once, the shortest of eight times, by
+        link; the last link is from the last rank to the first.
+    """
+    own, other = np.zeros(_LINK_BYTES, dtype=np.uint8), np.empty(_LINK_BYTES, dtype=np.uint8)
+    own_times: dict[int, float] = {}
+    for link, left in enumerate(ends):
+        right = ends[(link + 1) % len(ends)]
+        if comm.rank not in (left, right):
+            continue
+        partner = right if comm.rank == left else left
+        times = []
+        for _ in range(_LINK_REPEATS):
+            start = time.perf_counter()
+            comm.Sendrecv(own, partner, recvbuf=other, source=partner)
+            times.append(time.perf_counter() - start)
+        if comm.rank == left:
+            own_times[link] = min(times)
+    times_by_link = {
+        int(link): sec
+        for by_rank in gather_values(comm, own_times)
+        for link, sec in by_rank.items()
+    }
+    return [times_by_link[link] for link in range(len(ends))]
+
+
+def end_with_slow_links(links: Sequence[float]) -> tuple[int, float] | None:
+    """Return the index of the rank with two slow links, and how many times slower they are.
+
+    Args:
+        links: the result of `time_links` for three ranks or more.
+
+    Returns:
+        None if no rank's faster link takes at least twice as long as the median rank's.
+    """
+    faster = [min(link, links[end - 1]) for end, link in enumerate(links)]
+    worst = max(faster)
+    factor = worst / median(faster)
+    return (faster.index(worst), factor) if factor >= _SLOW_FACTOR else None

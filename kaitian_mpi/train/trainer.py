@@ -26,8 +26,7 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepInProgress
-from kaitian_mpi.train.sync_bn import StepParticipation
+from kaitian_mpi.train.step import Step, StepInProgress, StepParticipation
 from kaitian_mpi.train.update import apply_step, set_learning_rates
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from kaitian_mpi.train.link_probe import end_with_slow_links, time_links
+from kaitian_mpi.train.rebalancing import end_with_slow_links, time_links
 
 SLOW_RANK = 1
 

@@ -14,8 +14,7 @@ from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, sto
 from kaitian_mpi.observe.timeline.sampling import Sampling
 from kaitian_mpi.observe.timeline.timeline_file import NAME
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.clock_alignment import align_clocks
-from kaitian_mpi.train.timeline import Timeline
+from kaitian_mpi.train.timeline import Timeline, align_clocks
 
 SECONDS_OFF = 1000.0  # by rank
 MAX_ERROR_US = 20_000  # round trips take long where other programs use the cores

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaitian_mpi.train.link_probe import end_with_slow_links
+from kaitian_mpi.train.rebalancing import end_with_slow_links
 
 
 @pytest.mark.parametrize(
