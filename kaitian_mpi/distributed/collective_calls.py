@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,13 @@ from kaitian_mpi.distributed.collectives.operations import (
     ReduceScatterSingle,
     Scatter,
     SparseSum,
+    SumGradients,
 )
 from kaitian_mpi.distributed.collectives.torch_releases import with_names_before_2_13
 from kaitian_mpi.distributed.collectives.validation import check_whole
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.network.residual import Residual
 
 
 @not_compiled
@@ -66,6 +70,17 @@ class CollectiveCalls(dist.ProcessGroup):
         options = AllreduceOptions()
         options.asyncOp = True
         return self._run(HostSum([tensor], [], options, options.reduceOp))
+
+    def sum_gradients(
+        self, buffer: torch.Tensor, residual: Residual | None, in_background: bool
+    ) -> Work:
+        """Sum a buffer of gradients over all ranks, in place; see `sums.sum_gradients`."""
+        options = AllreduceOptions()
+        options.asyncOp = in_background
+        if buffer.is_sparse:
+            return self._run(SparseSum([buffer], [], options))
+        real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        return self._run(SumGradients([real], [], options, options.reduceOp, residual=residual))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""

@@ -54,7 +54,13 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     name, slowdown = str(options.group_id), world.script_slowdown
     has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
     network = network_of(comms, nodes, world.relay)
-    relay = Relay(world.relay, world.device, has_accelerators=has_accelerators, network=network)
+    relay = Relay(
+        world.relay,
+        world.device,
+        has_accelerators=has_accelerators,
+        has_several_kinds=len(comms.groups) > 1,
+        network=network,
+    )
     accept_pickled_paths(info.python_version for info in world.infos)
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(

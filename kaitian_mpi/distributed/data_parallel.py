@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.ddp_hook import WeightedSum
 from kaitian_mpi.distributed.network.formats import check_wire
+from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.errors import AgreedError, UnsupportedError
 from kaitian_mpi.preflight.verdict import by_value
@@ -202,15 +203,3 @@ class _Weights:
         # A second forward before the backward replaces the sum of the first.
         total = torch.tensor(self._samples)
         self._sum = sum_on_host(total, self._group), total
-
-
-def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
-    """Start to sum a host tensor over a group's ranks, in place; return the work. Collective.
-
-    `dist.all_reduce` would take it to the devices of a group that a vendor's library connects, and
-    back. In a group of another backend it is `dist.all_reduce`.
-    """
-    chosen: Any = group or dist.group.WORLD
-    if hasattr(chosen, "sum_on_host"):  # its class is not imported: that would start MPI
-        return chosen.sum_on_host(tensor)
-    return dist.all_reduce(tensor, group=chosen, async_op=True)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.network.residual import Residual, Residuals
-from kaitian_mpi.distributed.relay.gradients import summing_gradients
+from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate
 
 
@@ -67,9 +67,7 @@ class WeightedSum:
             gradient.zero_()  # not multiplied by 0, which would keep a NaN
         else:
             gradient.mul_(self.weight)
-        with summing_gradients(residual):
-            work = dist.all_reduce(gradient, group=self._group, async_op=True)
-        assert work is not None
+        work = sum_gradients(gradient, residual, self._group, in_background=True)
         return work.get_future().then(lambda future: self._summed(future.value()[0]))
 
     def is_finite(self, model: torch.nn.Module) -> bool:

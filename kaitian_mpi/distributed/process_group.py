@@ -140,7 +140,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
     @property
     def algorithms(self) -> tuple[str, ...]:
         """The algorithms that there are for `allreduce` between kinds, on the group's ranks."""
-        return tuple(self._hybrid.algorithms)
+        return self._hybrid.algorithms
 
     @property
     def algorithm(self) -> str:

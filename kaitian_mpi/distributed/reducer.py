@@ -16,7 +16,7 @@ from kaitian_mpi.distributed.buckets import Bucket, partition
 from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.network.residual import Residuals
 from kaitian_mpi.distributed.readiness import Readiness, ReadyHook
-from kaitian_mpi.distributed.relay.gradients import summing_gradients
+from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.errors import UnsupportedError, UserError
 
 # Bytes at which a bucket is full: the first one, and the others.
@@ -305,8 +305,9 @@ class GradientReducer:
         return len(self._buckets) == 1
 
     def _all_reduce(self, bucket: Bucket, *, in_background: bool) -> None:
-        with summing_gradients(bucket.residual):
-            work = dist.all_reduce(bucket.buffer, group=self._group, async_op=in_background)
+        work = sum_gradients(
+            bucket.buffer, bucket.residual, self._group, in_background=in_background
+        )
         if work is not None:
             self._works.append(work)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.distributed.data_parallel import sum_on_host
+from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.clock import StepClock, StepTimes

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from kaitian_mpi.distributed import reducer as reducer_module
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError, UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -25,15 +26,15 @@ SMALL = (2000, 4000)  # bytes, so that small networks have several buckets
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The lengths of the tensors given to all_reduce."""
+    """The lengths of the buckets that are summed."""
     lengths = []
-    original = dist.all_reduce
+    original = reducer_module.sum_gradients
 
-    def record(tensor, *args, **kwargs):
-        lengths.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
+    def record(buffer, *args, **kwargs):
+        lengths.append(buffer.numel())
+        return original(buffer, *args, **kwargs)
 
-    monkeypatch.setattr(dist, "all_reduce", record)
+    monkeypatch.setattr(reducer_module, "sum_gradients", record)
     return lengths
 
 

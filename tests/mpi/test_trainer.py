@@ -13,6 +13,7 @@ from torch import nn
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.distributed import reducer as reducer_module
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets.sources import DataSource
@@ -93,8 +94,11 @@ def test_the_loss_travels_with_the_gradients_unless_these_are_rounded(
     world, monkeypatch, relay_dtype, sums
 ):
     calls = []
-    all_reduce = dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: calls.append(a) or all_reduce(*a, **k))
+    for module, name in ((dist, "all_reduce"), (reducer_module, "sum_gradients")):
+        sums_of = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, call=sums_of, **k: calls.append(a) or call(*a, **k)
+        )
     shares = shares_of(world, [1, 3, 0][: world.size])
     trainer = make_trainer(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
     own = []

@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from contextlib import nullcontext
 
 import fake_device
 import fake_kinds  # noqa: F401 - makes torch know the device type
@@ -18,9 +17,9 @@ from kaitian_mpi.distributed.collectives.staging import to_host
 from kaitian_mpi.distributed.relay import device_aware
 from kaitian_mpi.distributed.relay import relay as relay_module
 from kaitian_mpi.distributed.relay.copies import StreamCopies
-from kaitian_mpi.distributed.relay.gradients import summing_gradients
 from kaitian_mpi.distributed.relay.pipeline import exchange_in_chunks
 from kaitian_mpi.distributed.relay.slots import COUNT, Slots
+from kaitian_mpi.distributed.sums import sum_gradients
 
 DEVICE = torch.device(fake_device.TYPE, 0)
 CHUNK = 1_000  # float32 values
@@ -292,9 +291,10 @@ def test_gradients_alone_cross_as_bf16(world, algorithm):
     exact = own.sum(0)
     for length, is_gradient in ((200_003, True), (200_003, False), (16_384, True)):
         tensor = put(own[world.rank, :length].clone())
-        with summing_gradients() if is_gradient else nullcontext():
-            work = dist.all_reduce(tensor, async_op=True)
-        work.wait()
+        if is_gradient:
+            sum_gradients(tensor, in_background=True).wait()
+        else:
+            dist.all_reduce(tensor)
         assert agree(world, tensor)
         error = (values(tensor) - exact[:length]).abs().max().item()
         crossed = is_gradient and length > 16_384 and len(world.groups) > 1

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.distributed.collectives import vendor
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.distributed.data_parallel import _Weights, count_rows, sum_on_host
+from kaitian_mpi.distributed.data_parallel import _Weights, count_rows
+from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.clock import StepClock

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
     from kaitian_mpi.distributed.collectives.host import HostOperations
+    from kaitian_mpi.distributed.network.residual import Residual
 
 Tensors = list[torch.Tensor]
 Call = Callable[[], None]
@@ -26,6 +27,7 @@ class _Fields(NamedTuple):  # immutable like a frozen dataclass, but created in 
     op: Any = None
     root: int = -1
     splits: tuple[list[int], list[int]] = ([], [])
+    residual: Residual | None = None
 
 
 class Collective(_Fields, ABC):
@@ -37,6 +39,7 @@ class Collective(_Fields, ABC):
         options: torch's options object, such as `AllreduceOptions`.
         op: torch's reduce operation; None if nothing is reduced.
         root: the root's rank; -1 if there is no root.
+        residual: how gradients cross between hosts; None: as they are.
         splits: for `all_to_all_single`, the rows from and to each rank; empty for equal parts.
     """
 

@@ -10,10 +10,10 @@ import torch
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
-from kaitian_mpi.distributed.relay.relay import Relay
+from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
 from kaitian_mpi.distributed.relay.rounds import Piece
 from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
-from kaitian_mpi.mpi.datatypes import separate
+from kaitian_mpi.mpi.datatypes import SUM, separate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,11 +43,17 @@ class HostOperations:
         self.barrier = self._arrive = arrivals.arrive
         self._complete = arrivals.complete
 
-    def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+    def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         """Reduce `tensor` over all ranks, in place."""
-        self.allreduce_flat(tensor, op)
+        self.allreduce_flat(tensor, op, precision)
 
-    def allreduce_flat(self, tensor: torch.Tensor, op: Reduction) -> None:
+    def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
+        """Sum a flat buffer of gradients over all ranks, in place."""
+        self.allreduce(buffer, SUM, self._relay.precision_of(buffer, residual))
+
+    def allreduce_flat(
+        self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT
+    ) -> None:
         """Reduce `tensor` over all ranks at once, in host memory."""
         if nonblocking.is_short_reduction(tensor):
             host = to_host(tensor)
@@ -60,26 +66,15 @@ class HostOperations:
             return
         self._arrive()
         dense = contiguous(tensor)
-        allreduce = self._relay.allreduce_on(self._comm)
-        if dense.is_cpu and self._relay.is_plain:
+        allreduce = self._relay.network.allreduce_on(self._comm, precision.residual)
+        if dense.is_cpu and precision.dtype is None and not self._relay.has_accelerators:
             allreduce(dense, op)
         else:
             flat = dense.view(-1)
-            self._relay.exchange(self._comm, flat, lambda chunk: allreduce(chunk, op), op)
+            self._relay.exchange(
+                self._comm, flat, lambda chunk: allreduce(chunk, op), op, precision
+            )
         from_host(dense, tensor)
-
-    def allreduce_gradient(
-        self, tensor: torch.Tensor, op: Reduction, residual: Residual | None = None
-    ) -> None:
-        """Reduce a gradient over all ranks, in place.
-
-        Args:
-            tensor: a flat buffer of gradients, if it has a residual.
-            op: the reduction.
-            residual: in what format it crosses between hosts; None: as it is.
-        """
-        with self._relay.encoded(residual):
-            self.allreduce(tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to every rank."""

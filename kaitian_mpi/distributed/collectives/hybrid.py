@@ -18,8 +18,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -28,10 +27,9 @@ from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
-from kaitian_mpi.distributed.network.residual import Residual
-from kaitian_mpi.distributed.relay.relay import Relay
+from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
 from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.collectives import part
@@ -40,6 +38,12 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
+
+
+ALGORITHMS = ("flat", "leader", "striped")
+"""The allreduce algorithms, in the order in which they are measured."""
+BY_HOST = ("leader-by-host", "striped-by-host")
+"""Further ones, if there are groups by kind and host beside those by kind."""
 
 
 class GroupCollectives(Protocol):
@@ -113,34 +117,26 @@ class HybridOperations(HostOperations):
         super().__init__(comms.world, arrivals, relay)
         self.algorithm = "flat"
         """The allreduce algorithm: a name in `algorithms`; must be the same on every rank."""
-        self.algorithms = ALGORITHMS
-        """The algorithms that there are for these ranks, by name."""
+        self.algorithms: tuple[str, ...] = ALGORITHMS
+        """Those that there are for these ranks."""
         self.comms = comms
-        self.grouping = self.by_host = Grouping(comms, libraries[0])
+        self._by_kind = self._by_host = Grouping(comms, libraries[0])
         if comms.by_host is not None:
-            self.algorithms = {**ALGORITHMS, **BY_HOST}
-            self.by_host = Grouping(comms.by_host, libraries[1])
+            self.algorithms += BY_HOST
+            self._by_host = Grouping(comms.by_host, libraries[1])
 
-    def allreduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+    def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         """Reduce `tensor` over all ranks, in place."""
         if recorder.current is not None:
             recorder.current.annotate(algorithm=self.algorithm)
-        self.algorithms[self.algorithm](self, tensor, op)
-
-    def allreduce_gradient(
-        self, tensor: torch.Tensor, op: Reduction, residual: Residual | None = None
-    ) -> None:
-        """Reduce a gradient over all ranks, in place; it crosses in the dtype chosen for that."""
-        with self._relay.narrowed() if op is SUM else nullcontext():
-            super().allreduce_gradient(tensor, op, residual)
-
-    def allreduce_in_lanes(
-        self, tensor: torch.Tensor, op: Reduction, grouping: Grouping, lanes: int
-    ) -> None:
-        """Reduce in each group, allreduce across the groups in `lanes` equal parts, then gather."""
+        if self.algorithm == "flat":
+            self.allreduce_flat(tensor, op, precision)
+            return
+        grouping = self._by_host if self.algorithm in BY_HOST else self._by_kind
+        lanes = 1 if self.algorithm.startswith("leader") else grouping.comms.lanes
         self._arrive()
         group, usable = grouping.usable(tensor, op)
-        self._allreduce(group, usable.view(-1), op, grouping.comms.lane, lanes)
+        self._allreduce(group, usable.view(-1), op, precision, grouping.comms.lane, lanes)
         from_host(usable, tensor)
 
     def _allreduce(
@@ -148,6 +144,7 @@ class HybridOperations(HostOperations):
         group: GroupCollectives,
         tensor: torch.Tensor,
         op: Reduction,
+        precision: Precision,
         lane: MPI.Comm | None,
         lanes: int,
     ) -> None:
@@ -156,7 +153,7 @@ class HybridOperations(HostOperations):
             # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
             for piece in tensor.split(_WIDE_ELEMENTS):
                 wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
-                self._allreduce(group, wide, op, lane, lanes)
+                self._allreduce(group, wide, op, precision, lane, lanes)
                 piece.copy_(wide)
             return
         total = op.without_division
@@ -165,48 +162,17 @@ class HybridOperations(HostOperations):
             group.reduce_pieces(tensor, shares, total)
         if lane is not None and group.rank < len(shares):
             size = self.comms.world.size
-            allreduce = self._relay.allreduce_on(lane, sum(shares[: group.rank]))
+            start = sum(shares[: group.rank])
+            allreduce = self._relay.network.allreduce_on(lane, precision.residual, start)
 
             def exchange(chunk: torch.Tensor) -> None:
                 allreduce(chunk, total)
                 # On the host, because devices may differ in the last bit of a division.
                 op.divide_average(chunk, size)
 
-            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, op)
+            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, op, precision)
         with part("gather in the group"):
             group.gather_pieces(tensor, shares)
-
-
-def _leader(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
-    hybrid.allreduce_in_lanes(tensor, op, hybrid.grouping, 1)
-
-
-def _striped(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
-    hybrid.allreduce_in_lanes(tensor, op, hybrid.grouping, hybrid.grouping.comms.lanes)
-
-
-def _leader_by_host(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
-    hybrid.allreduce_in_lanes(tensor, op, hybrid.by_host, 1)
-
-
-def _striped_by_host(hybrid: HybridOperations, tensor: torch.Tensor, op: Reduction) -> None:
-    hybrid.allreduce_in_lanes(tensor, op, hybrid.by_host, hybrid.by_host.comms.lanes)
-
-
-Algorithm = Callable[[HybridOperations, torch.Tensor, Reduction], None]
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "flat": HybridOperations.allreduce_flat,
-    "leader": _leader,
-    "striped": _striped,
-}
-"""The allreduce algorithms by name, in the order in which they are measured."""
-
-BY_HOST: dict[str, Algorithm] = {
-    "leader-by-host": _leader_by_host,
-    "striped-by-host": _striped_by_host,
-}
-"""Further ones, where there are groups by kind and host beside those by kind."""
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

@@ -19,7 +19,6 @@ from kaitian_mpi.distributed.collectives.validation import (
     check_whole,
     element_counts,
 )
-from kaitian_mpi.distributed.relay.gradients import gradient_sum
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import reduction
 
@@ -39,14 +38,23 @@ class AllReduce(LibraryCollective):
         """Reduce one tensor after the other."""
         op = self.op
         calls = [(tensor, reduction(tensor.dtype, op)) for tensor in self.outputs]
-        if (gradients := gradient_sum()) is None:
-            return call_for_each(host.allreduce, calls)
-        sums = [(*call, gradients.residual) for call in calls]
-        return call_for_each(host.allreduce_gradient, sums)
+        return call_for_each(host.allreduce, calls)
 
     def on_library(self, library: Any) -> list[Work]:
         """Start one call per tensor, because libraries take only one."""
         return [library.allreduce([tensor], self.options) for tensor in self.outputs]
+
+
+class SumGradients(AllReduce):
+    """Sum a buffer of gradients over all ranks, in place; on slow links they may lose digits."""
+
+    __slots__ = ()
+
+    def on_host(self, host: HostOperations) -> Call:
+        """Sum the buffer."""
+        [buffer] = self.outputs
+        reduction(buffer.dtype, self.op)
+        return partial(host.sum_gradients, buffer, self.residual)
 
 
 class HostSum(Collective):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
+    from kaitian_mpi.distributed.network.residual import Residual
     from kaitian_mpi.mpi.datatypes import Reduction
     from kaitian_mpi.mpi.relay_settings import RelaySettings
     from kaitian_mpi.mpi.topology import GroupComms
@@ -50,13 +51,20 @@ class Network:
         """Return the link of a communicator; None if its ranks are on one host."""
         return self._links.get(comm.py2f())
 
-    def allreduce_on(self, comm: MPI.Comm) -> Callable[[torch.Tensor, Reduction], None]:
-        """Return what reduces a contiguous host tensor over the ranks of `comm`, in place.
+    def allreduce_on(
+        self, comm: MPI.Comm, residual: Residual | None = None, start: int = 0
+    ) -> Callable[[torch.Tensor, Reduction], None]:
+        """Return a collective function that reduces contiguous host tensors over `comm`, in place.
 
-        The function is collective.
+        Args:
+            comm: the ranks.
+            residual: of a buffer of gradients that is reduced part by part; None: of anything else.
+            start: where in the buffer the first part begins.
         """
         link = self.link(comm)
-        return partial(host_collectives.allreduce, comm) if link is None else link.reduce_to_all
+        if link is None:
+            return partial(host_collectives.allreduce, comm)
+        return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
 
 
 def network_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> Network:

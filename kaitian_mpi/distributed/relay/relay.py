@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,6 +32,18 @@ if TYPE_CHECKING:
 _MAX_WIDE_BYTES = 64 << 10  # up to which a message's fixed cost is what counts
 
 
+class Precision(NamedTuple):
+    """What an all_reduce may round off its tensor; the same on every rank."""
+
+    dtype: torch.dtype | None = None
+    """What the tensor crosses between device kinds as; None: as it is."""
+    residual: Residual | None = None
+    """What slow links round off a buffer of gradients; None: nothing."""
+
+
+EXACT = Precision()
+
+
 class Relay:
     """What the relay of one process group keeps: streams and buffers by device, and its pace.
 
@@ -45,6 +56,7 @@ class Relay:
         device: torch.device | None = None,
         *,
         has_accelerators: bool = False,
+        has_several_kinds: bool = False,
         network: Network | None = None,
     ) -> None:
         """Allocate nothing yet.
@@ -54,6 +66,7 @@ class Relay:
             device: this rank's device; None for the host.
             has_accelerators: whether any rank of the group has one. If none has, tensors are cut as
                 suits MPI alone, since the others do nothing but exchange.
+            has_several_kinds: whether gradients cross in the dtype that the settings say.
             network: reduces what is in host memory; None: as between ranks of one host.
         """
         self.network = network or Network()
@@ -61,25 +74,34 @@ class Relay:
         self.settings = settings or RelaySettings()
         self._device = device or torch.device("cpu")
         self.has_accelerators = has_accelerators
-        self._is_narrowed = False
-        self._residual: Residual | None = None
+        self._has_several_kinds = has_several_kinds
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
         self._direct: dict[int, bool] = {}
         self._paces: dict[int, tuple[int, Pace]] = {}
         self._slot_bytes: dict[int, tuple[int, int]] = {}
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it leaves host tensors to MPI as they are."""
-        return not (self.has_accelerators or self._is_narrowed)
-
-    @property
     def allocated_bytes(self) -> int:
         """The size of the buffers."""
         return sum(slots.allocated_bytes for _, slots in self._paths.values())
 
+    def precision_of(self, gradients: torch.Tensor, residual: Residual | None) -> Precision:
+        """Return what a buffer of gradients may lose; depends on its length and dtype alone."""
+        is_narrowed = (
+            self._has_several_kinds
+            and self.settings.dtype == "bf16"
+            and gradients.dtype is torch.float32
+            and gradients.nbytes > _MAX_WIDE_BYTES
+        )
+        return Precision(torch.bfloat16 if is_narrowed else None, residual)
+
     def exchange(
-        self, comm: MPI.Comm, tensor: torch.Tensor, exchange: Exchange, op: Reduction
+        self,
+        comm: MPI.Comm,
+        tensor: torch.Tensor,
+        exchange: Exchange,
+        op: Reduction,
+        precision: Precision = EXACT,
     ) -> None:
         """Apply `exchange` to a flat contiguous tensor, in place, in chunks. Collective.
 
@@ -92,14 +114,14 @@ class Relay:
             exchange: collective over `comm`; works on one chunk in host memory.
             op: what `exchange` does; if that is MPI's alone, a chunk may be in device memory where
                 MPI handles that well.
+            precision: what the tensor crosses as.
         """
-        if self._is_direct(comm, tensor, op):
+        if self._is_direct(comm, tensor, op, precision):
             wait_for_device(tensor)
             for chunk in self.split(comm, tensor):
                 host_collectives.allreduce_chunk(comm, chunk, op)
             return
-        wire = self._wire_dtype(tensor)
-        crossing = tensor if wire is tensor.dtype else tensor.to(wire)
+        crossing = tensor if precision.dtype is None else tensor.to(precision.dtype)
         self.exchange_chunks(self.split(comm, crossing), exchange)
         if crossing is not tensor:
             tensor.copy_(crossing)
@@ -137,40 +159,6 @@ class Relay:
         length = part_bytes(self._slot_bytes[known][1], 2 * comm.size)
         act_in_rounds(pieces, length, act, lambda device: self._path(device)[1])
 
-    @contextmanager
-    def narrowed(self) -> Iterator[None]:
-        """Let what crosses inside cross in the dtype for gradients, `--relay-dtype`."""
-        self._is_narrowed = True
-        try:
-            yield
-        finally:
-            self._is_narrowed = False
-
-    @contextmanager
-    def encoded(self, residual: Residual | None) -> Iterator[None]:
-        """Let the one buffer that is reduced inside cross between hosts as its residual says."""
-        self._residual = residual
-        try:
-            yield
-        finally:
-            self._residual = None
-
-    def allreduce_on(
-        self, comm: MPI.Comm, start: int = 0
-    ) -> Callable[[torch.Tensor, Reduction], None]:
-        """Return what reduces a buffer's host tensors over `comm`, in place, one after the other.
-
-        The function is collective.
-
-        Args:
-            comm: the ranks.
-            start: where in the buffer the first of them begins.
-        """
-        link = self.network.link(comm)
-        if link is None or self._residual is None:
-            return self.network.allreduce_on(comm)
-        return link.gradient_sum(self._residual, start)
-
     def split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks of a flat tensor. Collective over `comm` the first time."""
         if not self.has_accelerators and self.network.link(comm) is not None:
@@ -180,20 +168,15 @@ class Relay:
         size = tensor.element_size()
         return tensor.split([each // size for each in self._pace(comm).lengths(tensor.nbytes)])
 
-    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return what a tensor crosses as; depends on its length and dtype alone."""
-        is_narrowed = self._is_narrowed and self.settings.dtype == "bf16"
-        if is_narrowed and tensor.dtype is torch.float32 and tensor.nbytes > _MAX_WIDE_BYTES:
-            return torch.bfloat16
-        return tensor.dtype
-
-    def _is_direct(self, comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> bool:
+    def _is_direct(
+        self, comm: MPI.Comm, tensor: torch.Tensor, op: Reduction, precision: Precision
+    ) -> bool:
         """Return whether MPI is given device memory; the same on every rank."""
         if not self.has_accelerators or comm.size == 1:
             return False
-        if self._residual is not None and self.network.link(comm) is not None:
+        if precision.residual is not None and self.network.link(comm) is not None:
             return False
-        if self._wire_dtype(tensor) is not tensor.dtype or not may_be_direct(tensor.dtype, op):
+        if precision.dtype is not None or not may_be_direct(tensor.dtype, op):
             return False
         key = comm.py2f()
         if key not in self._direct:

@@ -15,7 +15,7 @@ from torch import nn
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, fit_allreduce
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.network.residual import Residuals
-from kaitian_mpi.distributed.relay.gradients import summing_gradients
+from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -116,8 +116,7 @@ class _Bucket:
         self._residual = Residuals(wire).add(self._values, {"all": slice(0, size)})
 
     def sum(self, group: KaitianProcessGroup) -> None:
-        with summing_gradients(self._residual):
-            dist.all_reduce(self._values, group=group)
+        sum_gradients(self._values, self._residual, group)
 
 
 def _rounds(group: KaitianProcessGroup) -> Iterator[None]:

@@ -1,0 +1,53 @@
+"""Sums over the ranks of a group of any backend; ours has methods of its own for two of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.network.residual import Residual
+
+
+def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
+    """Start to sum a host tensor over a group's ranks, in place; return the work. Collective.
+
+    `dist.all_reduce` would take it to the devices of a group that a vendor's library connects, and
+    back.
+    """
+    chosen: Any = group or dist.group.WORLD
+    if hasattr(chosen, "sum_on_host"):  # its class is not imported: that would start MPI
+        return chosen.sum_on_host(tensor)
+    return dist.all_reduce(tensor, group=chosen, async_op=True)
+
+
+def sum_gradients(
+    buffer: torch.Tensor,
+    residual: Residual | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    in_background: bool = False,
+) -> Any:
+    """Sum a buffer of gradients over a group's ranks, in place. Collective.
+
+    Between device kinds and hosts it may lose digits: see `--relay-dtype` and `--wire`.
+
+    Args:
+        buffer: flat; with a residual, of the same format on every rank.
+        residual: in what format the buffer crosses between hosts, and what that rounds off.
+        group: None for the default one.
+        in_background: return before it is done.
+
+    Returns:
+        The work; None if it is done.
+    """
+    chosen: Any = group or dist.group.WORLD
+    if not hasattr(chosen, "sum_gradients"):
+        return dist.all_reduce(buffer, group=chosen, async_op=in_background)
+    work = chosen.sum_gradients(buffer, residual, in_background)
+    if in_background:
+        return work
+    work.wait()
+    return None
