@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py [PART ...] [--json FILE]
 
-The parts are kills, closed, open, vendor, agreement, checkpoint, writing and soak. Forty minutes in
-all; nothing else may run meanwhile. On three hosts, which are emulated by network namespaces of
-this machine and share its cores, and so as root:
+The parts are kills, closed, open, vendor, agreement, checkpoint, writing, signals and soak. Fifty
+minutes in all; nothing else may run meanwhile. On three hosts, which are emulated by network
+namespaces of this machine and share its cores, and so as root:
 
     python benchmarks/recovery.py hosts host-losses host-joins
 """
@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from emulated_hosts import EmulatedHosts, why_not
-from recovering import host_joins, host_losses, kills, soak
+from recovering import host_joins, host_losses, kills, signals, soak
 from recovering.job import Launch
 
 HERE = Path(__file__).parent / "recovering"
@@ -185,6 +185,14 @@ def run_writing(options: argparse.Namespace) -> Result:
     return result
 
 
+def run_signals(options: argparse.Namespace) -> Result:
+    """What is saved when mpirun gets SIGTERM."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    result = signals.measure(options.trials, options.seed)
+    signals.show(result)
+    return result
+
+
 def run_soak(options: argparse.Namespace) -> Result:
     """Many kills in one run, and their effect on the model."""
     result = soak.measure(Launch(options.ranks), options.seed)
@@ -200,6 +208,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "agreement": run_agreement,
     "checkpoint": run_checkpoint,
     "writing": run_writing,
+    "signals": run_signals,
     "soak": run_soak,
     "hosts": run_hosts,
     "host-losses": run_host_losses,

@@ -151,6 +151,10 @@ class Job:
         self._reader.join()
         return code
 
+    def signal(self, number: int) -> None:
+        """Send a signal to mpirun."""
+        self._process.send_signal(number)
+
     def pid_of(self, rank: int) -> int:
         """Return the process id of a rank, also of one on an emulated host."""
         parents = _processes_of(rank, str(self.run_dir).encode())

@@ -38,4 +38,6 @@ timeout --foreground --signal=TERM "$limit" \
 job=$!
 # A trap interrupts `wait`.
 while wait "$job"; code=$?; kill -0 "$job" 2> /dev/null; do :; done
+# mpirun does not wait for the process that saves the last step; PBS kills what this script leaves.
+while pgrep -u "$UID" -x kaitian-save > /dev/null; do sleep 1; done
 exit "$code"

@@ -44,7 +44,7 @@ class Batch:
         }
 
     def fork_ranks(self):
-        """Fork the ranks of the jobs that follow; such a rank cannot pause mpirun to save."""
+        """Fork the ranks of the jobs that follow."""
         if self.slurm.hosts.have_group:
             program = write_forking_program(self.folder / "forking")
             self.environment["PATH"] = f"{program.parent}:{self.environment['PATH']}"

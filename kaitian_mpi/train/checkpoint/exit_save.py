@@ -1,27 +1,25 @@
 """Saves the state when a signal ends the job, in a forked process that outlives the rank.
 
-mpirun kills its ranks 0.25 s after it has sent them the signal, unless it can be paused. In any
-case the rank only has to fork: the child has a complete copy of the state, at the cost of copying
-the page tables, and writes it in its own session, which mpirun's SIGKILL does not reach.
+mpirun kills its ranks 0.25 s after it has sent them the signal. So the rank only forks: the child
+has a complete copy of the state, at the cost of copying the page tables, and writes it in its own
+session, which mpirun's SIGKILL does not reach.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kaitian_mpi.runtime.launcher_pause import detach_from_job, pause_launcher
 from kaitian_mpi.runtime.signals import open_launcher_stderr, output_line
 from kaitian_mpi.train.state_lock import StateLock
 
 _STDERR = 2
-_PATIENCE_SEC = 0.05
-# Well above the anonymous memory of an idle rank with a CUDA build of torch (282 MB), so that only
-# a large model counts; a fork at this size takes up to 0.13 s of the 0.25 s.
-_LARGE_KB = 512 * 1024
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Batch scripts wait for processes of this name (examples/cluster).
+_PROCESS_NAME = "kaitian-save"
 
 
 class ExitSave:
@@ -61,35 +59,17 @@ class ExitSave:
             A line that reports what was saved; None if the child has printed it.
         """
         self._request()
-        pause = pause_launcher(even_if_visible=_is_large())
-        if pause < 0:
-            late = threading.Timer(_PATIENCE_SEC, self._pause_if_late)
-            late.daemon = True
-            late.start()
-        try:
-            self._lock.__enter__()
-            if not self._child:  # no process could be forked
-                return self._save()
-            os.waitpid(self._child, 0)
-            return None
-        finally:
-            if pause >= 0:
-                os.close(pause)
+        self._lock.__enter__()
+        if not self._child:  # no process could be forked
+            return self._save()
+        os.waitpid(self._child, 0)
+        return None
 
     def interrupt(self) -> None:
         """Fork now if the main thread is changing the state. For its signal handler."""
         self._request()
         if self._lock.is_mine and self._prepare is None:
             self._fork(self._complete_change)
-
-    def _pause_if_late(self) -> None:
-        """Pause the launcher, even if a shell shows it, because the fork is too late otherwise.
-
-        The state is still being copied from a device, or the main thread is updating a large
-        tensor, so that Python's signal handlers do not run.
-        """
-        if not self._child:
-            pause_launcher(even_if_visible=True)
 
     def _request(self) -> None:
         self._lock.on_acquired = self._save_unchanged
@@ -111,7 +91,7 @@ class ExitSave:
             if self._child == 0:
                 self._lock.on_acquired = None
                 os.dup2(stderr, _STDERR)
-                detach_from_job()
+                _detach_from_job()
                 if self._after_fork is not None:
                     self._after_fork()
                 in_child()
@@ -128,13 +108,24 @@ class ExitSave:
         os._exit(0)
 
 
-def _is_large() -> bool:
-    """Return whether forking this process may take too long: up to 0.25 s per GiB."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) > _LARGE_KB
-    return False
+def _detach_from_job() -> None:
+    """Give this forked child a session of its own, and none of the rank's descriptors.
+
+    mpirun sends its signals to the rank's process group; and the other ranks and the watchdog
+    notice the rank's end by its connections being closed.
+    """
+    os.setsid()
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, 0)
+    os.dup2(devnull, 1)
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > _STDERR:
+            with suppress(OSError):
+                os.close(descriptor)
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(_PROCESS_NAME)
 
 
 def _launcher_stderr() -> int:
