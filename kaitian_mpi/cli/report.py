@@ -6,25 +6,22 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import replacing
-from kaitian_mpi.observe.report.bar_figures import draw_comparison
 from kaitian_mpi.observe.report.canvas import drawing
-from kaitian_mpi.observe.report.figures import FIGURES
+from kaitian_mpi.observe.report.output import check_writable, watch, write, write_images
 from kaitian_mpi.observe.report.page import make_page
 from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.run_files import read_run
-from kaitian_mpi.observe.report.svg import to_image
 from kaitian_mpi.observe.report.text import side_by_side
 
 PROGRAM = "kaitian-report"
 NAME = "report.html"
 _FORMATS = ("png", "svg")
+_WATCH_SEC = 10.0
 
 
 def main() -> None:
@@ -32,25 +29,51 @@ def main() -> None:
     try:
         options = make_parser().parse_args()
         formats = read_formats(options.format)
+        if options.watch is not None and (options.text or options.images):
+            raise UserError("--watch cannot be combined with --text or --images")
         if options.text:
             show_text([read_run(path) for path in options.run_dirs])
-            return
-        with drawing():
-            pass  # without matplotlib, say so before reading long files
-        runs = [read_run(path) for path in options.run_dirs]
-        target = options.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
-        check_writable(target)
-        write(target, make_page(runs).encode("utf-8", "replace"), "-o")
-        images = write_images(options.images, runs, formats) if options.images else 0
+        else:
+            make_report(options, formats)
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def make_report(options: argparse.Namespace, formats: Sequence[str]) -> None:
+    """Write the page, once or until the runs end, and the images.
+
+    Args:
+        options: the command's flags.
+        formats: of the images.
+
+    Raises:
+        UserError: a folder cannot be read, a file cannot be written, or matplotlib is missing.
+    """
+    with drawing():
+        pass  # without matplotlib, say so before reading long files
+    runs = [read_run(path) for path in options.run_dirs]
+    target = options.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
+    check_writable(target)
+    if options.watch is not None:
+        if target.exists() and not target.is_file():
+            raise UserError(f"--watch: {target} is not a regular file; name one with -o")
+        print(
+            f"writing {target} again at most every {options.watch:g} s, until the run ends or you "
+            "press Ctrl-C; open it in a browser: it reloads itself",
+            flush=True,
+        )
+        watch(options.run_dirs, target, options.watch)
+        print(f"report in {target}")
+        return
+    write(target, make_page(runs), "-o")
+    images = write_images(options.images, runs, formats) if options.images else 0
     for run in runs:
         for reason in run.missing:
             print(f"{run.path}: {reason}", file=sys.stderr)
-    # Not into the page itself, where that is /dev/stdout.
+    # Not into the page itself, if that is /dev/stdout.
     stream = sys.stdout if target.is_file() else sys.stderr
     done = f"report in {target}" + (f", {images} images in {options.images}" if images else "")
     print(done, file=stream)
@@ -63,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Show what happened in a run, or in several side by side: one HTML file that "
         "opens without a network. Works even while a run trains, and after a crash. Needs "
         'neither MPI nor the devices, but matplotlib: pip install "kaitian-mpi[report]".',
-        epilog=f"example: {PROGRAM} runs/cnn-20261122-161600",
+        epilog=f"example: {PROGRAM} runs/cnn-20261122-161600 --watch",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -75,6 +98,15 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="the page; default RUN_DIR/report.html, or report.html here for several runs",
+    )
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=_WATCH_SEC,
+        metavar="SECONDS",
+        help="while the run trains, write the page again at most this often "
+        f"(default {_WATCH_SEC:g}); the open page reloads itself; ends with the run or at Ctrl-C",
     )
     parser.add_argument(
         "--text",
@@ -94,6 +126,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    """Parse the argument of `--watch`."""
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds; give the run folder before --watch"
+        ) from error
+    if not 1 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 86400 seconds")
+    return seconds
+
+
+def read_formats(text: str) -> list[str]:
+    """Parse `png,svg`.
+
+    Raises:
+        UserError: a format is unknown.
+    """
+    formats = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in formats:
+        if name not in _FORMATS:
+            raise UserError(f"--format {name}: unknown format; give png, svg or png,svg")
+    return formats
+
+
 def show_text(runs: Sequence[Run]) -> None:
     """Print what a terminal shows of runs; names that its encoding lacks are replaced."""
     encoding = sys.stdout.encoding or "ascii"
@@ -110,85 +168,6 @@ def _encodes(text: str, encoding: str) -> bool:
     except UnicodeError:
         return False
     return True
-
-
-def read_formats(text: str) -> list[str]:
-    """Parse `png,svg`.
-
-    Raises:
-        UserError: a format is unknown.
-    """
-    formats = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in formats:
-        if name not in _FORMATS:
-            raise UserError(f"--format: found {name!r}, needed png, svg or png,svg")
-    return formats
-
-
-def write_images(folder: Path, runs: Sequence[Run], formats: Sequence[str]) -> int:
-    """Write each figure of each run to a folder; return the number of files.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--images {folder}: {error.strerror}; name another folder") from error
-    count = 0
-    for name, figure in _figures(runs):
-        for kind in formats if figure is not None else ():
-            write(folder / f"{name}.{kind}", to_image(figure, kind), "--images")
-            count += 1
-    return count
-
-
-def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and figures of all runs; None for a figure without content."""
-    if len(runs) > 1:
-        with drawing():
-            figure = draw_comparison(runs)
-        yield "comparison", figure
-    for number, run in enumerate(runs, 1):
-        prefix = f"run{number}-" if len(runs) > 1 else ""
-        for spec in FIGURES:
-            yield f"{prefix}{spec.name}", spec.draw(run)
-
-
-def check_writable(path: Path) -> None:
-    """Check that a file can be written, before much is drawn.
-
-    Raises:
-        UserError: it cannot.
-    """
-    folder = path.resolve().parent
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not folder.is_dir():
-        reason = f"{folder} is not a folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        reason = "no permission"
-    else:
-        return
-    raise UserError(f"{path}: cannot be written ({reason}); name another file with -o")
-
-
-def write(path: Path, content: bytes, flag: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)  # such as /dev/stdout
-            return
-        with replacing(path.resolve(), shared=True) as file:
-            file.write(content)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); name another place with {flag}"
-        ) from error
 
 
 if __name__ == "__main__":

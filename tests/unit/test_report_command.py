@@ -1,20 +1,32 @@
 """`kaitian-report`: its files and each of its errors."""
 
+import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from unit.report_runs import make_run
 
 from kaitian_mpi.cli import report
-from kaitian_mpi.observe.report import page
+from kaitian_mpi.observe.report import output, page
 from kaitian_mpi.observe.report.figures import FIGURES
+
+WATCH = """
+import signal
+from kaitian_mpi.cli import report
+from kaitian_mpi.observe.report import figures, page
+signal.signal(signal.SIGINT, signal.default_int_handler)
+page.FIGURES = figures.FIGURES[-1:]
+report.main()
+"""
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run the command with one figure; return its exit code, its output and its errors."""
-    for module in (page, report):
+    for module in (page, output):
         monkeypatch.setattr(module, "FIGURES", FIGURES[-1:])
 
     def run_command(*arguments):
@@ -59,12 +71,42 @@ def test_missing_files_are_reported_and_the_report_is_written(run, tmp_path):
     assert "summary.json cannot be read" in (folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize("end", ["the run finishes", "Ctrl-C"])
+def test_a_watched_page_reloads_itself_until_the_end(tmp_path, end):
+    folder = make_run(tmp_path / "run")
+    summary = (folder / "summary.json").read_text()
+    (folder / "summary.json").write_text(json.dumps({**json.loads(summary), "finished": False}))
+    page, refresh = folder / "report.html", '<meta http-equiv="refresh" content="1">'
+    command = [sys.executable, "-c", WATCH, folder, "--watch", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        while not page.exists():
+            assert watching.poll() is None
+            time.sleep(0.05)
+        assert refresh in page.read_text()
+        assert watching.poll() is None
+        if end == "Ctrl-C":
+            watching.send_signal(signal.SIGINT)
+        else:
+            (folder / "summary.json").write_text(summary)
+        out, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    assert refresh not in page.read_text()
+    assert out.startswith(
+        f"writing {page} again at most every 1 s, until the run ends or you press"
+    )
+    assert out.endswith(f"\nreport in {page}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["{run}", "--watch", "0"], "--watch: 0 is not between 1 and 86400 seconds"),
+        (["--watch", "{run}"], "run' is not a number of seconds; give the run folder before"),
+        (["{run}", "--watch", "--text"], "--watch cannot be combined with --text or --images"),
+        (["{run}", "--watch", "-o", "/dev/null"], "/dev/null is not a regular file"),
         (["{tmp}"], "found no file of a run"),
         (["{tmp}/none"], "found no such folder"),
-        (["{run}", "--format", "gif"], "--format: found 'gif', needed png, svg or png,svg"),
+        (["{run}", "--format", "gif"], "--format gif: unknown format; give png, svg or png,svg"),
         (["{run}", "-o", "{tmp}/none/x.html"], "/none is not a folder); name another"),
         (["{run}", "-o", "{tmp}"], "it is a folder"),
         (["{run}", "--images", "{run}/config.json"], "--images"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import time
 from collections.abc import Sequence
 
@@ -94,6 +95,12 @@ def make_page(runs: Sequence[Run]) -> str:
 </body>
 </html>
 """
+
+
+def reloading(page: str, every_sec: float) -> str:
+    """Return a page that reloads itself; browsers keep the place to which it is scrolled."""
+    refresh = f'<meta http-equiv="refresh" content="{math.ceil(every_sec)}">'
+    return page.replace("</head>", f"{refresh}\n</head>", 1)
 
 
 def _links(runs: Sequence[Run]) -> str:
