@@ -1,1 +1,1 @@
-"""Trainings that kaitian-train knows by name: what to train, made from its flags."""
+"""What kaitian-train trains: a task made from its flags."""

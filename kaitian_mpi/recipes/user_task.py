@@ -41,18 +41,17 @@ def build_task(spec: str, settings: Mapping[str, Any], seed: int) -> Task:
     except Exception as error:
         _log.debug("--task %s raised", spec, exc_info=True)
         raise UserError(
-            f"--task {spec}: raised {one_line(error)}; correct it, or see where with --log-level "
-            "debug"
+            f"--task {spec}: raised {one_line(error)}; --log-level debug shows where"
         ) from error
     if not isinstance(task, Task):
         raise UserError(
-            f"--task {spec}: found a function that returned a {type(task).__name__}, needed one "
-            "that returns a kaitian_mpi.Task"
+            f"--task {spec}: the function returned a {type(task).__name__}; it must return a "
+            "kaitian_mpi.Task"
         )
     if task.loss is None:
         raise UserError(
-            f"--task {spec}: found a Task without loss, needed Task(loss=...); a script with its "
-            "own loop runs without kaitian-train"
+            f"--task {spec}: the Task has no loss; give Task(loss=...), or run a script with its "
+            "own loop without kaitian-train"
         )
     return task
 
@@ -71,25 +70,24 @@ def _check_settings(spec: str, build: Callable[..., Any], settings: Mapping[str,
     for name in settings:
         if name not in named and not takes_any:
             raise UserError(
-                f"--set {name}: found no such parameter of {spec}, needed "
-                f"{_nearest(name, list(named))}"
+                f"--set {name}: {spec} has no such parameter; {_nearest(name, list(named))}"
             )
     missing = [name for name, one in named.items() if one.default is one.empty]
     missing = [name for name in missing if name not in settings]
     if missing:
-        needed = " ".join(f"--set {name}=..." for name in missing)
-        raise UserError(f"--task {spec}: found no value for {', '.join(missing)}; give {needed}")
+        flags = " ".join(f"--set {name}=..." for name in missing)
+        raise UserError(f"--task {spec} requires {', '.join(missing)}; give {flags}")
     positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
     if any(parameters[name].default is inspect.Parameter.empty for name in positional):
         raise UserError(
-            f"--task {spec}: found positional-only parameters ({', '.join(positional)}), needed "
-            "ones that can be given by name"
+            f"--task {spec}: {', '.join(positional)} is positional-only; remove the / so that "
+            "--set can give it by name"
         )
 
 
 def _nearest(name: str, names: list[str]) -> str:
     if not names:
-        return "no --set at all: it has no parameters"
+        return "it has none"
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return f"one of {', '.join(names)}{hint}"
+    return f"it has {', '.join(names)}{hint}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.recipes.datasets import digits
+from kaitian_mpi.recipes.datasets import bundled
 from kaitian_mpi.recipes.models.cnn import SmallCNN
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -223,7 +223,7 @@ def hanging_data():
     """Load the digits; hangs on rank 1."""
     if RANK == 1:
         time.sleep(10_000)
-    return digits.load(0.2)
+    return bundled.load_digits(0.2)
 
 
 class HangingInBenchmark(Exact):
@@ -347,5 +347,5 @@ class RecordedDataset(Dataset):
 
 
 def recorded_digits():
-    train, validation = digits.load(0.2)
+    train, validation = bundled.load_digits(0.2)
     return RecordedDataset(train, os.environ.get("RECORD_IN")), RecordedDataset(validation, None)

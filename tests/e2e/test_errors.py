@@ -28,9 +28,9 @@ BEFORE_TORCH = {
 }
 LATER = {
     "--dataset cifar10 --data-dir .": "data_batch_1",
-    "--model nosuch": "--model: found 'nosuch', needed one of mobilenetv2",
+    "--model nosuch": "--model: there is no model 'nosuch'; give mobilenetv2",
     "--model planted:nosuch": "module planted has no attribute 'nosuch'",
-    "--model planted:not_a_model": "needed a torch.nn.Module",
+    "--model planted:not_a_model": "it must return a torch.nn.Module",
     "--devices cuda:7,cuda:7": "asks for cuda:7, but",
     "--model planted:differing": "the model differs between ranks:",
     "--model planted:raise_error": "its parameters are (); add num_classes",

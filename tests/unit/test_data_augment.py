@@ -18,7 +18,7 @@ def arrays() -> ImageArrays:
     return ImageArrays(images, torch.arange(50) % 10, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
-def test_images_are_normalised(arrays: ImageArrays) -> None:
+def test_images_are_normalized(arrays: ImageArrays) -> None:
     inputs, labels = arrays[[3, 1, 3]]
     assert inputs.dtype == torch.float32
     assert labels.tolist() == [3, 1, 3]
@@ -110,5 +110,5 @@ def test_shifts_are_uniform() -> None:
 
 
 def test_other_dtypes_are_rejected(arrays: ImageArrays) -> None:
-    with pytest.raises(ValueError, match="found 'rotate', needed one of crop, crop-flip"):
+    with pytest.raises(ValueError, match="kind must be one of crop, crop-flip, not 'rotate'"):
         Augmented(arrays, "rotate", 0)

@@ -118,7 +118,7 @@ def test_without_test_set_the_last_samples_validate(
     train, validation = cifar10.load(str(tmp_path), 0.2)
     check(train, batches[:4])
     check(validation, batches[4:])
-    assert "found 20 training images, the official files have 50000" in caplog.text
+    assert "the training set has 20 images; the official files have 50000" in caplog.text
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def fails(data_dir: str | Path) -> str:
 def test_no_folder(tmp_path: Path) -> None:
     assert "--dataset cifar10 needs --data-dir" in fails("")
     assert f"--data-dir: no such folder: {tmp_path / 'nowhere'}" in fails(tmp_path / "nowhere")
-    assert "no data_batch_1.bin and no data_batch_1, needed" in fails(tmp_path)
+    assert "neither data_batch_1.bin nor data_batch_1 is there" in fails(tmp_path)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -155,16 +155,14 @@ def test_missing_training_file(folder: Path, number: int) -> None:
 def test_a_file_of_the_wrong_size(folder: Path, name: str, size: int) -> None:
     (folder / name).write_bytes(bytes(size))
     text = fails(folder)
-    assert f"{folder / name}: found {size:,} bytes, needed whole records of 3,073 bytes" in text
-    assert "30,730,000 in the official file" in text
+    assert f"{folder / name}: {size:,} bytes are no whole number of records of 3,073 bytes" in text
+    assert "the official file has 30,730,000" in text
 
 
 def test_a_label_out_of_range(folder: Path) -> None:
     pixels, _ = make_batch(4)
     write_binary(folder / "data_batch_4.bin", (pixels, [1, 2, 10, 3]))
-    assert "data_batch_4.bin: found label 10 at sample 2, needed labels from 0 to 9" in fails(
-        folder
-    )
+    assert "data_batch_4.bin: sample 2 has label 10, which is not between 0 and 9" in fails(folder)
 
 
 @pytest.fixture
@@ -190,7 +188,7 @@ def test_a_malicious_pickle_is_not_executed(pickles: Path, protocol: int) -> Non
     content = {**as_dict(make_batch(2)), b"extra": Call(os.system, f"touch {mark}")}
     write_pickle(pickles / "data_batch_2", content, protocol)
     text = fails(pickles)
-    assert f"{pickles / 'data_batch_2'}: found an invalid pickle (it imports 'posix.system'" in text
+    assert f"{pickles / 'data_batch_2'}: it is no valid pickle (it imports 'posix.system'" in text
     assert not mark.exists()
 
 
@@ -208,14 +206,14 @@ def test_allowed_globals_are_not_called_either(pickles: Path) -> None:
     dtype = Call(np.dtype, "O")
     for content in (Call(np.ndarray, (2**50,)), {b"data": Call(np.ndarray, (1,), dtype)}):
         write_pickle(pickles / "data_batch_2", content)
-        assert "data_batch_2: found" in fails(pickles)
+        assert "data_batch_2: it" in fails(pickles)
 
 
 def test_a_pickle_cannot_modify_the_allowed_globals(pickles: Path) -> None:
     # BUILD, on the admitted name itself, with attributes to set.
     for name in (b"cnumpy\nndarray\n", b"c_codecs\nencode\n"):
         (pickles / "data_batch_2").write_bytes(b"\x80\x02" + name + b"N}X\x01\0\0\0aK\x01s\x86b.")
-        assert "data_batch_2: found" in fails(pickles)
+        assert "data_batch_2: it" in fails(pickles)
     write_pickle(pickles / "data_batch_2", as_dict(make_batch(2)), protocol=2)
     cifar10.load(str(pickles), 0.2)
 
@@ -230,29 +228,29 @@ GOOD = as_dict(make_batch(1))
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "problem"),
     [
-        ([1, 2], "a pickled list"),
-        ({}, "no numpy array of two dimensions under 'data'"),
-        ({**GOOD, b"data": b"bytes"}, "no numpy array of two dimensions under 'data'"),
-        ({**GOOD, b"data": np.zeros(3072, np.uint8)}, "no numpy array of two dimensions"),
-        ({**GOOD, b"data": np.zeros((4, 3072), np.int8)}, "no uint8 array of two dimensions"),
-        ({**GOOD, b"data": np.zeros((4, 3072), object)}, "no uint8 array of two dimensions"),
+        ([1, 2], "it holds a list"),
+        ({}, "'data' is no numpy array"),
+        ({**GOOD, b"data": b"bytes"}, "'data' is no numpy array"),
+        ({**GOOD, b"data": np.zeros(3072, np.uint8)}, "'data' is no numpy array"),
+        ({**GOOD, b"data": np.zeros((4, 3072), np.int8)}, "'data' is no uint8 array"),
+        ({**GOOD, b"data": np.zeros((4, 3072), object)}, "'data' is no uint8 array"),
         ({**GOOD, b"data": np.zeros((4, 3071), np.uint8)}, "12284 bytes for an array of 4 x 3071"),
         ({**GOOD, b"data": np.zeros((0, 3072), np.uint8)}, "0 bytes for an array of 0 x 3072"),
-        ({**GOOD, b"labels": [1, 2, 3]}, "4 images with 3 labels"),
-        ({**GOOD, b"labels": [1, 2, 3, 4.5]}, "no list of class numbers under 'labels'"),
-        ({**GOOD, b"labels": [1, 2, 3, 2**80]}, "no list of class numbers under 'labels'"),
-        ({**GOOD, b"labels": b"1234"}, "no list of class numbers under 'labels'"),
-        ({**GOOD, b"labels": [1, 2, -3, 4]}, "label -3 at sample 2"),
+        ({**GOOD, b"labels": [1, 2, 3]}, "3 labels for 4 images"),
+        ({**GOOD, b"labels": [1, 2, 3, 4.5]}, "its 'labels' are no list of class numbers"),
+        ({**GOOD, b"labels": [1, 2, 3, 2**80]}, "its 'labels' are no list of class numbers"),
+        ({**GOOD, b"labels": b"1234"}, "its 'labels' are no list of class numbers"),
+        ({**GOOD, b"labels": [1, 2, -3, 4]}, "sample 2 has label -3"),
     ],
 )
-def test_pickles_with_other_content_are_rejected(pickles: Path, content: Any, found: str) -> None:
+def test_pickles_with_other_content_are_rejected(pickles: Path, content: Any, problem: str) -> None:
     path = pickles / "data_batch_1"
     write_pickle(path, content)
     text = fails(pickles)
-    assert text.startswith(f"{path}: found ")
-    assert found in text
+    assert text.startswith(f"{path}: ")
+    assert problem in text
 
 
 def test_a_truncated_pickle(pickles: Path) -> None:
@@ -260,4 +258,4 @@ def test_a_truncated_pickle(pickles: Path) -> None:
     whole = path.read_bytes()
     for size in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert f"{path}: found an invalid pickle" in fails(pickles)
+        assert f"{path}: it is no valid pickle" in fails(pickles)

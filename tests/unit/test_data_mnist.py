@@ -62,7 +62,7 @@ def test_without_test_set_the_last_samples_validate(
     train, validation = mnist.load(str(tmp_path), 0.2)
     assert train.labels.tolist() == list(range(8))
     assert validation.labels.tolist() == [8, 9]
-    assert "found 10 train images, the official files have 60000" in caplog.text
+    assert "the train set has 10 images; the official files have 60000" in caplog.text
 
 
 def fails(data_dir: str | Path) -> str:
@@ -92,20 +92,20 @@ def test_an_incomplete_test_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (TRAIN_IMAGES, b"", "found 0 bytes, needed a header of 16 bytes"),
-        (TRAIN_LABELS, b"\0\0\x08\x01\0", "found 5 bytes, needed a header of 8 bytes"),
-        (TRAIN_IMAGES, idx(np.arange(4)) + bytes(16), "found magic number 2049, needed 2051"),
-        (TRAIN_LABELS, idx(images_of("x", 4)), "found magic number 2051, needed 2049"),
+        (TRAIN_IMAGES, b"", ": 0 bytes are too few for an idx file"),
+        (TRAIN_LABELS, b"\0\0\x08\x01\0", ": 5 bytes are too few for an idx file"),
+        (TRAIN_IMAGES, idx(np.arange(4)) + bytes(16), "its magic number is 2049, not 2051"),
+        (TRAIN_LABELS, idx(images_of("x", 4)), "its magic number is 2051, not 2049"),
         (
             TRAIN_IMAGES,
             idx(np.zeros((4, 32, 32))),
-            "found images of [32, 32], needed images of [28",
+            "its images are [32, 32], not [28, 28]",
         ),
-        (TRAIN_IMAGES, idx(images_of("x", 4))[:-1], "found 3,151 bytes for 4 items, needed 3,152"),
-        (TRAIN_IMAGES, idx(images_of("x", 4)) + b"x", "found 3,153 bytes for 4 items"),
-        (TRAIN_IMAGES, idx(images_of("x", 0)), "found 16 bytes for 0 items"),
-        (TRAIN_LABELS, idx(np.arange(5)), "found 5 labels, needed 4, one per image"),
-        (TRAIN_LABELS, idx(np.array([1, 2, 3, 11])), "found label 11 at sample 3, needed labels"),
+        (TRAIN_IMAGES, idx(images_of("x", 4))[:-1], "it has 3,151 bytes; 4 items take 3,152"),
+        (TRAIN_IMAGES, idx(images_of("x", 4)) + b"x", "it has 3,153 bytes; 4 items"),
+        (TRAIN_IMAGES, idx(images_of("x", 0)), "it has 16 bytes; 0 items"),
+        (TRAIN_LABELS, idx(np.arange(5)), "it has 5 labels for 4 images"),
+        (TRAIN_LABELS, idx(np.array([1, 2, 3, 11])), "sample 3 has label 11, which"),
     ],
 )
 def test_files_in_another_format(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -123,4 +123,4 @@ def test_corrupt_archives(tmp_path: Path) -> None:
     flipped = whole[:40] + bytes([whole[40] ^ 0xFF]) + whole[41:]
     for content in (whole[: len(whole) // 2], whole[:-1], b"not gzip", flipped):
         path.write_bytes(content)
-        assert f"{path}: found a damaged archive" in fails(tmp_path)
+        assert f"{path}: the gzip file is damaged" in fails(tmp_path)

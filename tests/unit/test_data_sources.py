@@ -12,10 +12,9 @@ import torch
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets import digits
-from kaitian_mpi.recipes.datasets.arrays import ImageArrays
+from kaitian_mpi.recipes.datasets import bundled
+from kaitian_mpi.recipes.datasets.arrays import ImageArrays, holdout_size, shuffled_split
 from kaitian_mpi.recipes.datasets.augment import Augmented
-from kaitian_mpi.recipes.datasets.holdout import holdout_size, shuffled_split
 from kaitian_mpi.recipes.datasets.sources import DataSource, load_data
 
 
@@ -51,7 +50,7 @@ def test_synthetic_data_can_be_learned() -> None:
 
 def test_digits_come_from_scikit_learn() -> None:
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    read = digits._read()
+    read = bundled.read_digits()
     assert (read[:, :-1] == images).all()
     assert (read[:, -1] == labels).all()
 
@@ -59,7 +58,7 @@ def test_digits_come_from_scikit_learn() -> None:
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        digits.load(0.2)
+        bundled.load_digits(0.2)
     assert str(caught.value) == (
         'the digits dataset needs scikit-learn: pip install "kaitian-mpi[demo]"'
     )
@@ -92,7 +91,7 @@ def test_held_out_count_and_split() -> None:
         1,
         2,
     ]
-    with pytest.raises(UserError, match="found 1 training samples"):
+    with pytest.raises(UserError, match="1 training samples are too few"):
         holdout_size(1, 0.5)
     train, validation = shuffled_split(10, 0.3)
     assert sorted([*train.tolist(), *validation.tolist()]) == list(range(10))
@@ -100,7 +99,7 @@ def test_held_out_count_and_split() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(UserError, match="--dataset: found 'imagenet', needed one of digits, cifar"):
+    with pytest.raises(UserError, match="no dataset 'imagenet'; give digits, cifar"):
         load_data(TrainConfig(dataset="imagenet"))
 
 
@@ -245,16 +244,16 @@ def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:
         ("my_data:raises", "the factory raised OSError: no file"),
         ("my_data:needs_more", "the factory raised TypeError: needs_more() missing 1 required"),
         ("my_data:in_folder", "the factory requires data_dir; give --data-dir"),
-        ("my_data:three", "found a tuple of 3, needed (train, validation) or one map-style"),
-        ("my_data:empty", "found a dataset of 0 samples"),
-        ("my_data:stream", "found a Stream, needed"),
-        ("my_data:nothing", "found a NoneType, needed"),
-        ("my_data:a_dict", "found a dict, needed"),
-        ("my_data:tensor", "found a Tensor, needed"),
-        ("my_data:triples", "found a tuple as its first sample, needed"),
-        ("my_data:images", "found a str as its first input, needed"),
-        ("my_data:float_labels", "found 0.5 as its first class, needed"),
-        ("my_data:one_element_labels", "found tensor([1]) as its first class, needed"),
+        ("my_data:three", "it returned a tuple of 3; the factory must return (train, validation)"),
+        ("my_data:empty", "the dataset has no samples"),
+        ("my_data:stream", "it returned a Stream"),
+        ("my_data:nothing", "it returned a NoneType"),
+        ("my_data:a_dict", "it returned a dict"),
+        ("my_data:tensor", "it returned a Tensor"),
+        ("my_data:triples", "the first sample is a tuple"),
+        ("my_data:images", "the first input is a str"),
+        ("my_data:float_labels", "the first class is 0.5"),
+        ("my_data:one_element_labels", "the first class is tensor([1])"),
         ("my_data:first_fails", "reading its first sample raised KeyError: 0"),
         ("my_data:bad_later", "counting its classes raised OSError: disk gone"),
     ],

@@ -36,9 +36,9 @@ def test_a_users_model_factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert build_model("ownmodel:build", 5).out_features == 5
-    with pytest.raises(UserError, match=r"found a str, needed a torch\.nn\.Module"):
+    with pytest.raises(UserError, match=r"returned a str; it must return a torch\.nn\.Module"):
         build_model("ownmodel:wrong", 5)
-    with pytest.raises(UserError, match=r"--model: found 'vgg', needed one of mobilenetv2, "):
+    with pytest.raises(UserError, match=r"--model: there is no model 'vgg'; give mobilenetv2, "):
         build_model("vgg", 10)
 
 

@@ -31,7 +31,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(self, arrays: ImageArrays, kind: str, seed: int) -> None:
         if kind not in KINDS:
-            raise ValueError(f"kind: found {kind!r}, needed one of {', '.join(KINDS)}")
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
         self.arrays = arrays
         self.kind = kind
         self.seed = seed
@@ -46,7 +46,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.arrays)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of these n samples, augmented and normalised; n may be 0.
+        """Return the batch of these n samples, augmented and normalized; n may be 0.
 
         Returns:
             float32 [n, C, H, W] and int64 [n].
@@ -59,7 +59,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         images = crop(images, top, left)
         if self.kind == "crop-flip":
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-        return self.arrays.normalise(images), self.arrays.labels[chosen]
+        return self.arrays.normalize(images), self.arrays.labels[chosen]
 
 
 def draw_crops_and_flips(

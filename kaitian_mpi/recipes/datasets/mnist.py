@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from kaitian_mpi.recipes.datasets.arrays import ImageArrays
-from kaitian_mpi.recipes.datasets.holdout import hold_out_last
+from kaitian_mpi.recipes.datasets.arrays import ImageArrays, hold_out_last
 from kaitian_mpi.recipes.datasets.official_files import OfficialFiles
 
 FILES = OfficialFiles("mnist", "http://yann.lecun.com/exdb/mnist/", num_classes=10)
@@ -40,28 +39,23 @@ def load(data_dir: str, val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """
     folder = FILES.folder(data_dir)
     train = _read_part(folder, "train")
-    if not any(os.path.exists(_find(folder, name)) for name in _names("t10k")):
+    if not any(os.path.exists(path) for path in _paths(folder, "t10k")):
         return hold_out_last(train, val_split)
     return train, _read_part(folder, "t10k")
 
 
-def _names(part: str) -> tuple[str, str]:
-    return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
-
-
-def _find(folder: Path, name: str) -> Path:
-    plain = folder / name
-    return plain if os.path.exists(plain) else folder / f"{name}.gz"
+def _paths(folder: Path, part: str) -> list[Path]:
+    """Return the paths of the images and the labels."""
+    plain = [folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte"]
+    return [path if os.path.exists(path) else Path(f"{path}.gz") for path in plain]
 
 
 def _read_part(folder: Path, part: str) -> ImageArrays:
-    images_path, labels_path = (_find(folder, name) for name in _names(part))
+    images_path, labels_path = _paths(folder, part)
     images = _read_idx(images_path, (_SIDE, _SIDE))
     labels = _read_idx(labels_path, ()).long()
     if len(images) != len(labels):
-        raise FILES.file_error(
-            labels_path, f"{len(labels)} labels", f"{len(images)}, one per image"
-        )
+        raise FILES.file_error(labels_path, f"it has {len(labels)} labels for {len(images)} images")
     FILES.check_labels(labels_path, labels)
     FILES.warn_if_incomplete(part, len(images), _OFFICIAL_COUNTS[part])
     padded = functional.pad(images, (2, 2, 2, 2)).unsqueeze(1)
@@ -79,20 +73,20 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> torch.Tensor:
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise FILES.file_error(path, f"a damaged archive ({error})", "a gzip file") from error
+            raise FILES.file_error(path, f"the gzip file is damaged ({error})") from error
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     if len(content) < header_bytes:
-        raise FILES.file_error(path, f"{len(content)} bytes", f"a header of {header_bytes} bytes")
+        raise FILES.file_error(path, f"{len(content)} bytes are too few for an idx file")
     magic, count, *shape = np.frombuffer(content[:header_bytes], ">u4").tolist()
     if magic != 0x0800 + dimensions:
-        raise FILES.file_error(path, f"magic number {magic}", f"{0x0800 + dimensions}")
+        raise FILES.file_error(path, f"its magic number is {magic}, not {0x0800 + dimensions}")
     if tuple(shape) != item_shape:
-        raise FILES.file_error(path, f"images of {shape}", f"images of {list(item_shape)}")
+        raise FILES.file_error(path, f"its images are {shape}, not {list(item_shape)}")
     expected = header_bytes + count * math.prod(item_shape)
     if count == 0 or len(content) != expected:
         raise FILES.file_error(
-            path, f"{len(content):,} bytes for {count:,} items", f"{expected:,} bytes, 1 or more"
+            path, f"it has {len(content):,} bytes; {count:,} items take {expected:,}"
         )
     values = np.frombuffer(content, np.uint8, offset=header_bytes).copy()
     return torch.from_numpy(values).view(count, *item_shape)

@@ -1,4 +1,4 @@
-"""Reading and checking the official files of a downloaded dataset."""
+"""Reads and checks the official files of a downloaded dataset."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class OfficialFiles:
                 f"{self.url}"
             ) from error
 
-    def file_error(self, path: Path, found: str, needed: str) -> UserError:
+    def file_error(self, path: Path, problem: str) -> UserError:
         """Return the error to raise for a file with the wrong contents."""
-        return UserError(f"{path}: found {found}, needed {needed}; get it from {self.url}")
+        return UserError(f"{path}: {problem}; get it from {self.url}")
 
     def check_labels(self, path: Path, labels: torch.Tensor) -> None:
         """Check int64 [n] class labels.
@@ -70,19 +70,15 @@ class OfficialFiles:
         wrong = ((labels < 0) | (labels >= self.num_classes)).nonzero()
         if len(wrong):
             sample = int(wrong[0])
+            label, last = int(labels[sample]), self.num_classes - 1
             raise self.file_error(
-                path,
-                f"label {int(labels[sample])} at sample {sample}",
-                f"labels from 0 to {self.num_classes - 1}",
+                path, f"sample {sample} has label {label}, which is not between 0 and {last}"
             )
 
-    def warn_if_incomplete(self, part: str, found: int, official: int) -> None:
+    def warn_if_incomplete(self, part: str, images: int, official: int) -> None:
         """Warn if a part of the dataset is smaller or larger than the official one."""
-        if found != official:
+        if images != official:
             _log.warning(
-                "%s: found %d %s images, the official files have %d",
-                self.name,
-                found,
-                part,
-                official,
+                "%s: the %s set has %d images; the official files have %d",
+                *(self.name, part, images, official),
             )

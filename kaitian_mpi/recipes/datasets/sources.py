@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets import cifar10, digits, mnist, synthetic
+from kaitian_mpi.recipes.datasets import bundled, cifar10, mnist
 from kaitian_mpi.recipes.datasets.arrays import ImageArrays
 from kaitian_mpi.recipes.datasets.augment import Augmented
 from kaitian_mpi.recipes.datasets.user_dataset import load_user_data
@@ -41,12 +41,12 @@ class _BuiltIn:
 
 
 _BUILT_IN = {
-    "digits": _BuiltIn(lambda config: digits.load(config.val_split), "crop"),
+    "digits": _BuiltIn(lambda config: bundled.load_digits(config.val_split), "crop"),
     "cifar10": _BuiltIn(
         lambda config: cifar10.load(config.data_dir, config.val_split), "crop-flip"
     ),
     "mnist": _BuiltIn(lambda config: mnist.load(config.data_dir, config.val_split), "crop"),
-    "synthetic": _BuiltIn(lambda config: synthetic.load(config.val_split), "none"),
+    "synthetic": _BuiltIn(lambda config: bundled.make_synthetic(config.val_split), "none"),
 }
 
 
@@ -61,7 +61,7 @@ def load_data(config: TrainConfig) -> DataSource:
         return _load_factory_source(config)
     if config.dataset not in _BUILT_IN:
         raise UserError(
-            f"--dataset: found {config.dataset!r}, needed one of {', '.join(_BUILT_IN)}, or "
+            f"--dataset: there is no dataset {config.dataset!r}; give {', '.join(_BUILT_IN)} or "
             "module:factory"
         )
     built_in = _BUILT_IN[config.dataset]

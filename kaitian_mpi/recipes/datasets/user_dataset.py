@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from kaitian_mpi.config.factory import load_factory, one_line
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.holdout import shuffled_split
+from kaitian_mpi.recipes.datasets.arrays import shuffled_split
 from kaitian_mpi.train.data.batches import Batches
 
 
@@ -62,7 +62,7 @@ def load_user_data(
     result = _call(spec, data_dir)
     parts = result if isinstance(result, tuple) else (result,)
     if len(parts) not in (1, 2):
-        raise _wrong(spec, f"a tuple of {len(parts)}")
+        raise _wrong(spec, f"it returned a tuple of {len(parts)}")
     for dataset in parts:
         _check(spec, dataset)
     classes = max(_count_classes(spec, dataset) for dataset in parts)
@@ -91,9 +91,9 @@ def _call(spec: str, data_dir: str) -> Any:
 def _check(spec: str, dataset: Any) -> None:
     mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not mapped or isinstance(dataset, (IterableDataset, dict, str, torch.Tensor)):
-        raise _wrong(spec, f"a {type(dataset).__name__}")
+        raise _wrong(spec, f"it returned a {type(dataset).__name__}")
     if len(dataset) == 0:
-        raise UserError(f"--dataset {spec}: found a dataset of 0 samples, needed at least 1")
+        raise UserError(f"--dataset {spec}: the dataset has no samples; return at least 1")
     try:
         sample = dataset[0]
     except Exception as error:
@@ -101,11 +101,11 @@ def _check(spec: str, dataset: Any) -> None:
             f"--dataset {spec}: reading its first sample raised {one_line(error)}"
         ) from error
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-        raise _wrong(spec, f"a {type(sample).__name__} as its first sample")
+        raise _wrong(spec, f"the first sample is a {type(sample).__name__}")
     if not isinstance(sample[0], torch.Tensor):
-        raise _wrong(spec, f"a {type(sample[0]).__name__} as its first input")
+        raise _wrong(spec, f"the first input is a {type(sample[0]).__name__}")
     if not _is_class(sample[1]):
-        raise _wrong(spec, f"{sample[1]!r} as its first class")
+        raise _wrong(spec, f"the first class is {sample[1]!r}")
 
 
 def _is_class(label: Any) -> bool:
@@ -117,10 +117,10 @@ def _is_class(label: Any) -> bool:
     return getattr(label, "ndim", 0) == 0
 
 
-def _wrong(spec: str, found: str) -> UserError:
+def _wrong(spec: str, problem: str) -> UserError:
     return UserError(
-        f"--dataset {spec}: found {found}, needed (train, validation) or one map-style dataset "
-        "of (input tensor, int class) pairs"
+        f"--dataset {spec}: {problem}; the factory must return (train, validation) or one "
+        "map-style dataset, of (input tensor, int class) pairs"
     )
 
 

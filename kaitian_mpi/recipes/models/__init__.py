@@ -33,7 +33,7 @@ def build_model(name: str, num_classes: int) -> nn.Module:
     if ":" not in name:
         if name not in MODELS:
             raise UserError(
-                f"--model: found {name!r}, needed one of {', '.join(MODELS)}, or module:factory"
+                f"--model: there is no model {name!r}; give {', '.join(MODELS)} or module:factory"
             )
         return MODELS[name](num_classes)
     factory = load_factory("--model", name)
@@ -41,8 +41,8 @@ def build_model(name: str, num_classes: int) -> nn.Module:
     model = factory(num_classes=num_classes)
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"--model {name}: found a {type(model).__name__}, needed a torch.nn.Module; the "
-            "factory must return the model"
+            f"--model {name}: the factory returned a {type(model).__name__}; it must return a "
+            "torch.nn.Module"
         )
     return model
 
