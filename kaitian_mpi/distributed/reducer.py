@@ -6,7 +6,8 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from torch import nn
 from kaitian_mpi.distributed.buckets import Bucket, partition
 from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.network.residual import Residuals
-from kaitian_mpi.distributed.readiness import Readiness, ReadyHook
 from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.errors import UnsupportedError, UserError
 
@@ -24,6 +24,7 @@ _CAPS = (1 << 20, 25 << 20)
 # Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
 _CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
 _EXACT = torch.float32, torch.float64
+_UNARMED = {-1}  # never empty, whatever is discarded from it
 
 
 def _nothing(is_last: bool) -> None:
@@ -104,8 +105,8 @@ class GradientReducer:
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
         self._caps = bucket_caps or suited
-        self._readiness: list[Readiness] = []  # one for each bucket
-        self._hooks = [ReadyHook(index) for index in range(len(self._parameters))]
+        self._readiness: list[_Readiness] = []  # one for each bucket
+        self._hooks = [_ReadyHook(index) for index in range(len(self._parameters))]
         self._build()
         handles = [
             parameter.register_post_accumulate_grad_hook(hook.ready)
@@ -115,14 +116,14 @@ class GradientReducer:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a parameter requires gradients that did not when this was made."""
+        """Whether a parameter requires gradients that did not when this was created."""
         return any(parameter.requires_grad for parameter in self._frozen.values())
 
     @property
     def carries_number(self) -> bool:
         """Whether a number can be summed along with the gradients; the same on every rank.
 
-        Not where all of these are of less than 32 bits, which would round it off.
+        Not if all of these are of less than 32 bits, which would round it off.
         """
         return self._carrier is not None
 
@@ -145,13 +146,13 @@ class GradientReducer:
         Args:
             weight: of this rank's gradients. A callable is called once, when the first bucket is
                 ready, and may wait for a collective that was started before. With 0, they are
-                zero, even where this rank has computed a NaN; with None, whatever it has computed
+                zero, even if this rank has computed a NaN; with None, whatever it has computed
                 is ignored, as if it had not used any parameter.
-            number: of one element; summed where `carries_number`. None counts as 0.
+            number: of one element; summed if `carries_number`. None counts as 0.
 
         Raises:
             RuntimeError: `finish` has not been called since the last armed backward.
-            UnsupportedError: a parameter requires gradients that did not when this was made.
+            UnsupportedError: a parameter requires gradients that did not when this was created.
         """
         if self._is_closed:
             raise RuntimeError("arm() after close()")
@@ -161,7 +162,7 @@ class GradientReducer:
             names = [name for name, p in self._frozen.items() if p.requires_grad]
             raise UnsupportedError(
                 f"{names[0]} requires gradients now, and did not when the GradientReducer was "
-                "made; make a new one"
+                "created; create a new one"
             )
         if self._is_stale or self._works:
             self._build()  # what is still being summed keeps its buffers
@@ -205,7 +206,7 @@ class GradientReducer:
         The gradients are left as they are; set them to None before the next backward.
         """
         for readiness in self._readiness:
-            readiness.disarm()
+            readiness.left = _UNARMED
         self._is_armed, self._weight, self._number = False, 0.0, None
 
     def is_finite(self) -> bool:
@@ -250,7 +251,7 @@ class GradientReducer:
         self._works, self._buckets, self._is_stale = [], [], False
         self._residuals.clear()
         parts = partition(self._order, self._parameters, self._caps)
-        self._readiness = [Readiness(self._bucket_ready) for _ in parts]
+        self._readiness = [_Readiness(self._bucket_ready) for _ in parts]
         for part, readiness in zip(parts, self._readiness, strict=True):
             bucket = Bucket({index: self._parameters[index] for index in part})
             self._buckets.append(bucket)
@@ -261,13 +262,8 @@ class GradientReducer:
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 
-    def _bucket_ready(self, readiness: Readiness, index: int) -> None:
-        """Fill the buckets that can be, now that this one has the gradients it waited for.
-
-        Args:
-            readiness: of the bucket.
-            index: the parameter that was the last.
-        """
+    def _bucket_ready(self, readiness: _Readiness, index: int) -> None:
+        """Fill the buckets that can be, now that parameter `index` was the last of one."""
         with self._lock:
             if readiness.is_filled:
                 self.reset()
@@ -284,7 +280,7 @@ class GradientReducer:
                 self._fill_next()
 
     def _fill_next(self) -> None:
-        """Fill a bucket, and let it be summed unless it is the only one."""
+        """Fill a bucket, and start its sum unless it is the only one."""
         bucket, readiness = self._buckets[self._filled], self._readiness[self._filled]
         self._filled += 1
         readiness.is_filled = True
@@ -324,6 +320,59 @@ class GradientReducer:
         dist.broadcast(order, group=self._group, group_src=0)
         self._order, self._seen = order.cpu().tolist(), None
         self._is_stale = True  # until the next arm(), when the gradients in them may be gone
+
+
+@not_compiled
+class _Readiness:
+    """Whether the gradients of a bucket are ready, and whether it has been filled with them."""
+
+    __slots__ = ("_on_ready", "is_filled", "is_ready", "left")
+
+    def __init__(self, on_ready: Callable[[_Readiness, int], None]) -> None:
+        # A parameter owns its hook, which has this: a strong reference would be a cycle.
+        self._on_ready = weakref.WeakMethod(on_ready)
+        self.left: set[int] = _UNARMED
+        self.is_ready = self.is_filled = False
+
+    def arm(self, indices: Iterable[int], order: dict[int, None] | None) -> None:
+        """Wait for the gradients of these parameters; record their order in `order`'s keys."""
+        self.is_ready = self.is_filled = False
+        self.left = set(indices) if order is None else _RecordedSet(indices, order)
+
+    def add(self, index: int) -> None:
+        """Note that a parameter's gradient is ready, the last one or one that comes too late."""
+        left = self.left
+        left.discard(index)
+        if not left and (on_ready := self._on_ready()) is not None:
+            on_ready(self, index)
+
+
+@not_compiled
+class _ReadyHook:
+    """Autograd calls it with each gradient of one parameter."""
+
+    __slots__ = ("index", "readiness")
+
+    readiness: _Readiness
+    """Of the bucket that the parameter is in."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def ready(self, _: torch.Tensor) -> None:
+        self.readiness.add(self.index)
+
+
+class _RecordedSet(set[int]):
+    """A set that records in which order its members are discarded."""
+
+    def __init__(self, members: Iterable[int], order: dict[int, None]) -> None:
+        super().__init__(members)
+        self._order = order
+
+    def discard(self, member: Any) -> None:
+        self._order[member] = None
+        super().discard(member)
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

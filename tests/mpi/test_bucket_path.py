@@ -1,4 +1,4 @@
-"""The way of a gradient bucket from DDP's hook to MPI: through few files, and never back up."""
+"""The way of a gradient bucket from backward to MPI: through few files, and never back up."""
 
 import functools
 import sys
@@ -14,10 +14,11 @@ from unit.test_layers import FLOORS, modules, package_imports, room
 import kaitian_mpi
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.distributed.ddp_hook import WeightedSum
+from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.mpi import datatypes
 
 ROOT = Path(kaitian_mpi.__file__).parent
-MAX_FILES = 7
+MAX_FILES = 8
 # Where a thread is done with a bucket: it is in the queue, or becomes a buffer of MPI's.
 HANDED_OVER = (Worker._put.__code__, datatypes.as_buffer.__code__)
 
@@ -81,21 +82,50 @@ def trace():
     seen.stop()
 
 
+def by_hook(group, length):
+    """Return a backward that sums a script's gradients: in DDP's communication hook."""
+    model = DistributedDataParallel(torch.nn.Linear(length, 1), process_group=group)
+    WeightedSum(group).attach(model)
+    loss = model(torch.ones(1, length)).sum()
+
+    def backward(model=model):  # which must live until then
+        loss.backward()
+
+    return backward
+
+
+def by_reducer(group, length):
+    """Return a backward that sums a Training's gradients: in several buckets."""
+    model = torch.nn.Linear(length, 2)
+    reducer = GradientReducer(model, group=group, bucket_caps=(1, 1))
+    loss = model(torch.ones(1, length)).sum()
+
+    def backward():
+        reducer.arm(1.0)
+        loss.backward()
+        reducer.finish()
+
+    return backward
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("length", [100, 100_000], ids=["short", "long"])
-def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, length):
+@pytest.mark.parametrize(
+    ("way", "first"),
+    [(by_hook, "distributed.ddp_hook"), (by_reducer, "distributed.reducer")],
+    ids=["DDP", "Training"],
+)
+def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, way, first, length):
     evens = list(range(0, world.size, 2))  # all of one device kind
     group = dist.new_group(evens)
     if world.rank in evens:
-        model = DistributedDataParallel(torch.nn.Linear(length, 1), process_group=group)
-        WeightedSum(group).attach(model)
-        loss = model(torch.ones(1, length)).sum()
+        backward = way(group, length)
         trace.is_on = True
-        loss.backward()
+        backward()
         trace.stop()  # the checks would take seconds under a profile function
-        assert len(trace.done) == 2, "the caller's thread and the worker's"
+        assert len(trace.done) == 2, "the thread of backward and the worker's"
         assert len(trace.passed) <= MAX_FILES, trace.passed
-        assert trace.passed[0] == "distributed.ddp_hook"
+        assert trace.passed[0] == first
         assert room(trace.passed[-1]) == "mpi"
         for caller, called in trace.calls:
             way = f"{caller} calls {called}"

@@ -69,11 +69,9 @@ class HostGroup:
         self.rank, self.size = comms.group.rank, comms.group.size
 
     def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
-        """Reduce piece r of `tensor` to group rank r."""
         host_collectives.reduce_pieces(self._comm, tensor, shares, op)
 
     def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
-        """Copy piece r of `tensor` from group rank r to every rank of the group."""
         host_collectives.gather_pieces(self._comm, tensor, shares)
 
 
@@ -126,7 +124,6 @@ class HybridOperations(HostOperations):
             self._by_host = Grouping(comms.by_host, libraries[1])
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
-        """Reduce `tensor` over all ranks, in place."""
         if recorder.current is not None:
             recorder.current.annotate(algorithm=self.algorithm)
         if self.algorithm == "flat":

@@ -35,13 +35,11 @@ class AllReduce(LibraryCollective):
     name, operator = "all_reduce", "allreduce_"
 
     def on_host(self, host: HostOperations) -> Call:
-        """Reduce one tensor after the other."""
         op = self.op
         calls = [(tensor, reduction(tensor.dtype, op)) for tensor in self.outputs]
         return call_for_each(host.allreduce, calls)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start one call per tensor, because libraries take only one."""
         return [library.allreduce([tensor], self.options) for tensor in self.outputs]
 
 
@@ -51,7 +49,6 @@ class SumGradients(AllReduce):
     __slots__ = ()
 
     def on_host(self, host: HostOperations) -> Call:
-        """Sum the buffer."""
         [buffer] = self.outputs
         reduction(buffer.dtype, self.op)
         return partial(host.sum_gradients, buffer, self.residual)
@@ -67,7 +64,6 @@ class HostSum(Collective):
     name, operator = AllReduce.name, AllReduce.operator
 
     def on_host(self, host: HostOperations) -> Call:
-        """Sum one tensor after the other."""
         calls = [(tensor, reduction(tensor.dtype, self.op)) for tensor in self.outputs]
         return call_for_each(host.allreduce_flat, calls)
 
@@ -80,7 +76,6 @@ class SparseSum(Collective):
     takes_sparse = True
 
     def on_host(self, host: HostOperations) -> Call:
-        """Sum one tensor after the other."""
         return call_for_each(host.sum_sparse, [(tensor,) for tensor in self.outputs])
 
 
@@ -91,12 +86,10 @@ class Reduce(LibraryCollective):
     name, operator = "reduce", "reduce_"
 
     def on_host(self, host: HostOperations) -> Call:
-        """Reduce one tensor after the other."""
         op, root = self.op, self.root
         return call_for_each(host.reduce, [(t, root, reduction(t.dtype, op)) for t in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         return [library.reduce(self.outputs, self.options)]
 
 
@@ -107,11 +100,9 @@ class Broadcast(LibraryCollective):
     name, operator = "broadcast", "broadcast_"
 
     def on_host(self, host: HostOperations) -> Call:
-        """Copy one tensor after the other."""
         return call_for_each(host.broadcast, [(tensor, self.root) for tensor in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         return [library.broadcast(self.outputs, self.options)]
 
 
@@ -124,11 +115,9 @@ class AllGather(LibraryCollective):
 
     @property
     def result(self) -> Tensors:
-        """All pieces."""
         return [piece for pieces in self.outputs for piece in pieces]
 
     def check(self, rank: int, size: int) -> None:
-        """Check that there is a piece for each rank, and that this rank's own fits."""
         for pieces, tensor in zip(self.outputs, self.inputs, strict=True):
             check_pieces(pieces, tensor, size, self.name)
             if pieces[rank].numel() != tensor.numel():
@@ -138,11 +127,9 @@ class AllGather(LibraryCollective):
                 )
 
     def on_host(self, host: HostOperations) -> Call:
-        """Gather one tensor after the other."""
         return call_for_each(host.all_gather, [*zip(self.outputs, self.inputs, strict=True)])
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         return [library.allgather(self.outputs, self.inputs, self.options)]
 
 
@@ -154,16 +141,13 @@ class AllGatherSingle(LibraryCollective):
     may_be_uneven = True
 
     def check(self, rank: int, size: int) -> None:
-        """Check that each output has room for all ranks."""
         for output, tensor in zip(self.outputs, self.inputs, strict=True):
             check_whole(output, tensor, size, "all_gather_single")
 
     def on_host(self, host: HostOperations) -> Call:
-        """Gather one tensor after the other."""
         return call_for_each(host.all_gather_single, [*zip(self.outputs, self.inputs, strict=True)])
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         return torch_releases.all_gather_single(library, self.outputs, self.inputs, self.options)
 
 
@@ -174,16 +158,13 @@ class Gather(LibraryCollective):
     name, operator = "gather", "gather_"
 
     def check(self, rank: int, size: int) -> None:
-        """Check that there is a piece for each rank."""
         if self.outputs:
             check_pieces(self.outputs, self.inputs[0], size, self.name, equal=True)
 
     def on_host(self, host: HostOperations) -> Call:
-        """Gather the tensor."""
         return partial(host.gather, self.outputs, self.inputs[0], self.root)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         outputs = [self.outputs] if self.outputs else []
         return [library.gather(outputs, self.inputs, self.options)]
 
@@ -195,16 +176,13 @@ class Scatter(LibraryCollective):
     name, operator = "scatter", "scatter_"
 
     def check(self, rank: int, size: int) -> None:
-        """Check that there is a piece for each rank."""
         if self.inputs:
             check_pieces(self.inputs, self.outputs[0], size, self.name, equal=True)
 
     def on_host(self, host: HostOperations) -> Call:
-        """Scatter the pieces."""
         return partial(host.scatter, self.outputs[0], self.inputs, self.root)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         inputs = [self.inputs] if self.inputs else []
         return [library.scatter(self.outputs, inputs, self.options)]
 
@@ -217,19 +195,16 @@ class ReduceScatter(LibraryCollective):
     may_be_uneven = True
 
     def check(self, rank: int, size: int) -> None:
-        """Check that there is a piece for each rank."""
         for output, pieces in zip(self.outputs, self.inputs, strict=True):
             check_pieces(pieces, output, size, self.name)
 
     def on_host(self, host: HostOperations) -> Call:
-        """Reduce one list of pieces after the other."""
         op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
         return call_for_each(
             host.reduce_scatter, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
         )
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         return [library.reduce_scatter(self.outputs, self.inputs, self.options)]
 
 
@@ -241,19 +216,16 @@ class ReduceScatterSingle(LibraryCollective):
     may_be_uneven = True
 
     def check(self, rank: int, size: int) -> None:
-        """Check that each input has a part for each rank."""
         for output, tensor in zip(self.outputs, self.inputs, strict=True):
             check_whole(tensor, output, size, "reduce_scatter_single")
 
     def on_host(self, host: HostOperations) -> Call:
-        """Reduce one tensor after the other."""
         op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
         return call_for_each(
             host.reduce_scatter_single, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
         )
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         outputs, inputs = self.outputs, self.inputs
         return torch_releases.reduce_scatter_single(library, outputs, inputs, self.options)
 
@@ -266,16 +238,13 @@ class AllToAll(LibraryCollective):
     may_be_uneven = True
 
     def check(self, rank: int, size: int) -> None:
-        """Check that there is a piece for each rank."""
         for pieces in (self.outputs, self.inputs):
             check_pieces(pieces, self.inputs[0], size, self.name)
 
     def on_host(self, host: HostOperations) -> Call:
-        """Exchange the pieces."""
         return partial(host.all_to_all, self.outputs, self.inputs)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         return [library.alltoall(self.outputs, self.inputs, self.options)]
 
 
@@ -287,13 +256,11 @@ class AllToAllSingle(LibraryCollective):
     may_be_uneven = True
 
     def check(self, rank: int, size: int) -> None:
-        """Check that the splits make up the first dimensions."""
         received, sent = self.splits
         check_splits(self.outputs[0], received, size)
         check_splits(self.inputs[0], sent, size)
 
     def on_host(self, host: HostOperations) -> Call:
-        """Exchange the parts."""
         output, tensor = self.outputs[0], self.inputs[0]
         received, sent = self.splits
         received = element_counts(output, received, host.size)
@@ -301,7 +268,6 @@ class AllToAllSingle(LibraryCollective):
         return partial(host.all_to_all_single, output, received, tensor, sent)
 
     def on_library(self, library: Any) -> list[Work]:
-        """Start it on the library."""
         output, tensor = self.outputs[0], self.inputs[0]
         return torch_releases.all_to_all_single(library, output, tensor, *self.splits, self.options)
 
@@ -313,5 +279,4 @@ class Barrier(Collective):
     name = operator = "barrier"
 
     def on_host(self, host: HostOperations) -> Call:
-        """Wait."""
         return host.barrier

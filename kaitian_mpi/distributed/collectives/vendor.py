@@ -405,7 +405,6 @@ class VendorCall(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the device has finished it."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
@@ -418,14 +417,11 @@ class VendorCall(Work):
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors it writes."""
         return [tensor for _, tensor in self._written]
 
     def synchronize(self) -> None:
-        """Same as `wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the tensors."""
         together = torch.futures.collect_all([work.get_future() for work in self._works])
         return together.then(lambda _: self.result())

@@ -109,11 +109,9 @@ class Failure:
         self.error = error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise the error."""
         raise self.error
 
     def __str__(self) -> str:
-        """Raise the error."""
         raise self.error
 
 
@@ -140,22 +138,18 @@ class Finished(Work):
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Return True: a collective that fails raises instead."""
         return True
 
     def exception(self) -> None:
         """Return None."""
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the collective wrote."""
         return self._result
 
     def synchronize(self) -> None:
@@ -263,11 +257,9 @@ class Queued(Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the collective writes."""
         return self._result
 
     def synchronize(self) -> None:
-        """Same as `wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
