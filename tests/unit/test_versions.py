@@ -4,10 +4,13 @@ import os
 import re
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,6 +39,20 @@ def test_documented_python_versions_match_the_classifiers():
     assert PROJECT["requires-python"] == f">={shown[0]}"
     for page in ("README.md", "docs/install.md"):
         assert f"Python {shown[0]} to {shown[-1]}" in (ROOT / page).read_text()
+
+
+def test_pinned_packages_install_on_the_first_release_of_the_oldest_python():
+    """Debian's Python 3.11.2 cannot install a package that requires 3.11.5."""
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / ".ci/constraints.txt").read_text(), re.M)
+    pinned = {canonicalize_name(pin) for pin in pins}
+    requires = {
+        canonicalize_name(each.name): each.metadata["Requires-Python"] or ""
+        for each in metadata.distributions()
+        if canonicalize_name(each.name) in pinned
+    }
+    assert {"torch", "ruff", "pytest"} <= requires.keys()
+    assert [name for name in requires if oldest not in SpecifierSet(requires[name])] == []
 
 
 @pytest.mark.parametrize(
