@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.collective import Collective, Tensors, check_whole
 from kaitian_mpi.distributed.collectives.operations import (
     AllGather,
     AllGatherSingle,
@@ -39,8 +38,7 @@ from kaitian_mpi.distributed.collectives.operations import (
     SparseSum,
     SumGradients,
 )
-from kaitian_mpi.distributed.collectives.torch_releases import with_names_before_2_13
-from kaitian_mpi.distributed.collectives.validation import check_whole
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled, with_names_before_2_13
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.network.residual import Residual

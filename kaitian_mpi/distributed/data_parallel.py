@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.ddp_hook import WeightedSum
 from kaitian_mpi.distributed.network.formats import check_wire
 from kaitian_mpi.distributed.sums import sum_on_host

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.network.residual import Residual, Residuals
 from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.collectives.staging import SideStreams, Streams, from_host, to_host
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send

@@ -14,14 +14,13 @@ from kaitian_mpi.distributed import BACKEND, device_types
 from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.collectives.detail_check import agreement_check
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 from kaitian_mpi.distributed.collectives.observation import profile_record
 from kaitian_mpi.distributed.collectives.router import Router
 from kaitian_mpi.distributed.collectives.staging import SideStreams
-from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries
+from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.vendor import OwnDevice, VendorLibrary
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.distributed.monitored_barrier import MonitoredBarrier

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 
 _local_contexts = 0

@@ -1,6 +1,7 @@
 """DDP by `data_parallel`: the gradient of the global batch, whatever each rank's share of it."""
 
 import copy
+import inspect
 from contextlib import nullcontext
 
 import pytest
@@ -11,11 +12,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import data_parallel
-from kaitian_mpi.distributed.collectives.torch_releases import NO_BUFFERS_IN_FORWARD
 from kaitian_mpi.errors import UnsupportedError
 
 # torch's own warnings about a static graph and gradients' strides.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+NO_BUFFERS_IN_FORWARD = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}  # before 2.13
+)
+
 
 SHARES = [7, 0, 13, 3]
 STEPS = 4

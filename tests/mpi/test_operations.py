@@ -72,7 +72,7 @@ def test_gather_into_one_tensor(world, place):
             if whole is not None:
                 assert torch.equal(values(whole), expected.reshape(shape))
     if world.rank == world.size - 1:
-        with pytest.raises(UnsupportedError, match="found 7 elements"):
+        with pytest.raises(UnsupportedError, match="has 7 elements"):
             dist.gather_single(own, place(torch.zeros(7)), dst=world.rank)
 
 

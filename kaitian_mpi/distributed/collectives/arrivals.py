@@ -1,6 +1,6 @@
 """Arrival tracking: waits for the other ranks of a group, and names the missing ones.
 
-Where a vendor's library waits for them, a thread looks for those that will not come.
+If a vendor's library waits for them, a thread looks for those that will not come.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ _PASSED, _FAILED = b"passed", b"failed"
 _ENDED, _FAILURE = "ended/", "failure"
 
 
-class ArrivalTracker:
+class _Limits:
+    """When a rank that waits for others records its arrival, and when it gives up."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the following collectives; must be the same on every rank."""
+        self._timeout_sec = timeout.total_seconds()
+        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
+
+
+class ArrivalTracker(_Limits):
     """Tracks which ranks have arrived at a group's collectives.
 
     A rank that has waited for a second records its arrival in the group's store; at the timeout the
@@ -42,17 +51,14 @@ class ArrivalTracker:
 
     def __init__(self, comm: MPI.Comm, store: MPIStore, timeout: timedelta) -> None:
         """Track the ranks of `comm`, by the group's own `store`."""
-        self._comm = comm
-        self._store = store
+        self._comm, self._store = comm, store
         self.set_timeout(timeout)
         self._calls = 0
         self._arrived_at = self._done_at = time.monotonic()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following collectives; must be the same on every rank."""
+        super().set_timeout(timeout)
         self._store.set_timeout(timeout)
-        self._timeout_sec = timeout.total_seconds()
-        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
         # A rank that arrives this long after the last collective may be later than the others'
         # timeout.
         self._late_sec = self._timeout_sec - self._record_after_sec
@@ -78,11 +84,7 @@ class ArrivalTracker:
         self._arrived_at = arrived_at
 
     def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
-        """Wait, without spinning, until a nonblocking collective is done. Collective.
-
-        Args:
-            request: the collective's MPI request.
-            tensors: the tensors it reads and writes.
+        """Wait, without spinning, until a nonblocking collective on tensors is done. Collective.
 
         Raises:
             CollectiveError: as for `arrive`.
@@ -101,7 +103,7 @@ class ArrivalTracker:
             self._store.set(f"{_ENDED}{self._comm.rank}", str(self._calls))
         except Exception as error:
             # The rank that served the store may have died; ranks that wait learn that from MPI.
-            if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
+            if not _is_loss(error):
                 raise
 
     def ranks_left(self, until: Callable[[], bool]) -> list[int]:
@@ -152,11 +154,7 @@ class ArrivalTracker:
             )
 
     def _confirm(self) -> None:
-        """Check that no rank has given up waiting for this one.
-
-        Raises:
-            CollectiveError: a rank has given up.
-        """
+        """Raise an error if a rank has given up waiting for this one."""
         if self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
                 f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
@@ -180,11 +178,11 @@ class ArrivalTracker:
         return [r for r in range(self._comm.size) if int(arrived.get(str(r), -1)) < self._calls]
 
 
-class LibraryWatch:
+class LibraryWatch(_Limits):
     """Looks, in a thread, for ranks that a vendor's library waits for in vain.
 
-    A library's kernel waits for a lost rank forever, whoever waits for the device waits with it,
-    and MPI reports the loss to neither.
+    A library's kernel waits for a lost rank forever, and so does a caller that waits for the
+    device; MPI reports the loss to neither.
     """
 
     def __init__(
@@ -214,11 +212,6 @@ class LibraryWatch:
         self._thread = threading.Thread(target=self._look, name="kaitian-library", daemon=True)
         self._thread.start()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following calls."""
-        self._timeout_sec = timeout.total_seconds()
-        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
-
     def called(self, name: str) -> None:
         """Note that this rank calls the library."""
         self._name, self._called_at = name, time.monotonic()
@@ -244,7 +237,7 @@ class LibraryWatch:
             if not (ulfm.is_enabled() and ulfm.is_loss_detected(self._comm)):
                 return self._late()
         except Exception as error:
-            if not (isinstance(error, RankLostError) or ulfm.may_be_loss(error)):
+            if not _is_loss(error):
                 raise
         ulfm.revoke_all()
         lost = ulfm.lost_ranks(self._comm)
@@ -252,10 +245,7 @@ class LibraryWatch:
         return RankLostError(f"a rank is lost{named}")
 
     def _late(self) -> CollectiveError | None:
-        """Return an error if a rank has not made this rank's last call within the timeout.
-
-        A rank that has waited for a second records its number of calls, as for `ArrivalTracker`.
-        """
+        """Return an error if a rank has not made this rank's last call within the timeout."""
         calls, name, waited = self._calls, self._name, time.monotonic() - self._called_at
         if self._recorded < calls and waited > self._record_after_sec:
             self._store.set(str(self._comm.rank), str(calls))
@@ -272,6 +262,10 @@ class LibraryWatch:
         if not late:
             return None
         return CollectiveError(_timed_out(self._timeout_sec, name, calls, late, self._comm.size))
+
+
+def _is_loss(error: Exception) -> bool:
+    return isinstance(error, RankLostError) or ulfm.may_be_loss(error)
 
 
 def _timed_out(sec: float, name: str, calls: int, missing: Sequence[int], size: int) -> str:

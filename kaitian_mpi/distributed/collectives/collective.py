@@ -1,13 +1,15 @@
-"""The base types of collectives: a call with its tensors, and how it can be executed."""
+"""The base types of collectives: a call with its tensors, its checks, and how it is executed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+
+from kaitian_mpi.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -39,8 +41,8 @@ class Collective(_Fields, ABC):
         options: torch's options object, such as `AllreduceOptions`.
         op: torch's reduce operation; None if nothing is reduced.
         root: the root's rank; -1 if there is no root.
-        residual: how gradients cross between hosts; None: as they are.
         splits: for `all_to_all_single`, the rows from and to each rank; empty for equal parts.
+        residual: the format in which gradients cross between hosts; None: as they are.
     """
 
     __slots__ = ()
@@ -60,11 +62,7 @@ class Collective(_Fields, ABC):
         return self.outputs or self.inputs
 
     def check(self, rank: int, size: int) -> None:
-        """Check whether the arguments fit together on rank `rank` of `size`.
-
-        Raises:
-            UnsupportedError: their shapes or dtypes do not match.
-        """
+        """Raise an `UnsupportedError` if the arguments do not fit on rank `rank` of `size`."""
 
     @abstractmethod
     def on_host(self, host: HostOperations) -> Call:
@@ -95,13 +93,46 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return [_changed(item, change) for item in value] if isinstance(value, list) else value
 
 
-def call_for_each(method: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Call:
+def call_for_each(method: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Call:
     """Return a function that calls `method` with each tuple of arguments, in order."""
     if len(arguments) == 1:
         return partial(method, *arguments[0])
     return partial(_call_each, method, arguments)
 
 
-def _call_each(method: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:
+def _call_each(method: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
     for arguments in calls:
         method(*arguments)
+
+
+def check_pieces(
+    pieces: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    size: int,
+    name: str,
+    *,
+    equal: bool = False,
+) -> None:
+    """Check that there is one piece per rank, of the tensor's dtype and, if `equal`, its size."""
+    if len(pieces) != size:
+        raise UnsupportedError(f"{name}: {len(pieces)} tensors for {size} ranks; pass one for each")
+    for rank, piece in enumerate(pieces):
+        if piece.dtype != tensor.dtype:
+            raise UnsupportedError(
+                f"{name}: the tensor for rank {rank} is {piece.dtype}, the others are "
+                f"{tensor.dtype}; pass tensors of one dtype"
+            )
+        if equal and piece.numel() != tensor.numel():
+            raise UnsupportedError(
+                f"{name}: the tensor for rank {rank} has {piece.numel()} elements instead of "
+                f"{tensor.numel()}"
+            )
+
+
+def check_whole(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -> None:
+    """Check that one tensor has a part for each of `size` ranks."""
+    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+        raise UnsupportedError(
+            f"{name}: the tensor of all ranks has {whole.numel()} elements of {whole.dtype}; it "
+            f"must have {size} times {part.numel()} of {part.dtype}"
+        )

@@ -1,6 +1,6 @@
 """Checks before each collective that all ranks call the same: always, or the first ones only.
 
-With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, each. Where the ranks have different releases of torch, the
+With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, each. If the ranks have different releases of torch, the
 first ones: DistributedDataParallel divides the gradients into buckets in each rank for itself until
 its first backward has ended, and then as rank 0 says.
 """
@@ -21,22 +21,15 @@ if TYPE_CHECKING:
 
     from kaitian_mpi.distributed.collectives.collective import Collective
 
-
 _FIRST_CALLS = 1_000
 
 
 def agreement_check(
     comm: MPI.Intracomm, arrive: Callable[[], None], torch_versions: Sequence[str]
 ) -> AgreementCheck | None:
-    """Return the check that a group needs; None if it needs none.
-
-    Args:
-        comm: the group's ranks.
-        arrive: waits until all of them have arrived.
-        torch_versions: of each rank.
-    """
+    """Return the check that a group needs; None if it needs none."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        return AgreementCheck(comm, arrive)
+        return AgreementCheck(comm, arrive, math.inf, ())
     if len(set(torch_versions)) > 1:
         return AgreementCheck(comm, arrive, _FIRST_CALLS, torch_versions)
     return None
@@ -49,8 +42,8 @@ class AgreementCheck:
         self,
         comm: MPI.Intracomm,
         arrive: Callable[[], None],
-        calls: float = math.inf,
-        torch_versions: Sequence[str] = (),
+        calls: float,
+        torch_versions: Sequence[str],
     ) -> None:
         """Compare over the ranks of a communicator.
 
@@ -60,8 +53,7 @@ class AgreementCheck:
             calls: how many calls to compare; those after them are not.
             torch_versions: of each rank, for the error message; empty if they are the same.
         """
-        self._comm = comm
-        self._arrive = arrive
+        self._comm, self._arrive = comm, arrive
         self._calls_left = calls
         self._torch_versions = torch_versions
 
@@ -77,15 +69,14 @@ class AgreementCheck:
         self._arrive()
         calls = gather_values(self._comm, _describe(collective))
         if any(call != calls[0] for call in calls):
+            versions = [f" (torch {version})" for version in self._torch_versions]
             raise CollectiveError(
                 "the ranks call different collectives, or with different shapes: "
-                f"{'; '.join(f'{self._name(rank)}: {call}' for rank, call in enumerate(calls))}"
+                + "; ".join(
+                    f"rank {rank}{versions[rank] if versions else ''}: {call}"
+                    for rank, call in enumerate(calls)
+                )
             )
-
-    def _name(self, rank: int) -> str:
-        if not self._torch_versions:
-            return f"rank {rank}"
-        return f"rank {rank} (torch {self._torch_versions[rank]})"
 
     def stop_unless_detailed(self) -> None:
         """Compare no further calls, unless torch's debug level asks for it."""

@@ -47,10 +47,9 @@ def profile_record(name: str) -> record_function:
 
 
 def _count(operator: str) -> None:
-    """Make `CommDebugMode`, if active, count an operator.
+    """Count an operator in `CommDebugMode`, which counts those that torch's dispatcher sees.
 
-    It counts c10d operators that go through torch's dispatcher, but a process group in Python is
-    called directly.
+    A process group in Python is called directly.
     """
     if _COMM_MODE not in sys.modules:
         return
@@ -67,7 +66,7 @@ class _Counted:
         self._overloadpacket = operator
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        pass
 
     def __str__(self) -> str:
         return str(self._overloadpacket)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kaitian_mpi.distributed.collectives import torch_releases
 from kaitian_mpi.distributed.collectives.collective import (
@@ -12,12 +16,8 @@ from kaitian_mpi.distributed.collectives.collective import (
     LibraryCollective,
     Tensors,
     call_for_each,
-)
-from kaitian_mpi.distributed.collectives.validation import (
     check_pieces,
-    check_splits,
     check_whole,
-    element_counts,
 )
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import reduction
@@ -36,10 +36,10 @@ class AllReduce(LibraryCollective):
 
     def on_host(self, host: HostOperations) -> Call:
         op = self.op
-        calls = [(tensor, reduction(tensor.dtype, op)) for tensor in self.outputs]
-        return call_for_each(host.allreduce, calls)
+        return call_for_each(host.allreduce, [(t, reduction(t.dtype, op)) for t in self.outputs])
 
     def on_library(self, library: Any) -> list[Work]:
+        # One call per tensor: libraries take no more.
         return [library.allreduce([tensor], self.options) for tensor in self.outputs]
 
 
@@ -50,7 +50,7 @@ class SumGradients(AllReduce):
 
     def on_host(self, host: HostOperations) -> Call:
         [buffer] = self.outputs
-        reduction(buffer.dtype, self.op)
+        reduction(buffer.dtype, self.op)  # raises an error for an unsupported dtype
         return partial(host.sum_gradients, buffer, self.residual)
 
 
@@ -122,8 +122,8 @@ class AllGather(LibraryCollective):
             check_pieces(pieces, tensor, size, self.name)
             if pieces[rank].numel() != tensor.numel():
                 raise UnsupportedError(
-                    f"{self.name}: found {pieces[rank].numel()} elements for this rank's own "
-                    f"piece, needed {tensor.numel()} as in its input"
+                    f"{self.name}: this rank's own piece has {pieces[rank].numel()} elements, "
+                    f"its input {tensor.numel()}; they must be equal"
                 )
 
     def on_host(self, host: HostOperations) -> Call:
@@ -199,10 +199,9 @@ class ReduceScatter(LibraryCollective):
             check_pieces(pieces, output, size, self.name)
 
     def on_host(self, host: HostOperations) -> Call:
-        op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
-        return call_for_each(
-            host.reduce_scatter, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
-        )
+        pairs = zip(self.outputs, self.inputs, strict=True)
+        calls = [(output, pieces, reduction(output.dtype, self.op)) for output, pieces in pairs]
+        return call_for_each(host.reduce_scatter, calls)
 
     def on_library(self, library: Any) -> list[Work]:
         return [library.reduce_scatter(self.outputs, self.inputs, self.options)]
@@ -220,10 +219,9 @@ class ReduceScatterSingle(LibraryCollective):
             check_whole(tensor, output, size, "reduce_scatter_single")
 
     def on_host(self, host: HostOperations) -> Call:
-        op, pairs = self.op, zip(self.outputs, self.inputs, strict=True)
-        return call_for_each(
-            host.reduce_scatter_single, [(t, p, reduction(t.dtype, op)) for t, p in pairs]
-        )
+        pairs = zip(self.outputs, self.inputs, strict=True)
+        calls = [(output, tensor, reduction(output.dtype, self.op)) for output, tensor in pairs]
+        return call_for_each(host.reduce_scatter_single, calls)
 
     def on_library(self, library: Any) -> list[Work]:
         outputs, inputs = self.outputs, self.inputs
@@ -257,14 +255,14 @@ class AllToAllSingle(LibraryCollective):
 
     def check(self, rank: int, size: int) -> None:
         received, sent = self.splits
-        check_splits(self.outputs[0], received, size)
-        check_splits(self.inputs[0], sent, size)
+        _check_splits(self.outputs[0], received, size)
+        _check_splits(self.inputs[0], sent, size)
 
     def on_host(self, host: HostOperations) -> Call:
         output, tensor = self.outputs[0], self.inputs[0]
         received, sent = self.splits
-        received = element_counts(output, received, host.size)
-        sent = element_counts(tensor, sent, host.size)
+        received = _element_counts(output, received, host.size)
+        sent = _element_counts(tensor, sent, host.size)
         return partial(host.all_to_all_single, output, received, tensor, sent)
 
     def on_library(self, library: Any) -> list[Work]:
@@ -280,3 +278,27 @@ class Barrier(Collective):
 
     def on_host(self, host: HostOperations) -> Call:
         return host.barrier
+
+
+def _check_splits(tensor: torch.Tensor, splits: Sequence[int], size: int) -> None:
+    """Check that splits sum to a tensor's first dimension; no splits mean equal parts."""
+    length = tensor.shape[0] if tensor.shape else 1
+    if not splits:
+        if length % size:
+            raise UnsupportedError(
+                f"all_to_all_single: the first dimension, {length}, is not a multiple of {size} "
+                "ranks; pass split sizes"
+            )
+    elif len(splits) != size or sum(splits) != length:
+        raise UnsupportedError(
+            f"all_to_all_single: the split sizes {list(splits)} must be {size} numbers that sum "
+            f"to {length}"
+        )
+
+
+def _element_counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Return the number of elements of each rank's part of a tensor's first dimension."""
+    if not splits:
+        return [tensor.numel() // size] * size
+    row = math.prod(tensor.shape[1:])
+    return [split * row for split in splits]

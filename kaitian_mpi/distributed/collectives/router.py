@@ -16,11 +16,10 @@ from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 from kaitian_mpi.distributed.collectives.observation import is_observed, observed
 from kaitian_mpi.distributed.collectives.staging import SideStreams
-from kaitian_mpi.distributed.collectives.validation import not_dense
 from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
 from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.distributed.collectives.worker import Worker
-from kaitian_mpi.errors import RankLostError
+from kaitian_mpi.errors import RankLostError, UnsupportedError
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.collectives import NO_LABEL, GroupLabel, recorded
 
@@ -80,7 +79,10 @@ class Router:
         result = collective.result
         for tensor in result:
             if tensor.layout is not torch.strided and not collective.takes_sparse:
-                raise not_dense(tensor, collective.name)
+                raise UnsupportedError(
+                    f"{collective.name}: a tensor has the layout {tensor.layout}; pass a dense "
+                    "one (only the sum of all_reduce takes torch.sparse_coo)"
+                )
         if result and result[0].is_meta:
             return Finished(result)  # no data to move; torch's other backends do the same
         self._check_devices(result)

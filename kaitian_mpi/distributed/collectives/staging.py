@@ -14,7 +14,7 @@ from kaitian_mpi.devices.accelerator import event_to_wait_for
 Streams = AbstractContextManager[None]
 
 NO_STREAMS: Streams = nullcontext()
-"""Where all tensors are on the host."""
+"""For tensors on the host."""
 
 
 class SideStreams:
@@ -25,11 +25,7 @@ class SideStreams:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Create no stream yet.
-
-        Args:
-            device: the device to use if all tensors are on the host.
-        """
+        """Create no stream yet; `device` is the one to use if all tensors are on the host."""
         self._device = device
         self._streams: dict[torch.device, Any] = {}
 
@@ -40,7 +36,7 @@ class SideStreams:
         thread's current stream, and runs concurrently with work queued there later.
 
         Args:
-            tensors: tensors, and lists and tuples of them; other values are ignored.
+            tensors: in lists and tuples of any depth; other values are ignored.
         """
         on_device = [tensor for tensor in tensors_in(tensors) if not tensor.is_cpu]
         device = on_device[0].device if on_device else self._device
@@ -92,38 +88,30 @@ def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
+def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return the devices to pass to a future, so that it synchronizes their streams."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return [*sorted(filter(_is_ordered_by_futures, devices), key=str)]
+    return sorted((each for each in devices if device_of(each).futures_handle_streams), key=str)
 
 
 class StreamEnd:
     """What this thread's current stream of a device has been given so far."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        """Record an event on the stream.
-
-        Args:
-            module: the device's streams, like `torch.cuda`.
-            device: the device.
-        """
-        self.is_handled_by_futures = _is_ordered_by_futures(device)
+        """Record an event on the stream; `module` has the device's streams, like `torch.cuda`."""
+        self.is_handled_by_futures = device_of(device).futures_handle_streams
         """Whether a future makes its reader's stream wait for it."""
         self._module, self._device = module, device
         self._event = event_to_wait_for(module)
         self._event.record(module.current_stream(device))
 
     def let_current_stream_wait(self) -> None:
-        """Let later work on the calling thread's current stream come after it."""
         self._module.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Block until the device has done it."""
         self._event.synchronize()
 
     def is_reached(self) -> bool:
-        """Return whether the device has done it."""
         return bool(self._event.query())
 
 
@@ -134,10 +122,6 @@ def ends_of_streams(tensors: Collection[torch.Tensor]) -> list[StreamEnd]:
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     modules = {device: device_of(device).streams() for device in devices}
     return [StreamEnd(module, device) for device, module in modules.items() if module is not None]
-
-
-def _is_ordered_by_futures(device: torch.device) -> bool:
-    return device_of(device).futures_handle_streams
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

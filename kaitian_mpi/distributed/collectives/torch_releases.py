@@ -1,4 +1,4 @@
-"""Differences between torch releases, from 2.8 on, in what they require of a process group.
+"""What torch's releases, from 2.8 on, and its compiler require of a process group.
 
 Each name or comment states the release it is for, so that it can be removed with that release's
 support.
@@ -6,19 +6,11 @@ support.
 
 from __future__ import annotations
 
-import inspect
+import types
 from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.nn.parallel import DistributedDataParallel
-
-NO_BUFFERS_IN_FORWARD: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else {"broadcast_buffers": False}  # before 2.13
-)
-"""DDP's option not to broadcast buffers in forward."""
 
 _NAMES_BEFORE_2_13 = {
     "all_gather_single": "_allgather_base",
@@ -39,14 +31,7 @@ def with_names_before_2_13(group: GroupType) -> GroupType:
 
 
 def all_gather_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
-    """Start gathering each rank's `inputs[i]` into `outputs[i]`.
-
-    Args:
-        library: a vendor's own process group, such as a `ProcessGroupNCCL`.
-        outputs: tensors.
-        inputs: tensors.
-        options: `AllgatherOptions`.
-    """
+    """Start gathering each rank's `inputs[i]` into `outputs[i]` on a vendor's process group."""
     if hasattr(library, "all_gather_single_coalesced"):
         return [library.all_gather_single_coalesced(outputs, inputs, options)]
     # Before 2.14 the coalesced call is not exposed to Python.
@@ -92,3 +77,27 @@ class BackendQueries:
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return False: tensors cannot be allocated in the library's own memory."""
         return False
+
+
+ClassType = TypeVar("ClassType", bound=type)
+
+
+def not_compiled(target: ClassType) -> ClassType:
+    """Exclude a class's methods, and what they call, from `torch.compile`: a class decorator.
+
+    Dynamo inspects each Python frame that compiled code calls eagerly, and fails at the process
+    group, which it treats as an opaque object: other backends are C++ and have no frames. The usual
+    `torch.compiler.disable` would import the compiler, and costs microseconds per call.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    for value in vars(target).values():
+        for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
+            if isinstance(function, types.FunctionType):
+                strategy = eval_frame._FrameExecStrategy(skip, skip)
+                eval_frame.set_code_exec_strategy(function.__code__, strategy)
+                disabled: Any = function
+                disabled._torchdynamo_disable = True
+                disabled._torchdynamo_disable_msg = "a collective is not compiled"
+    return target

@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.collectives.collective import LibraryCollective
     from kaitian_mpi.mpi.datatypes import Reduction
     from kaitian_mpi.mpi.store import MPIStore
-    from kaitian_mpi.mpi.topology import Group, GroupComms
+    from kaitian_mpi.mpi.topology import GroupComms
 
 _log = logging.getLogger(__name__)
 _LIBRARY_MARGIN = timedelta(seconds=30)  # its own error at its timeout names no rank
-
-Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""The library's tensor and the caller's, by the id of the caller's."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,13 @@ class VendorLibrary:
         """
         self.is_present = own.has_vendor
         """Whether there is such a library."""
+        self._own, self._comms = own, comms
+        self._store, self._group_store = store, group_store
+        self._timeout = timeout
         self._on_failure = on_failure
         self._failure: CollectiveError | None = None
         self._watch: LibraryWatch | None = None
         self._lock = threading.Lock()
-        self._group_store = group_store
-        self._own = own
-        self._comms = comms
-        self._store = store
-        self._timeout = timeout
         self._group: VendorGroup | None = None
 
     def group_for(
@@ -112,24 +107,24 @@ class VendorLibrary:
         return self._group
 
     def _join(self) -> VendorGroup:
-        own, comms, ranks = self._own, self._comms, self._comms.group
-        prefix = _store_prefix(comms.own)
+        own, comms, group = self._own, self._comms, self._comms.own
+        # No other group of the same store has this prefix.
+        prefix = f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
         if ulfm.is_enabled():
             faults = own.kind.leave_losses_to_caller()
             if faults and comms.world.rank == 0:
                 _log.warning("%s", "; ".join(faults))
         watch = self._watch = LibraryWatch(
-            comms.world, comms.own.ranks, self._group_store.view(prefix), self._timeout, self._fail
+            comms.world, group.ranks, self._group_store.view(prefix), self._timeout, self._fail
         )
         store = dist.PrefixStore(prefix, self._store)
         limit = self._timeout + _LIBRARY_MARGIN
-        group = VendorGroup(
-            own.kind, own.device, store, ranks.rank, ranks.size, limit, watch.called
-        )
+        rank, size = comms.group.rank, comms.group.size
+        made = VendorGroup(own.kind, own.device, store, rank, size, limit, watch.called)
         with self._lock:
             if self._failure is None:
-                return group
-        group.abort()
+                return made
+        made.abort()
         raise self._failure
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -155,18 +150,13 @@ class VendorLibrary:
             self._watch.close()
 
     def _fail(self, failure: CollectiveError) -> None:
-        """Let nobody wait in the library any longer. Called by the watch, in its thread."""
+        """End what waits in the library. Called by the watch, in its thread."""
         if not isinstance(failure, RankLostError):
-            # Whoever waits for the device would compute with what is not there.
+            # A caller that waits for the device would compute with what is not there.
             write_labelled(str(failure))
             abort_job(1)
         self._on_failure(failure)
         self.abort(failure)
-
-
-def _store_prefix(group: Group) -> str:
-    """Return what no other group of the same store has."""
-    return f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
 
 
 class VendorGroup:
@@ -174,7 +164,8 @@ class VendorGroup:
 
     Tensors on the host, or not contiguous, are copied to this rank's device and back, so that no
     rank depends on where another's tensors are. Operations are only started here: they run on the
-    device after the work already queued on the calling thread's current stream.
+    device after the work already queued on the calling thread's current stream. A group of one
+    rank needs no library: no threads, no store.
     """
 
     def __init__(
@@ -205,7 +196,7 @@ class VendorGroup:
         self._last: Work | None = None
         self._is_aborted = False
         self._lock = threading.Lock()
-        self._backend: Any = _Alone()
+        self._backend: Any = None
         if size > 1:
             self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
@@ -222,7 +213,7 @@ class VendorGroup:
 
     def start(self, collective: LibraryCollective) -> VendorCall:
         """Start a collective; its tensors may be on any device."""
-        copies: Copies = {}
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the library's, the own
 
         def usable(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in copies:
@@ -230,7 +221,8 @@ class VendorGroup:
             return copies[id(tensor)][0]
 
         with self._calling(collective.name), _asking_for_a_work(collective.options):
-            works = collective.on_tensors(usable).on_library(self._backend)
+            call = collective.on_tensors(usable)
+            works = [_copy_alone(call)] if self.size == 1 else call.on_library(self._backend)
         self._last = works[-1] if works else None
         written = {id(tensor) for tensor in collective.result}
         results = [pair for key, pair in copies.items() if key in written]
@@ -292,7 +284,7 @@ class VendorGroup:
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
-        """Say of an error of the library's that a rank is lost, where this is the cause."""
+        """Raise an error of the library's as a lost rank if this is the cause."""
         if self._is_aborted:
             raise RankLostError("a rank is lost")
         self._on_call(name)
@@ -307,43 +299,17 @@ class VendorGroup:
         return tensor.device.type == self._device.type and is_plain(tensor)
 
 
-class _Alone:
-    """The library's group of a single rank, which needs no library: no threads, no store."""
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
-        """Leave the tensors as they are, but for the factor of a `PREMUL_SUM`."""
-        op = getattr(options, "reduceOp", None)
-        if op == dist.ReduceOp.PREMUL_SUM:
-            factor = op.__getstate__()[1]
-            return self._copy(tensors, [tensor.detach() * factor for tensor in tensors])
-        return Finished(tensors)
-
-    reduce = broadcast = allreduce
-
-    def allgather(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
-        """Copy the rank's tensor to its piece."""
-        return self._copy(outputs[0], inputs)
-
-    def scatter(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
-        """Copy the rank's piece to its tensor."""
-        return self._copy(outputs, inputs[0])
-
-    def alltoall(self, outputs: list[Any], inputs: list[Any], options: Any) -> Work:
-        """Copy each input to its output."""
-        return self._copy(outputs, inputs)
-
-    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *_: Any) -> Work:
-        """Copy the input to the output."""
-        return self._copy([output], [tensor])
-
-    gather, reduce_scatter = allgather, scatter
-    all_gather_single_coalesced = reduce_scatter_single_coalesced = alltoall
-
-    def _copy(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+def _copy_alone(collective: LibraryCollective) -> Work:
+    """Carry out a collective of one rank: copy what it reads to what it writes."""
+    outputs, inputs = tensors_in(collective.outputs), tensors_in(collective.inputs)
+    if collective.op == dist.ReduceOp.PREMUL_SUM:
+        factor = collective.op.__getstate__()[1]
+        inputs = [tensor.detach() * factor for tensor in inputs or outputs]
+    if inputs:
         with writing(outputs) or nullcontext():
             for output, tensor in zip(outputs, inputs, strict=True):
                 output.detach().view(-1).copy_(tensor.detach().view(-1))
-        return Finished(outputs)
+    return Finished(outputs)
 
 
 @contextmanager
@@ -379,9 +345,7 @@ class VendorCall(Work):
             used: the copies that the library uses.
         """
         super().__init__()
-        self._works = works
-        self._written = written
-        self._used = used
+        self._works, self._written, self._used = works, written, used
 
     @property
     def work(self) -> Work:
@@ -408,12 +372,10 @@ class VendorCall(Work):
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether the device has finished it without an error."""
         # Not the works' own `is_success`, which raises an error for NCCL's.
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        """Return the first error, or None."""
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[torch.Tensor]:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import Work
 
-from kaitian_mpi.distributed.collectives.compiler import not_compiled
 from kaitian_mpi.distributed.collectives.staging import StreamEnd, ends_of_streams, ordered_devices
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.polling import wait_until
@@ -27,16 +27,14 @@ class CallbackQueue(Protocol):
 
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         """Run `callback` after everything queued so far, and before everything queued later."""
-        ...
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """If called in the thread that completes futures, run queued tasks until `done`."""
-        ...
 
 
 @not_compiled
 class OrderedFuture(torch.futures.Future):
-    """A future whose Python callbacks run in the queue's order, where they are attached.
+    """A future whose Python callbacks run in the queue's order, at the place of their attachment.
 
     A callback may call collectives. Whether a future is done when a callback is attached depends on
     timing, which differs between ranks: a callback that ran as soon as the future is done could
@@ -48,12 +46,7 @@ class OrderedFuture(torch.futures.Future):
     __slots__ = ("_queue", "_tensors")
 
     def __init__(self, queue: CallbackQueue | None, tensors: list[torch.Tensor]) -> None:
-        """Create a future of a collective's result.
-
-        Args:
-            queue: completes it; None for point-to-point messages, which have no order.
-            tensors: the result, for the streams of their devices.
-        """
+        """Create a future of a collective's result; `queue` is None for messages, without order."""
         super().__init__(devices=ordered_devices(tensors))
         self._queue = queue
         self._tensors = tensors
@@ -97,7 +90,7 @@ class OrderedFuture(torch.futures.Future):
 
 
 class Failure:
-    """The value of a failed future.
+    """The value of a failed future, which raises its error.
 
     `torch.futures.Future.set_exception` stores the exception itself as the value. Python raises it,
     but DDP's C++ reducer searches it for tensors and ends in a segmentation fault. The reducer
@@ -113,13 +106,6 @@ class Failure:
 
     def __str__(self) -> str:
         raise self.error
-
-
-def finished_future(tensors: list[torch.Tensor]) -> torch.futures.Future:
-    """Return a completed future of tensors."""
-    future: torch.futures.Future = torch.futures.Future(devices=ordered_devices(tensors))
-    future.set_result(tensors)
-    return future
 
 
 def _raise(value: Any) -> None:
@@ -160,7 +146,9 @@ class Finished(Work):
         for end in ends_of_streams(self._result):
             if not end.is_handled_by_futures:
                 end.synchronize()
-        return finished_future(self._result)
+        future: torch.futures.Future = torch.futures.Future(devices=ordered_devices(self._result))
+        future.set_result(self._result)
+        return future
 
 
 @not_compiled
@@ -179,12 +167,7 @@ class Queued(Work):
     )
 
     def __init__(self, result: list[torch.Tensor], queue: CallbackQueue | None = None) -> None:
-        """Create it, with its future.
-
-        Args:
-            result: the tensors that the collective writes.
-            queue: orders the callbacks of its future; None if they have no order.
-        """
+        """Create a work that is not done; `queue` orders the callbacks of its future."""
         super().__init__()
         self._result = result
         self._future = OrderedFuture(queue, result)
