@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
+from vendor.contracts import CONTRACTS
 
 from kaitian_mpi.devices import known_kinds, registry
 from kaitian_mpi.devices.choice import assign_devices, choose_device
@@ -530,20 +531,6 @@ REDUCED = "SUM", "PRODUCT", "MIN", "MAX"
     ("kind", "moved", "reduced", "averaged", "refused"),
     [
         ("rocm", torch.float8_e5m2, torch.float64, torch.bfloat16, [(torch.bool, "AVG")]),
-        ("xpu", torch.float8_e4m3fn, torch.float64, torch.float16, [(torch.float32, "PREMUL_SUM")]),
-        ("musa", torch.bool, torch.float64, torch.bfloat16, [(torch.float8_e5m2, None)]),
-        (
-            "npu",
-            torch.uint8,
-            torch.int8,
-            torch.float32,
-            [
-                (torch.float64, "SUM"),
-                (torch.bool, "SUM"),
-                (torch.bfloat16, "PRODUCT"),
-                (torch.int32, "AVG"),
-            ],
-        ),
         (
             "mlu",
             torch.bool,
@@ -566,6 +553,24 @@ def test_dtypes_and_reductions_of_each_library(devices, kind, moved, reduced, av
         assert not supports(dtype, reduction), (dtype, reduction)
     for reduction in ("BAND", "BOR", "BXOR"):
         assert not supports(torch.int32, reduction)
+
+
+@pytest.mark.parametrize("library", CONTRACTS)
+def test_each_kind_claims_exactly_what_its_library_does(devices, library):
+    """The vendor suite emulates the libraries by these contracts."""
+    contract = CONTRACTS[library]
+    (kind,) = (each for each in devices.values() if each.library.lower() == library)
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    reductions = {name.rpartition(".")[2] for name in dist.ReduceOp.RedOpType.__members__}
+    for dtype in dtypes:
+        assert kind.vendor_supports(dtype, None) == (dtype in contract.moved), dtype
+        for reduction in reductions:
+            has_it = dtype in contract.reduced and reduction in contract.reductions
+            expected = has_it and (reduction, dtype) not in contract.refused
+            assert kind.vendor_supports(dtype, reduction) == expected, (dtype, reduction)
+    assert kind.vendor_lacks == contract.lacks
+    for variable in (contract.handling_variable, contract.polls_store_variable):
+        assert not variable or "0" in kind.error_handling()[variable]
 
 
 def test_the_documented_table_is_that_of_the_classes(devices):

@@ -210,25 +210,3 @@ def test_describe_slowdown():
     assert describe_slowdown(((50, 2.5), (90, 1.0))) == "2.5x from step 50, 1x from step 90"
     assert is_slowed(((50, 3.0),))
     assert not is_slowed(((0, 1.0),))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "reduction", "taken"),
-    [
-        (torch.bfloat16, None, True),
-        (torch.bool, None, True),
-        (torch.int16, None, False),
-        (torch.uint16, None, False),
-        (torch.complex64, None, False),
-        (torch.float32, "SUM", True),
-        (torch.bool, "SUM", True),
-        (torch.bool, "AVG", False),
-        (torch.int16, "SUM", False),
-        (torch.int32, "BAND", False),
-        (torch.float16, "PREMUL_SUM", True),
-        (torch.int64, "PREMUL_SUM", False),
-    ],
-)
-def test_dtypes_and_reductions_that_nccl_supports(dtype, reduction, taken):
-    assert known_kinds().devices["cuda"].vendor_supports(dtype, reduction) is taken
-    assert not known_kinds().devices["cpu"].vendor_supports(dtype, reduction)

@@ -127,14 +127,14 @@ CONTRACTS = {
         ended_by="abort_hccl_comm",
         shutdown_waits=True,  # shutdown: synchronizes its streams
         # Watchdog::runLoop: TearDown by default (OptionsManager)
-        handling_variable="TORCH_HCCL_ASYNC_ERROR_HANDLING",
+        handling_variable="HCCL_ASYNC_ERROR_HANDLING",
         lacks=frozenset({"gather"}),  # gather: "does not support gather"
         moved=COMMON | {torch.int16},  # HCCLUtils.cpp
-        # checkSupportedDataType, without what later devices add
+        # checkSupportedDataType, without int16, which early devices lack (CANN's HcclAllReduce)
         reduced=frozenset(
             {
                 *(torch.float32, torch.float16, torch.bfloat16),
-                *(torch.int64, torch.int32, torch.int16, torch.int8),
+                *(torch.int64, torch.int32, torch.int8),
             }
         ),
         # allreduce: AVG sums, then divides in place; CANN's documentation of HcclAllReduce

@@ -5,6 +5,7 @@ import threading
 import time
 import zlib
 from datetime import timedelta
+from types import SimpleNamespace
 
 import fake_device
 import fake_library
@@ -318,6 +319,30 @@ def test_groups_are_destroyed_in_any_order_and_leave_no_thread(world, device_of)
     assert torch.equal(values(gathered), values(tensor))
     assert len(fake_library.communicators) <= 2  # of the default group, by kind and by host
     assert len(groups) == 2  # which are not what frees them
+
+
+@pytest.mark.ranks(2)
+def test_no_thread_of_the_library_can_end_the_survivors_of_a_loss(world, monkeypatch):
+    """Each of its threads would: by the timeout, or when another rank asks for a dump."""
+    if world.device_kind.is_host:
+        pytest.skip("this rank has no such library")
+    contract = CONTRACTS[chosen_name()]
+    for name in world.device_kind.error_handling():
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+    def threads_of_a_group(*, survives):
+        monkeypatch.setattr(vendor, "ulfm", SimpleNamespace(is_enabled=lambda: survives))
+        before = set(threading.enumerate())
+        group = dist.new_group(sorted(world.group.ranks), use_local_synchronization=True)
+        dist.all_reduce(on_device(torch.ones(3)), group=group)
+        names = [each.name for each in set(threading.enumerate()) - before]
+        dist.destroy_process_group(group)
+        return names.count(fake_library.THREAD)
+
+    has_threads = bool(contract.handling_variable) and len(world.group.ranks) > 1
+    assert bool(threads_of_a_group(survives=False)) == has_threads
+    assert threads_of_a_group(survives=True) == 0
 
 
 def test_a_work_of_several_calls_of_the_library_knows_its_success(world, device_of):
