@@ -141,7 +141,7 @@ def test_numbers_have_the_usual_names():
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -166,18 +166,17 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
     class Blocking(Collecting):
         def read(self, reading):
             began.set()
-            release.wait(10)
+            release.wait(60)
             super().read(reading)
 
     sink = Blocking()
     background = BackgroundSink("it", lambda: sink, finish_sec=0.05)
     background.read(reading(0))
-    assert began.wait(10)
-    since = time.monotonic()
+    assert began.wait(60)
     for step in range(1, MAX_WAITING + 11):
         background.read(reading(step))
     background.close(True)
-    assert time.monotonic() - since < 8  # less than the 10 s for which the sink blocks
+    assert sink.seen == []  # it still blocks
     release.set()
     wait_until(lambda: True in sink.seen)
     # The oldest of those that waited are dropped.

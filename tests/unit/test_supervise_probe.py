@@ -8,7 +8,7 @@ from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.supervise.probe import lost_hosts
 
 AGENT = """#!/bin/sh
-case $1 in dead) exec sleep 60 ;; slow) sleep 0.7 ;; refusing) exit 255 ;; esac
+case $1 in dead) exec sleep 60 ;; slow) sleep 0.7 ;; slower) sleep 30 ;; refusing) exit 255 ;; esac
 """
 
 
@@ -27,7 +27,7 @@ def agent(tmp_path):
         ("live live2 refusing", 20, {"refusing"}, 0, 18),
         ("live dead", 20, {"dead"}, 2, 18),
         ("live slow dead", 20, {"dead"}, 2.8, 18),
-        ("live slow dead", 0.3, {"slow", "dead"}, 0.3, 15),
+        ("live slower dead", 2, {"slower", "dead"}, 2, 18),
         ("dead refusing", 3, {"dead", "refusing"}, 3, 18),
     ],
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import fake_device
 import fake_kinds  # noqa: F401 - makes torch know the device type
@@ -395,13 +396,15 @@ def test_an_mpi_that_handles_device_memory_badly_does_not_get_it(
         is_wrong = mistake == "elsewhere" or (mistake == "only in sums" and tensor.numel() > 5_000)
         return (next(elsewhere) if is_wrong else tensor.content).data_ptr()
 
-    if mistake == "slow":
-        original = device_aware.reduce_directly
+    if mistake == "slow":  # by a clock that only runs while MPI reduces
+        original, spent = device_aware.reduce_directly, []
 
         def reduce_directly(comm, tensor):
-            time.sleep(0.4)
+            spent.append(1.0)
             original(comm, tensor)
 
+        clock = SimpleNamespace(perf_counter=lambda: sum(spent))
+        monkeypatch.setattr(device_aware, "time", clock)
         monkeypatch.setattr(device_aware, "reduce_directly", reduce_directly)
     memory_is(monkeypatch, address)
     assert sum_on_a_late_stream(world, group)
