@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, s
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.umask(0o022)
+
+
+HAS_LINUX = sys.platform == "linux" and hasattr(os, "pidfd_open")  # see tests/without_linux
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("linux"):
+        if not HAS_LINUX:
+            pytest.skip(f"needs Linux: {marker.args[0]}")
 
 
 def pytest_collection_finish() -> None:

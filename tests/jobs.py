@@ -107,11 +107,11 @@ def run_alone(*command: str, cwd: Path, fresh: bool = False, **env: str) -> Ende
 
 
 def forked(command: Sequence[str]) -> list[str]:
-    """Return the command with its ranks forked; unchanged where another program starts them.
+    """Return the command with its ranks forked; unchanged with MPICH, and without Linux's calls.
 
     A rank of MPICH has a connection to its launcher, which a forked process would not have.
     """
-    if not IS_OPEN_MPI:
+    if not IS_OPEN_MPI or not hasattr(os, "pidfd_open"):
         return [*command]
     programs = (PYTHON, *_PROGRAMS, *(str(SCRIPTS / name) for name in _PROGRAMS))
     at = next((index for index, word in enumerate(command) if word in programs), len(command))

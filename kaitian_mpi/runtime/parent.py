@@ -1,10 +1,11 @@
-"""What the launcher of this process was given: its command line, as the kernel knows it."""
+"""Reads the command line of the launcher of this process."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.allocation import read_hosts
@@ -23,11 +24,11 @@ def launcher_command(pid: int) -> Command | None:
         pid: the process; it must be this user's.
     """
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        folder = os.readlink(f"/proc/{pid}/cwd")
-    except OSError:
+        process = psutil.Process(pid)
+        words, folder = process.cmdline(), process.cwd()
+    except psutil.Error:
         return None
-    command = parse_launcher(words[:-1])
+    command = parse_launcher(words)
     # As the first word: a shell or a batch script may contain such a word as well.
     if not (command.parts and command.parts[0].is_launcher):
         return None

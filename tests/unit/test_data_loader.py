@@ -183,6 +183,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.linux("a small /dev/shm is mounted")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, as root")
 def test_workers_need_only_a_small_dev_shm(tmp_path) -> None:
     (tmp_path / "load.py").write_text(LOAD)

@@ -196,6 +196,7 @@ def test_sigusr1_is_forwarded_and_ends_nothing(place):
     assert process.returncode == 0
 
 
+@pytest.mark.linux("elsewhere the kernel sends no signal at the parent's death")
 def test_mpirun_does_not_outlive_its_supervisor(place):
     script = f"trap 'echo > ended; exit 0' TERM; {WAIT}"
     process = start(place, script, "-np", "2", "kaitian-train")
@@ -206,6 +207,7 @@ def test_mpirun_does_not_outlive_its_supervisor(place):
     assert (place / "ended").exists()
 
 
+@pytest.mark.linux("ranks are found in /proc")
 @pytest.mark.parametrize("ending", ["", "trap : TERM"], ids=["ends when asked", "has to be killed"])
 def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, ending):
     script = f"""
@@ -226,6 +228,7 @@ def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, en
     assert f"mpirun ended with code {how}, and the job is not finished" in err
 
 
+@pytest.mark.linux("ranks are found in /proc")
 @pytest.mark.parametrize(
     ("options", "hosts", "is_ended"),
     [
@@ -272,6 +275,7 @@ def test_ranks_are_found_by_their_job_id(tmp_path):
     assert ask() == frozenset()
 
 
+@pytest.mark.linux("snapshots are in /dev/shm")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_snapshots_are_removed_after_a_signal(place, number):
     script = f"""folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname)

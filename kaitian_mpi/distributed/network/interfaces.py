@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection, MutableMapping
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
@@ -21,9 +22,6 @@ FLAG = "--network-interface"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _EXACT = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Of vendors' libraries, which take prefixes of names, or names after a `=`."""
-
-_CLASS = Path("/sys/class/net")
-_IS_UP, _IS_LOOPBACK = 0x1, 0x8  # IFF_UP and IFF_LOOPBACK of <net/if.h>
 
 
 def initialize_mpi_on(interfaces: str) -> MPI.Intracomm:
@@ -82,12 +80,5 @@ def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collecti
 
 def found_interfaces() -> list[str]:
     """Return this host's interfaces that are up and reach other hosts."""
-    return [name for _, name in socket.if_nameindex() if _reaches_others(name)]
-
-
-def _reaches_others(name: str) -> bool:
-    try:
-        flags = int((_CLASS / name / "flags").read_text(), 16)
-    except (OSError, ValueError):  # no /sys here: MPI will say what it thinks of it
-        return True
-    return bool(flags & _IS_UP) and not flags & _IS_LOOPBACK
+    flags = {name: stats.flags.split(",") for name, stats in psutil.net_if_stats().items()}
+    return [name for name, has in flags.items() if "up" in has and "loopback" not in has]
