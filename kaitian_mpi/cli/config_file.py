@@ -10,7 +10,7 @@ from typing import Any
 
 from kaitian_mpi.config import TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.supervise.toml_text import parse_toml
+from kaitian_mpi.supervise.user_files import parse_toml
 
 
 def read_config_file(path: str) -> dict[str, Any]:

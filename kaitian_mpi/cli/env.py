@@ -14,9 +14,10 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.allocation import read_hosts
 from kaitian_mpi.runtime.command import Command, parse_launcher
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.supervise.environments import PROGRAM, expand, read_environments
+from kaitian_mpi.supervise.environments import PROGRAM, expand
 from kaitian_mpi.supervise.host_check import ask_hosts, version_faults
 from kaitian_mpi.supervise.probe import find_agent, is_local
+from kaitian_mpi.supervise.user_files import read_environments
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.preflight.world import judge_placement
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
-from kaitian_mpi.supervise.device_map import devices_for, parse_device_map
 from kaitian_mpi.supervise.probe import is_local
+from kaitian_mpi.supervise.user_files import devices_for, parse_device_map
 
 if TYPE_CHECKING:
     from mpi4py import MPI

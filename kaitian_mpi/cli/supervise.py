@@ -23,7 +23,6 @@ from kaitian_mpi.runtime.allocation import read_hosts
 from kaitian_mpi.runtime.command import FOLDERS, parse_command
 from kaitian_mpi.runtime.command import PROGRAM as TRAIN
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.supervise.environments import read_environments
 from kaitian_mpi.supervise.host_changes import HostChanges
 from kaitian_mpi.supervise.host_check import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.host_check import PendingAnswer
@@ -32,6 +31,7 @@ from kaitian_mpi.supervise.probe import find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.process import Machine
 from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
+from kaitian_mpi.supervise.user_files import read_environments
 
 PROGRAM = "kaitian-supervise"
 _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also where it is the main module

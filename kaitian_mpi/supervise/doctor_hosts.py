@@ -26,36 +26,33 @@ def examine_hosts(
         pythons: the interpreters of some hosts, by name.
         python: the interpreter of the others.
 
-    Returns:
-        The checks' names and verdicts.
-
     Raises:
         UserError: the hostfile cannot be read, is wrong or empty.
     """
     hosts = parse_hostfile(read_hostfile(hostfile), hostfile)
     if not hosts:
-        raise UserError(f"--hostfile {hostfile}: found no host, needed a line for each")
+        raise UserError(f"--hostfile {hostfile} is empty; add a line for each host")
     if unknown := [name for name in pythons if name not in {host.name for host in hosts}]:
         raise UserError(
-            f"--env: found {', '.join(unknown)}, needed hosts of {hostfile}: "
+            f"--env names {', '.join(unknown)}, which {hostfile} does not have; it has "
             f"{', '.join(host.name for host in hosts)}"
         )
     interpreters = {host.name: pythons.get(host.name, python) for host in hosts}
     local = frozenset(host.name for host in hosts if is_local(host.name))
     agent = find_agent(Command(parts=(), arguments=()), os.environ)
     answers = ask_hosts(agent, hosts, interpreters, local)
-    found = [("hostfile", verdict) for verdict in judge_hostfile(hosts, os.environ)]
+    verdicts = [("hostfile", verdict) for verdict in judge_hostfile(hosts, os.environ)]
     for name, answer in answers.items():
         if answer.fault:
-            found.append(("host", problem_from(answer.fault)))
+            verdicts.append(("host", problem_from(answer.fault)))
         else:
             shown = f"{name}: kaitian-mpi {answer.version}, {interpreters[name]}"
-            found.append(("host", ok(shown)))
-    return found + [("versions", problem_from(e)) for e in version_faults(answers, __version__)]
+            verdicts.append(("host", ok(shown)))
+    return verdicts + [("versions", problem_from(e)) for e in version_faults(answers, __version__)]
 
 
 def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
-    """Return whether mpirun will put ranks on all of these hosts."""
+    """Judge whether mpirun will put ranks on all of these hosts."""
     for name in MAPPING_POLICIES:
         if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:
             yield problem(

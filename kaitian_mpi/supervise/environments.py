@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.command import FOLDERS, HOST_LISTS, RANKS, Command
 from kaitian_mpi.runtime.hosts import Host, place_by_slot, total_slots
-from kaitian_mpi.supervise.toml_text import parse_toml
 
 PROGRAM = "kaitian-env"
 _MODULES = {
@@ -24,51 +23,11 @@ _MODULES = {
 }
 
 
-def read_environments(path: str) -> dict[str, str]:
-    """Read a file of environments; see `parse_environments`.
-
-    Raises:
-        UserError: it cannot be read, or is wrong.
-    """
-    try:
-        return parse_environments(Path(path).read_text(), path)
-    except (OSError, UnicodeDecodeError) as error:
-        fault = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{path}: {fault}; name a TOML file that can be read") from error
-
-
-def parse_environments(text: str, path: str) -> dict[str, str]:
-    """Parse a file of environments; return the path of each host's interpreter.
-
-    Raises:
-        UserError: it is not TOML, or a host's table has no `python`, or something else.
-    """
-    pythons = {}
-    for host, table in parse_toml(text, path).items():
-        found = table.get("python") if isinstance(table, dict) else None
-        if not isinstance(found, str) or set(table) != {"python"}:
-            raise UserError(
-                f"{path}: [{host}]: found {table!r}, needed the path of its interpreter alone, "
-                'such as python = "/opt/torch/bin/python"; quote a name with dots: ["node-b.lab"]'
-            )
-        if not found.startswith("/"):
-            raise UserError(
-                f"{path}: [{host}]: found python = {found!r}, needed a full path: ssh does not "
-                "read your shell's settings"
-            )
-        pythons[host] = found
-    return pythons
-
-
 def command_for(program: Sequence[str], python: str) -> list[str]:
-    """Return a program's command with an interpreter.
-
-    Args:
-        program: its name or path, and its arguments.
-        python: the interpreter's path; empty: the command as it is.
+    """Return a program's command with an interpreter; without one, the command as it is.
 
     Raises:
-        UserError: it is not one that an interpreter can be chosen for.
+        UserError: the program is not one for which an interpreter can be chosen.
     """
     if not python:
         return list(program)
@@ -78,8 +37,8 @@ def command_for(program: Sequence[str], python: str) -> list[str]:
     if name.startswith("python"):
         return [python, *program[1:]]
     raise UserError(
-        f"found {' '.join(program[:1]) or 'nothing'} as the program that mpirun starts, needed "
-        f"one of {', '.join(_MODULES)}, or python with its arguments"
+        f"mpirun cannot start {' '.join(program[:1]) or 'nothing'} with an interpreter per host; "
+        f"name {', '.join(_MODULES)}, or python with its arguments"
     )
 
 
@@ -122,22 +81,18 @@ def expand(
 
 
 def _check_slots(command: Command, hosts: Sequence[Host], pythons: Mapping[str, str]) -> int:
-    """Return how many ranks there are.
-
-    Raises:
-        UserError: see `expand`.
-    """
+    """Return how many ranks there are; see `expand` for the errors."""
     names = [host.name for host in hosts]
     if unknown := [name for name in pythons if name not in names]:
         raise UserError(
-            f"found an environment for {', '.join(unknown)}, needed hosts of the hostfile or of "
-            f"--host: {', '.join(names) or 'there are none'}"
+            f"the environments name {', '.join(unknown)}, but the hostfile and --host have "
+            f"{', '.join(names) or 'no host'}; correct either"
         )
     slots = total_slots(hosts)
     if slots is None:
         without = ", ".join(host.name for host in hosts if host.slots is None)
-        raise UserError(f"found no slots for {without}; write slots=N, its ranks, in the hostfile")
+        raise UserError(f"the hostfile has no slots for {without}; write slots=N, its ranks")
     ranks = command.ranks or slots
     if ranks > slots:
-        raise UserError(f"found {ranks} ranks for {slots} slots; start fewer, or give more slots")
+        raise UserError(f"{ranks} ranks have only {slots} slots; start fewer ranks, or add slots")
     return ranks

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.supervise.backoff import Backoff
-from kaitian_mpi.supervise.host_check import HostAnswer, version_faults
+from kaitian_mpi.supervise.host_check import PendingAnswer, version_faults
 from kaitian_mpi.supervise.hosts_file import HostEntry, HostsFile
 
+_MAX_BACKOFF_SEC = 3600.0
 
-class Asked(Protocol):
-    """A host that has been asked whether ranks can be started there; see `PendingAnswer`."""
 
-    def poll(self) -> HostAnswer | None:
-        """Return the answer; None while there is none."""
-        ...
+class Backoff:
+    """Holds a host back after each loss, twice as long as after the one before, at most an hour.
 
-    def cancel(self) -> None:
-        """Stop asking."""
-        ...
+    A host that was not lost for an hour counts as new.
+    """
+
+    def __init__(self, first_sec: float) -> None:
+        """Hold no host back.
+
+        Args:
+            first_sec: how long a host is held back after its first loss.
+        """
+        self._first_sec = first_sec
+        self._max_sec = max(_MAX_BACKOFF_SEC, first_sec)
+        self._losses: dict[str, int] = {}
+        self._free_since: dict[str, float] = {}
+        self._held: set[str] = set()
+
+    def lose(self, name: str, now: float) -> float:
+        """Record a loss; return for how many seconds the host is held back."""
+        if now - self._free_since.get(name, now) > self._max_sec:
+            self._losses[name] = 0
+        losses = self._losses[name] = self._losses.get(name, 0) + 1
+        seconds = min(self._first_sec * 2.0 ** min(losses - 1, 64), self._max_sec)
+        self._free_since[name] = now + seconds
+        self._held.add(name)
+        return seconds
+
+    def is_held(self, name: str, now: float) -> bool:
+        """Return whether a host is held back."""
+        return name in self._held and now < self._free_since[name]
+
+    def clear(self) -> None:
+        """Hold no host back until its next loss."""
+        self._held.clear()
 
 
 class HostChanges:
@@ -34,7 +59,7 @@ class HostChanges:
     def __init__(
         self,
         file: HostsFile,
-        ask: Callable[[Host], Asked],
+        ask: Callable[[Host], PendingAnswer],
         report: Callable[[str], None],
         version: str,
         backoff_sec: float,
@@ -54,7 +79,7 @@ class HostChanges:
         self._ready = {entry.host.name for entry in file.entries}
         self._members: dict[str, Host] = {}
         self._impaired: set[str] = set()
-        self._pending: dict[str, Asked] = {}
+        self._pending: dict[str, PendingAnswer] = {}
         self._ask_at: dict[str, float] = {}
         self._faults: dict[str, str] = {}
         self._is_reread = self._is_warned = False
@@ -98,15 +123,12 @@ class HostChanges:
     def read_again(self) -> None:
         """Have the next `poll` read the file, and ask every host that is not in the job."""
         self._is_reread = True
-        self._backoff.release_all()
+        self._backoff.clear()
         self._ask_at.clear()
         self._faults.clear()
 
     def poll(self, now: float) -> bool:
-        """Look whether anything has changed; return whether the job should be started again.
-
-        Waits for nothing.
-        """
+        """Check for changes, without blocking; return whether to start the job again."""
         self._file.poll(now, at_once=self._is_reread)
         self._is_reread = False
         self._forget_removed()
@@ -164,8 +186,8 @@ class HostChanges:
             self._is_warned = True
             names = ", ".join(self._members)
             self._report(
-                f"{self._file.path}: none of the job's hosts ({names}) can be kept, needed at "
-                "least one, which has the state; the hosts stay as they are"
+                f"{self._file.path} keeps none of the job's hosts ({names}), which have the state; "
+                "keep at least one; until then the hosts stay as they are"
             )
         return False
 
@@ -177,5 +199,5 @@ class HostChanges:
 
 
 def joined_hosts(wanted: Sequence[Host], trained_on: Collection[str] | None) -> list[Host]:
-    """Return the hosts that the last start which trained did not have; none before there is one."""
+    """Return the hosts that are new since the last start that trained; none without such a one."""
     return [] if trained_on is None else [host for host in wanted if host.name not in trained_on]

@@ -32,12 +32,11 @@ def read_hosts_file(path: str) -> str:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise UserError(f"--hosts-file {path}: found no file, needed one that can be read")
+                raise UserError(f"--hosts-file {path} is not a regular file; name one")
             if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
                 raise UserError(
-                    f"--hosts-file {path}: found a file that another user can write, needed one "
-                    "that only you or root can: ranks are started on its hosts; take it over, or "
-                    "chmod o-w"
+                    f"--hosts-file {path}: another user can write it, and ranks are started on its "
+                    "hosts; make it your own, and chmod o-w"
                 )
             return file.read(_MAX_BYTES).decode()
     except OSError as error:
@@ -46,12 +45,12 @@ def read_hosts_file(path: str) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--hosts-file {path}: found no text, needed lines such as 'node-a slots=4' in UTF-8"
+            f"--hosts-file {path} is not UTF-8 text; write lines such as 'node-a slots=4'"
         ) from error
 
 
 def parse_hosts(text: str, path: str) -> tuple[HostEntry, ...]:
-    """Parse the file's content: mpirun's hostfile, with each host once and with its slots.
+    """Parse the file's content: a hostfile of mpirun's with each host once and with its slots.
 
     Raises:
         UserError: it has no host, one of them twice, or one without slots.
@@ -62,16 +61,16 @@ def parse_hosts(text: str, path: str) -> tuple[HostEntry, ...]:
         place = f"--hosts-file {path}, line {number}"
         for host in parse_hostfile(line, place):
             if host.name in entries:
-                raise UserError(f"{place}: found {host.name} again, needed each host once")
+                raise UserError(f"{place}: {host.name} is listed twice; list each host once")
             if host.slots is None:
                 raise UserError(
-                    f"{place}: found no slots for {host.name}, needed its number of ranks; write "
+                    f"{place}: {host.name} has no slots; write its number of ranks: "
                     f"{host.name} slots=N"
                 )
             entries[host.name] = HostEntry(host, line.strip())
     found = tuple(entry for entry in entries.values() if entry.host.slots)
     if not found:
-        raise UserError(f"--hosts-file {path}: found no host, needed at least one with slots")
+        raise UserError(f"--hosts-file {path} has no host with slots; add at least one")
     return found
 
 
@@ -143,7 +142,7 @@ class HostsFile:
         return bool(change)
 
     def _look(self) -> tuple[str, str]:
-        """Return the content and why there is none; either is empty."""
+        """Return the content and the fault; one of them is empty."""
         try:
             return self._read(self.path), ""
         except UserError as error:
@@ -162,5 +161,5 @@ def describe_change(before: Sequence[HostEntry], after: Sequence[HostEntry]) -> 
         if name in old and old[name].slots != host.slots:
             parts.append(f"{name} has {host.slots} slot{'' if host.slots == 1 else 's'}")
         elif name in old and old[name] != host:
-            parts.append(f"{name} is reached in another way")
+            parts.append(f"{name} has another login or port")
     return "; ".join(parts)

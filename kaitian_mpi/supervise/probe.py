@@ -19,7 +19,8 @@ from kaitian_mpi.runtime.command import Command
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.mpi_libraries import AGENT_OPTIONS, AGENT_PARAMETERS, AGENT_VARIABLES
 
-_POLL_SEC = 0.02
+POLL_SEC = 0.02
+"""How often hosts that have been asked are polled."""
 _MIN_WAIT_SEC = 2.0
 _SLOWEST_FACTOR = 4
 NO_ANSWER = 255
@@ -54,7 +55,7 @@ def probe_command(
 
 
 def lost_hosts(agent: Sequence[str], hosts: Sequence[Host], seconds: float) -> frozenset[str]:
-    """Return the names of the hosts on which `run_on` fails."""
+    """Return the names of the hosts that `run_on` cannot reach."""
     return frozenset(name for name, code in run_on(agent, hosts, ["true"], seconds).items() if code)
 
 
@@ -77,12 +78,12 @@ def run_on(
     if shutil.which(agent[0]) is None:
         return {}
     began = time.monotonic()
-    probes = {host.name: _start_probe(probe_command(agent, host, seconds, words)) for host in hosts}
+    probes = {host.name: _start(probe_command(agent, host, seconds, words)) for host in hosts}
     waited = slowest = 0.0
     waiting = set(probes)
     # Not `polling.wait_until`: the limit changes with each answer.
     while waiting and waited < min(seconds, _max_wait(slowest)):
-        time.sleep(_POLL_SEC)
+        time.sleep(POLL_SEC)
         waited = time.monotonic() - began
         for name in [name for name in waiting if probes[name].poll() is not None]:
             waiting.remove(name)
@@ -126,8 +127,8 @@ def _is_own_address(family: int, address: tuple[Any, ...]) -> bool:
         return False
 
 
-def _start_probe(words: Sequence[str]) -> subprocess.Popen[bytes]:
-    # In its own session: no terminal to prompt for a password, and one signal ends all of it.
+def _start(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    # In its own session: no terminal to prompt on, and one signal ends all of it.
     return subprocess.Popen(  # noqa: S603 (a list of words; the host name in it is checked)
         words,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Runs mpirun as a child process, and handles the supervisor's signals meanwhile."""
+"""Runs mpirun as a child process, and does what else the supervisor does to hosts and files."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.folders import SHM
+from kaitian_mpi.observe.folders import SHM, SNAPSHOTS_VARIABLE, remove_private
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.mpi_libraries import NOTICE_DEAD_HOSTS
+from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import prctl
-from kaitian_mpi.supervise.job_environment import (
-    environment,
-    hosts_with_ranks,
-    remove_snapshots,
-    remove_stale_snapshots,
-)
-from kaitian_mpi.supervise.local_ranks import has_local_ranks
-from kaitian_mpi.supervise.probe import lost_hosts
+from kaitian_mpi.supervise.probe import NO_ANSWER, lost_hosts, run_on
 from kaitian_mpi.supervise.starts import Job, list_names
 from kaitian_mpi.train.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.train.restart_request import request_restart, withdraw_request
@@ -40,10 +35,13 @@ _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
 _MAX_HANG_SEC = 60.0
 _BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+_PROC = Path("/proc")
+# Only ranks have these.
+_RANK_VARIABLES = tuple(f"{library.rank_variables[0]}=".encode() for library in LIBRARIES)
 
 
 class Machine:
-    """The real `Effects` of a supervisor: runs commands, waits, probes hosts and logs.
+    """Runs commands, waits, probes hosts and logs, for a supervisor.
 
     As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
     and recorded in `stopped`; SIGUSR1 is forwarded. With a hosts file, SIGHUP has it read again.
@@ -59,38 +57,29 @@ class Machine:
             hang_sec: how long mpirun may keep running after its ranks on this machine have ended,
                 if there are none on others; 0 for no limit.
         """
+        self.job = job
+        """The job; with a hosts file, the supervisor replaces it by one on other hosts."""
         self.stopped = 0
         """The signal that requested a stop; 0 for none."""
-        self._job = job
         self._agent = agent
         self._probe_sec = probe_sec
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
-        self._reported_remote = False
-        self._is_hung_up = False
+        self._reported_remote = self._is_hung_up = False
         self._missed = 0  # a stop signal received while there was no child
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
         """Install the handlers, except for signals that are ignored already."""
-        for number in (*_FORWARDED, *([signal.SIGHUP] if self._job.hosts_file else [])):
+        for number in (*_FORWARDED, *([signal.SIGHUP] if self.job.hosts_file else [])):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._forward)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def adopt(self, job: Job) -> None:
-        """Go on with other hosts of the same job."""
-        self._job = job
 
     def run(self, words: Sequence[str], watch: Callable[[], None] = lambda: None) -> int:
         """Run a command to its end and return its exit code, 128 + n after signal n.
@@ -106,6 +95,16 @@ class Machine:
         Raises:
             UserError: it cannot be started.
         """
+        self._child = child = self._start(words)
+        if self._missed:
+            child.send_signal(self._missed)
+        code = self._wait(child, watch)
+        self._child = None
+        if self.stopped:  # the process that saves the last step may outlive mpirun
+            wait_for_writer(self.job.folder / "checkpoints")
+        return code if code >= 0 else 128 - code
+
+    def _start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
         parent = os.getpid()
 
         def die_with_parent() -> None:
@@ -116,9 +115,9 @@ class Machine:
                 os._exit(128 + signal.SIGTERM)
 
         try:
-            self._child = subprocess.Popen(  # noqa: S603 (the user's own command)
+            return subprocess.Popen(  # noqa: S603 (the user's own command)
                 words,
-                env={**NOTICE_DEAD_HOSTS, **os.environ, **environment(self._job)},
+                env={**NOTICE_DEAD_HOSTS, **os.environ, **environment(self.job)},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
                 preexec_fn=die_with_parent,
@@ -127,13 +126,6 @@ class Machine:
             raise UserError(
                 f"{words[0]}: {error.strerror}; name a program that can be started"
             ) from error
-        if self._missed:
-            self._child.send_signal(self._missed)
-        code = self._wait(self._child, watch)
-        self._child = None
-        if self.stopped:  # the process that saves the last step may outlive mpirun
-            wait_for_writer(self._job.folder / "checkpoints")
-        return code if code >= 0 else 128 - code
 
     def _wait(self, child: subprocess.Popen[bytes], watch: Callable[[], None]) -> int:
         """Wait for the command to end; end it if it hangs.
@@ -156,7 +148,7 @@ class Machine:
 
     def _continues_elsewhere(self) -> bool:
         """Return whether ranks on other hosts continue without those on this machine."""
-        job = self._job
+        job = self.job
         if not job.survives:
             return False
         if not job.hosts and any(name in os.environ for name in _BATCH_SYSTEMS):
@@ -184,41 +176,51 @@ class Machine:
         Returns:
             Whether the disk has everything that is in memory.
         """
-        if not any(SHM.glob(f"kaitian-{self._job.snapshots}-*")):
+        if not any(SHM.glob(f"kaitian-{self.job.snapshots}-*")):
             return True
         from kaitian_mpi.train.checkpoint.snapshots import (
             save_snapshot,  # loads torch, for seconds
         )
 
         try:
-            return save_snapshot(self._job.snapshots, self._job.folder, self._job.keep_checkpoints)
+            return save_snapshot(self.job.snapshots, self.job.folder, self.job.keep_checkpoints)
         except (OSError, UserError) as error:
             self.report(f"the snapshot in memory could not be written to disk: {error}")
             return False
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
-        """Remove the job's snapshots; return the names of the hosts that do not answer."""
-        return remove_snapshots(self._agent, hosts, self._job, self._probe_sec)
+        """Remove the job's snapshots from this machine and from hosts.
+
+        Returns:
+            The names of the hosts that do not answer.
+        """
+        for folder in SHM.glob(f"kaitian-{self.job.snapshots}-*"):
+            remove_private(folder)
+        words = ["rm", "-rf", f"{SHM}/kaitian-{self.job.snapshots}-*"]
+        codes = run_on(self._agent, hosts, words, self._probe_sec)
+        return frozenset(name for name, code in codes.items() if code == NO_ANSWER)
 
     def remove_stale_snapshots(self, hosts: Sequence[Host]) -> None:
-        """Remove what hosts have kept of the job while it went on without them."""
-        remove_stale_snapshots(self._agent, hosts, self._job, self._probe_sec)
+        """Remove the snapshots that hosts have kept of the job while it went on without them.
 
-    def request_restart(self) -> bool:
-        """Ask the running job to save and end; return whether that could be done."""
+        Only from each one's own folder, in case several hosts share a memory.
+        """
+        words = ["rm", "-rf", f'"{SHM}/kaitian-{self.job.snapshots}-$(hostname)"']
+        run_on(self._agent, hosts, words, self._probe_sec)
+
+    def request_restart(self) -> None:
+        """Ask the running job to save and end."""
         try:
-            request_restart(self._job.folder, self._job.job_id)
+            request_restart(self.job.folder, self.job.job_id)
         except OSError as error:
             self.report(
-                f"{self._job.folder}: {error.strerror}; the job cannot be asked to end, and goes "
-                "on with its present hosts"
+                f"{self.job.folder}: {error.strerror}; the job cannot be asked to end, and goes on "
+                "with its present hosts"
             )
-            return False
-        return True
 
     def withdraw_request(self) -> bool:
-        """Ask the job no longer; return whether it had not done what it was asked for."""
-        return withdraw_request(self._job.folder)
+        """Withdraw the request; return whether the job had not fulfilled it."""
+        return withdraw_request(self.job.folder)
 
     def take_hangup(self) -> bool:
         """Return whether a SIGHUP has arrived since the last call."""
@@ -251,3 +253,45 @@ class Machine:
             self._child.send_signal(number)
         elif number in _STOPS:
             self._missed = number
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Return the variables that identify a job's ranks and snapshots on all hosts.
+
+    Unlike a command line, only the user can read them. The launcher forwards them by their names.
+    """
+    return {SNAPSHOTS_VARIABLE: job.snapshots, SUPERVISED: job.job_id}
+
+
+def hosts_with_ranks(
+    agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
+) -> frozenset[str]:
+    """Return the names of the hosts that answer and have a rank of the job."""
+    words = ["grep", "-qs", f"{SUPERVISED}={job.job_id}", "/proc/[0-9]*/environ"]
+    codes = run_on(agent, hosts, words, seconds)
+    return frozenset(name for name, code in codes.items() if code == 0)
+
+
+def has_local_ranks(launcher: int) -> bool:
+    """Return whether a process has a rank among its descendants; False if that is not visible."""
+    return any(_is_rank(process) for process in _descendants(launcher))
+
+
+def _descendants(process: int) -> Iterator[int]:
+    try:
+        # /proc lists a child under the thread that started it.
+        lists = [file.read_text() for file in (_PROC / str(process)).glob("task/*/children")]
+    except OSError:  # it has just exited
+        return
+    for child in map(int, " ".join(lists).split()):
+        yield child
+        yield from _descendants(child)
+
+
+def _is_rank(process: int) -> bool:
+    """Return whether a process is a rank or a rank's child; False if it has exited."""
+    try:
+        variables = (_PROC / str(process) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(variable.startswith(_RANK_VARIABLES) for variable in variables)

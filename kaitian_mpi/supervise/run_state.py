@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ class RunState:
 
     def lost_ranks_since(self, before: RunState) -> set[int]:
         """Return the ranks that were lost since then, if the job continues without them."""
-        new = [ranks for at, ranks in self.losses if (at, ranks) not in before.losses]
-        return {rank for ranks in new for rank in ranks}
+        return {rank for loss in self.losses if loss not in before.losses for rank in loss[1]}
 
     def is_beyond(self, before: RunState) -> bool:
         """Return whether steps have been trained since then."""
@@ -48,28 +47,22 @@ class RunState:
 def read_state(folder: Path) -> RunState:
     """Read a run folder; return the default state if it is missing or unreadable."""
     summary = Summary.from_json(read_json(folder / NAME))
-    confirmed, metrics = _stat(folder / NAME), _stat(folder / "metrics.jsonl")
+    confirmed_at = metrics_bytes = 0
+    with suppress(OSError):
+        confirmed_at = (folder / NAME).stat().st_mtime_ns
+    with suppress(OSError):
+        metrics_bytes = (folder / "metrics.jsonl").stat().st_size
     return RunState(
         finished=summary.finished,
         steps=summary.steps or 0,
-        metrics_bytes=metrics.st_size if metrics is not None else 0,
+        metrics_bytes=metrics_bytes,
         losses=tuple(_loss(entry) for entry in summary.failures or () if isinstance(entry, dict)),
-        confirmed_at=confirmed.st_mtime_ns if confirmed is not None else 0,
+        confirmed_at=confirmed_at,
     )
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:
-        return None
 
 
 def _loss(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     listed = entry.get("ranks")
-    ranks = (
-        [rank.get("rank") for rank in listed if isinstance(rank, dict)]
-        if isinstance(listed, list)
-        else []
-    )
+    infos = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    ranks = [info.get("rank") for info in infos]
     return str(entry.get("at")), tuple(rank for rank in ranks if isinstance(rank, int))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -28,12 +28,6 @@ from kaitian_mpi.runtime.hosts import (
 from kaitian_mpi.supervise.environments import expand
 from kaitian_mpi.supervise.hosts_file import HostEntry
 from kaitian_mpi.supervise.probe import is_own_name
-from kaitian_mpi.supervise.ranks import (
-    fewer_ranks,
-    kept_ranks,
-    kinds_of,
-    slowdowns_of,
-)
 
 _MAX_NAMES = 8
 # Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the
@@ -124,13 +118,13 @@ def command_on(command: Command, hosts_file: str) -> Command:
         UserError: it has no launcher, or names hosts or a number of ranks itself.
     """
     if not any(part.is_launcher for part in command.parts):
-        raise UserError(f"--hosts-file {hosts_file}: found no mpirun in the command, needed it")
+        raise UserError(f"--hosts-file {hosts_file}: the command must start with mpirun")
     for names in (HOSTFILES, HOST_LISTS, RANKS):
         for part in command.parts:
             if part.name in names:
                 raise UserError(
-                    f"--hosts-file {hosts_file}: found {' '.join(part.words)} as well, needed one "
-                    "of them: the hosts are those of the file, with a rank for each slot"
+                    f"--hosts-file {hosts_file} cannot be combined with {' '.join(part.words)}: it "
+                    "has the hosts, with a rank for each slot; omit either"
                 )
     at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
     own = (  # both values are chosen at each start
@@ -145,11 +139,11 @@ def interpreter_of(command: Command) -> str:
     words = [word for part in command.parts for word in part.words]
     if PurePath(words[-1]).name == PROGRAM:
         beside = Path(words[-1]).with_name("python")
-        found = str(beside) if beside.parts[:-1] and beside.exists() else sys.executable
+        python = str(beside) if beside.parts[:-1] and beside.exists() else sys.executable
     else:  # python -m kaitian_mpi.cli.train
-        found = words[-3]
+        python = words[-3]
     # A remote shell starts in another folder.
-    return os.path.abspath(found) if "/" in found else found
+    return os.path.abspath(python) if "/" in python else python
 
 
 def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
@@ -200,12 +194,13 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
 def _adapted_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
     """Return the flags that depend on the ranks, adapted to the smaller job.
 
-    Spares replace the lost ranks, as far as there are any.
+    mpirun is assumed to map ranks by slot, its default. With another mapping an emulated device may
+    be on another host than before; jobs on real devices are not affected. Spares replace the lost
+    ranks, as far as there are any.
     """
     if job.ranks is None or ranks is None:
         return []
-    placed = place_by_slot(job.hosts, job.ranks)
-    kept = kept_ranks(placed, lost, ranks)
+    kept = kept_ranks(place_by_slot(job.hosts, job.ranks), lost, ranks)
     flags = []
     if job.emulate_kinds:
         flags.append(f"--emulate-kinds={kinds_of(job.emulate_kinds, kept, job.ranks)}")
@@ -215,6 +210,45 @@ def _adapted_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
     if job.spares:
         flags.append(f"--spares={max(0, job.spares - (job.ranks - ranks))}")
     return flags
+
+
+def fewer_ranks(ranks: int | None, left: Sequence[Host]) -> int | None:
+    """Return how many ranks to start on the hosts that are left: at most their slots, if known.
+
+    Args:
+        ranks: the number the user asked for; None for as many as there are slots.
+        left: the hosts that are left.
+    """
+    slots = total_slots(left)
+    return ranks if ranks is None or slots is None else min(ranks, slots)
+
+
+def kept_ranks(placed: Sequence[str], lost: Collection[str], ranks: int) -> list[int]:
+    """Return, for each rank of the smaller job, its rank in the whole job, in ascending order.
+
+    If the whole job had free slots, ranks of a lost host move to those.
+
+    Args:
+        placed: each rank's host in the whole job.
+        lost: the lost hosts.
+        ranks: the size of the smaller job.
+    """
+    surviving = [rank for rank, host in enumerate(placed) if host not in lost]
+    unplaced = [rank for rank, host in enumerate(placed) if host in lost]
+    return sorted(surviving[:ranks] + unplaced[: max(0, ranks - len(surviving))])
+
+
+def kinds_of(text: str, kept: Sequence[int], ranks: int) -> str:
+    """Return `--emulate-kinds` for the kept ranks; unchanged if it does not fit the whole job."""
+    labels = text.split(",")
+    return ",".join(labels[rank] for rank in kept) if len(labels) == ranks else text
+
+
+def slowdowns_of(text: str, kept: Sequence[int]) -> str:
+    """Return `--emulate-slowdown` for the kept ranks, as they are numbered in the smaller job."""
+    numbers = {str(old): new for new, old in enumerate(kept)}
+    entries = [entry.strip().partition(":") for entry in text.split(",")]
+    return ",".join(f"{numbers[old]}:{rest}" for old, _, rest in entries if old in numbers)
 
 
 def _is_given(flag: str, arguments: Sequence[str]) -> bool:

@@ -190,7 +190,7 @@ def test_settings_of_a_task_are_merged_by_name(tmp_path):
         ("nesterov = 1", r"run.toml: nesterov: found 1, needed True or False"),
         ("epochs = 0", r"--epochs: found 0, needed a whole number from 1"),
         ("max-steps = 1\nmax_steps = 2", r"found --max-steps twice"),
-        ("lr = ", r"found no valid TOML \(Invalid value"),
+        ("lr = ", r"is not valid TOML \(Invalid value"),
         ("task = 'a:b'\nlr = 1.0", r"found --task and --lr, needed only one of them"),
         ("set = 3", r"set: found 3, needed a table"),
         ("task = 'a:b'\nset = {day = 2024-01-01}", r"set: day: found a date or time"),
@@ -205,7 +205,7 @@ def test_errors_in_a_file_are_one_line(tmp_path, content, message):
 
 def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "no valid TOML")):
+    for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "not valid TOML")):
         with pytest.raises(UserError, match=f"--config .*{message}"):
             parse_config("kaitian-train", [f"--config={tmp_path / name}"])
 

@@ -11,10 +11,15 @@ from kaitian_mpi.runtime.command import parse_launcher
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.parent import hosts_of_launcher, launcher_command
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
-from kaitian_mpi.supervise.device_map import devices_for, parse_device_map
 from kaitian_mpi.supervise.doctor_hosts import judge_hostfile
-from kaitian_mpi.supervise.environments import expand, parse_environments, read_environments
-from kaitian_mpi.supervise.host_check import HostAnswer, _Ended, ask_hosts, judge, version_faults
+from kaitian_mpi.supervise.environments import expand
+from kaitian_mpi.supervise.host_check import Ended, HostAnswer, ask_hosts, judge, version_faults
+from kaitian_mpi.supervise.user_files import (
+    devices_for,
+    parse_device_map,
+    parse_environments,
+    read_environments,
+)
 
 HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
 TRAIN = "kaitian_mpi.cli.train --lr 1"
@@ -49,11 +54,11 @@ def test_each_environment_is_a_part_of_the_command(line, pythons, words):
 @pytest.mark.parametrize(
     ("line", "hosts", "pythons", "message"),
     [
-        ("mpirun -np 7 kaitian-train", HOSTS, {}, "found 7 ranks for 6 slots"),
-        ("mpirun kaitian-train", HOSTS, {"z": "/p"}, "an environment for z, needed hosts"),
-        ("mpirun kaitian-train", (Host(name="a"),), {}, "found no slots for a; write slots=N"),
-        ("mpirun ./run.sh", HOSTS, {"a": "/p"}, "found ./run.sh as the program"),
-        ("mpirun", HOSTS, {"a": "/p"}, "found nothing as the program"),
+        ("mpirun -np 7 kaitian-train", HOSTS, {}, "7 ranks have only 6 slots"),
+        ("mpirun kaitian-train", HOSTS, {"z": "/p"}, "name z, but the hostfile and --host have"),
+        ("mpirun kaitian-train", (Host(name="a"),), {}, "has no slots for a; write slots=N"),
+        ("mpirun ./run.sh", HOSTS, {"a": "/p"}, "cannot start ./run.sh"),
+        ("mpirun", HOSTS, {"a": "/p"}, "cannot start nothing"),
     ],
 )
 def test_a_command_that_cannot_be_divided(line, hosts, pythons, message):
@@ -73,12 +78,12 @@ def test_environments_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[a", "found no valid TOML"),
-        ('a = "/bin/python"', "needed the path of its interpreter alone"),
-        ("[a]", "needed the path of its interpreter alone"),
-        ('[a]\npython = "/p"\nPATH = "/x"', "needed the path of its interpreter alone"),
+        ("[a", "is not valid TOML"),
+        ('a = "/bin/python"', "must have the path of its interpreter"),
+        ("[a]", "must have the path of its interpreter"),
+        ('[a]\npython = "/p"\nPATH = "/x"', "must have the path of its interpreter"),
         ('[b.lab]\npython = "/p"', 'quote a name with dots: \\["node-b.lab"\\]'),
-        ('[a]\npython = "bin/python"', "needed a full path"),
+        ('[a]\npython = "bin/python"', "is not a full path"),
     ],
 )
 def test_wrong_environments(text, message):
@@ -91,19 +96,19 @@ def test_a_device_map_gives_each_host_its_devices():
     assert devices_for(known, "a", lambda name: False, "m.toml") == "cuda:1,cpu"
     assert devices_for(known, "a.lab", lambda name: False, "m.toml") == "cuda:1,cpu"
     assert devices_for(known, "b", lambda name: name == "10.0.0.2", "m.toml") == "mlu:0"
-    with pytest.raises(UserError, match=r"no devices for c, needed .*; it has a, 10\.0\.0\.2"):
+    with pytest.raises(UserError, match=r"no devices for c, only for a, 10\.0\.0\.2"):
         devices_for(known, "c", lambda name: False, "m.toml")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a = [", "found no valid TOML"),
-        ("", "found no host"),
-        ('a = "cuda:0"', "needed a list with a device for each local rank"),
-        ("a = []", "needed a list"),
-        ('a = ["cuda:0,cuda:1"]', "needed a list"),
-        ("a = [0, 1]", "needed a list"),
+        ("a = [", "is not valid TOML"),
+        ("", "is empty"),
+        ('a = "cuda:0"', "is not a list with a device for each local"),
+        ("a = []", "is not a list"),
+        ('a = ["cuda:0,cuda:1"]', "is not a list"),
+        ("a = [0, 1]", "is not a list"),
         ('a.lab = ["cpu"]', "quote a name with dots"),
     ],
 )
@@ -115,15 +120,15 @@ def test_wrong_device_maps(text, message):
 @pytest.mark.parametrize(
     ("ended", "answer"),
     [
-        (_Ended(0, "Welcome!\n0.1.0\n"), "0.1.0"),
-        (_Ended(None), "b does not answer within 8 s; see whether"),
+        (Ended(0, "Welcome!\n0.1.0\n"), "0.1.0"),
+        (Ended(None), "b does not answer within 8 s; check"),
         (
-            _Ended(255, "", "ssh: connect to host b port 22: No route to host\n"),
-            "b cannot be reached (ssh: connect to host b port 22: No route to host); see",
+            Ended(255, "", "ssh: connect to host b port 22: No route to host\n"),
+            "b cannot be reached (ssh: connect to host b port 22: No route to host); check",
         ),
-        (_Ended(127, "", "bash: /p: No such file or directory"), "b has no /p; install"),
-        (_Ended(1, "", "x\nimportlib.metadata.PackageNotFoundError: k"), "/p has no kaitian-mpi"),
-        (_Ended(1, "", "Fatal Python error"), "b: /p fails (Fatal Python error); run it there"),
+        (Ended(127, "", "bash: /p: No such file or directory"), "b has no /p; install"),
+        (Ended(1, "", "x\nimportlib.metadata.PackageNotFoundError: k"), "/p has no kaitian-mpi"),
+        (Ended(1, "", "Fatal Python error"), "b: /p fails (Fatal Python error); run it there"),
     ],
 )
 def test_what_a_host_answers(ended, answer):

@@ -14,8 +14,7 @@ from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.supervise.backoff import Backoff
-from kaitian_mpi.supervise.host_changes import HostChanges
+from kaitian_mpi.supervise.host_changes import Backoff, HostChanges
 from kaitian_mpi.supervise.host_check import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.hosts_file import HostsFile, parse_hosts, read_hosts_file
 from kaitian_mpi.supervise.starts import interpreter_of
@@ -331,11 +330,11 @@ def test_a_stop_while_hosts_are_chosen(cluster):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", "found no host"),
-        ("# only a comment\n", "found no host"),
-        ("a slots=0\n", "found no host"),
-        ("a slots=2\nb slots=1\na slots=1\n", "line 3: found a again"),
-        ("a slots=2\nb\n", "line 2: found no slots for b"),
+        ("", "has no host with slots"),
+        ("# only a comment\n", "has no host with slots"),
+        ("a slots=0\n", "has no host with slots"),
+        ("a slots=2\nb slots=1\na slots=1\n", "line 3: a is listed twice"),
+        ("a slots=2\nb\n", "line 2: b has no slots"),
         ("a slots=2\n-oProxyCommand=x slots=1\n", "line 2: found '-oProxyCommand=x'"),
         ("a slots=2\n\x00\x01\n", "line 2: found"),
     ],
@@ -367,10 +366,10 @@ def test_the_file_must_be_the_users_own(tmp_path):
     with pytest.raises(UserError, match="another user can write"):
         read_hosts_file(str(file))
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UserError, match="found no file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read_hosts_file(str(tmp_path / "fifo"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="found no text"):
+    with pytest.raises(UserError, match="not UTF-8 text"):
         read_hosts_file(str(tmp_path / "binary"))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.supervise.job_environment import environment, hosts_with_ranks
+from kaitian_mpi.supervise.process import environment, hosts_with_ranks
 from kaitian_mpi.supervise.starts import Job
 
 LONGEST_SEC = 30
@@ -285,8 +285,8 @@ def test_snapshots_are_removed_after_a_signal(place, number):
     name = (place / "names").read_text().split()[0]
     assert list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
     process.send_signal(number)
-    process.communicate(timeout=LONGEST_SEC)
-    assert process.returncode == 128 + number
+    _, err = process.communicate(timeout=LONGEST_SEC)
+    assert process.returncode == 128 + number, err
     assert not list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
 
 

@@ -14,14 +14,16 @@ from kaitian_mpi.runtime.hosts import (
     parse_hostfile,
     place_by_slot,
 )
-from kaitian_mpi.supervise.job_environment import environment
-from kaitian_mpi.supervise.ranks import (
+from kaitian_mpi.supervise.process import environment
+from kaitian_mpi.supervise.starts import (
+    Job,
     fewer_ranks,
     kept_ranks,
     kinds_of,
+    list_names,
+    plan_start,
     slowdowns_of,
 )
-from kaitian_mpi.supervise.starts import Job, list_names, plan_start
 
 
 def hosts(**slots):
