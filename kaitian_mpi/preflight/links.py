@@ -89,5 +89,5 @@ def _ends(ranks: tuple[int, int], hosts: tuple[str, str]) -> str:
 
 
 def _range(values: list[float]) -> str:
-    least, most = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    least, most = (f"{end:,.0f}" if end >= 1 else "<1" for end in (min(values), max(values)))
     return least if least == most else f"{least} to {most}"

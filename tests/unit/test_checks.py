@@ -299,6 +299,11 @@ def test_nothing_is_said_against_what_is_well(facts):
     assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
 
 
+def test_a_latency_below_a_microsecond_is_not_called_0():
+    facts = job(links=tuple(replace(link((0, 1), 900.0), latency_us=us) for us in (0.4, 4.0)))
+    assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [str(verdict) for _, verdict in judge(facts)]
+
+
 def test_the_checks_before_a_job_need_no_device_and_no_disk():
     bare = rank_facts().to_json() | {"devices": None, "storage": None}
     other = rank_facts(1, software=with_package("kaitian-mpi", "0.2"))
