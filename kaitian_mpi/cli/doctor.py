@@ -18,8 +18,7 @@ from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.examination import Examination, Options, examine_machine
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.job import Job
-from kaitian_mpi.preflight.post import NoAnswerError
+from kaitian_mpi.preflight.job import Job, NoAnswerError
 from kaitian_mpi.preflight.report import Report, make_report, to_json, to_text
 from kaitian_mpi.runtime.abort import (
     abort_job,

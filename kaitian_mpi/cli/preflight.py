@@ -15,8 +15,8 @@ from kaitian_mpi.mpi.emulation import agree_on_emulation
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.preflight.collect import collect
 from kaitian_mpi.preflight.facts import JobFacts
+from kaitian_mpi.preflight.rank_checks import judge_placement
 from kaitian_mpi.preflight.verdict import Level
-from kaitian_mpi.preflight.world import judge_placement
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 from kaitian_mpi.supervise.probe import is_local

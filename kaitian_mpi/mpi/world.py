@@ -29,9 +29,9 @@ from kaitian_mpi.mpi.topology import (
     plan_groups,
     translate_ranks,
 )
+from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.collect import collect, collect_mpi
 from kaitian_mpi.preflight.facts import JobFacts, OtherVersionError, RankFacts, version_in
-from kaitian_mpi.preflight.registry import judge
 from kaitian_mpi.preflight.verdict import Level, by_value
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.system import usable_cores

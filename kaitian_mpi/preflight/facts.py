@@ -1,4 +1,4 @@
-"""Facts about the ranks and hosts of a job, as gathered; `Verdict` says what they mean.
+"""Facts about the ranks and hosts of a job; a `Verdict` says what they mean.
 
 Everything here can be written as JSON: `kaitian-doctor --json` prints these fields by their names,
 and ranks send them to rank 0. A fact that could not be found is None, and `RankFacts.faults` says
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+PACKAGES = ("kaitian-mpi", "torch", "mpi4py", "numpy", "psutil", "rich")
+"""The packages that every rank needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class Mpi:
     device_aware: bool | None
     """Whether MPI was built to access device memory; None if it cannot be asked."""
     transports: Mapping[str, str]
-    """What was chosen of MPI's components, such as `btl: ^tcp`; those left to MPI are missing."""
+    """MPI's components that were chosen, such as `btl: ^tcp`; those left to MPI are missing."""
     by_srun: bool = False
     """Whether the launcher is srun, not mpirun."""
 
@@ -75,7 +78,7 @@ class Kind:
     library: str = ""
     """The vendor's collective library; empty if it has none."""
     run_on_hardware: str = ""
-    """On what this package has been run with it; empty: not on hardware."""
+    """The hardware this package was run on with it; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ class Devices:
     physical_id: str
     """Its PCI address or UUID; empty for the CPU."""
     library_id: str = ""
-    """What the vendor's library tells it from others by, where that is known."""
+    """How the vendor's library identifies it, if that is known."""
     kind: str
     """Its kind."""
     name: str
@@ -231,9 +234,9 @@ class Launcher:
     library: str
     """The MPI that it belongs to, such as `Open MPI 5.0.8`; empty if unknown."""
     started: int | None
-    """Of two ranks that it was asked to start, how many saw each other; None if it failed."""
+    """How many of two test ranks connected; None if it failed."""
     error: str
-    """What it said when it failed."""
+    """Its message when it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

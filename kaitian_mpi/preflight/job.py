@@ -1,11 +1,12 @@
 """Examines the ranks of a job: each examines itself, and rank 0 gathers, and orders the probes.
 
 Rank 0 waits for each rank with a limit, so that one that hangs or has died is named; the others
-wait for its orders.
+wait for its orders. Nothing is collective: a collective would hang with the one rank that hangs.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,16 +26,75 @@ from kaitian_mpi.preflight.link_probe import (
     plan_rounds,
     time_link,
 )
-from kaitian_mpi.preflight.post import NoAnswerError, Post
+from kaitian_mpi.runtime import tags
+from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_MAX_NAP_SEC = 5e-3
 _EXTRA_SEC = 5.0
 _PROBE_SEC = 10.0
 _ORDERS_SEC = 60.0
 _SETTLE_SEC = 2.0
 _END = "end"
+
+
+class NoAnswerError(Exception):
+    """A rank has not answered in time, or has died."""
+
+
+class Post:
+    """Sends and receives small values as JSON, with time limits."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._lost = False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no message is in flight, so that MPI can be finalized."""
+        return not self._lost and all(request.Test() for request, _ in self._sent)
+
+    def send(self, target: int, value: Any) -> None:
+        """Send a value without waiting."""
+        from mpi4py import MPI
+
+        content = json.dumps(value).encode()
+        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR_VALUES)
+        self._sent.append((request, content))
+
+    def receive(self, source: int, limit_sec: float) -> Any:
+        """Return the next value of this rank.
+
+        Raises:
+            NoAnswerError: none arrived within the limit.
+        """
+        from mpi4py import MPI
+
+        status = MPI.Status()
+
+        def has_come() -> bool:
+            return bool(self._comm.Iprobe(source, tags.DOCTOR_VALUES, status))
+
+        try:
+            if not wait_until(has_come, limit_sec, _MAX_NAP_SEC):
+                raise NoAnswerError(f"has sent nothing for {limit_sec:.0f} s")
+            content = bytearray(status.Get_count(MPI.BYTE))
+            request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR_VALUES)
+            if not wait_until(request.Test, limit_sec, _MAX_NAP_SEC):
+                self._lost = True
+                keep_alive(request, content)
+                raise NoAnswerError(f"has sent half a message in {limit_sec:.0f} s")
+        except MPI.Exception as error:
+            self._lost = True
+            raise NoAnswerError(f"has died ({error})") from error
+        return json.loads(content)
+
+    def settle(self, limit_sec: float) -> bool:
+        """Wait until everything sent has arrived; return whether it has."""
+        return wait_until(lambda: self.is_clean, limit_sec, _MAX_NAP_SEC)
 
 
 class Job:
@@ -54,11 +114,11 @@ class Job:
 
     @property
     def is_clean(self) -> bool:
-        """Whether MPI can be finalized: no rank is missing, and no message is on its way."""
+        """Whether MPI can be finalized: no rank is missing, and no message is in flight."""
         return not self._failed and self._post.settle(_SETTLE_SEC)
 
     def examine(self) -> JobFacts:
-        """Return what is known of all ranks. On rank 0 only; the others `serve`."""
+        """Return the facts of all ranks. On rank 0 only; the others `serve`."""
         ranks, missing = self._gather()
         if missing:
             self._failed = True
@@ -75,7 +135,7 @@ class Job:
     def end(self, code: int) -> None:
         """Let the other ranks exit with this code. On rank 0 only."""
         for rank in range(1, self._comm.size):
-            self._post.deliver(rank, {"do": _END, "code": code})
+            self._post.send(rank, {"do": _END, "code": code})
 
     def serve(self) -> int:
         """Examine this rank and do what rank 0 orders; return the exit code.
@@ -83,13 +143,13 @@ class Job:
         Raises:
             NoAnswerError: rank 0 gives no orders.
         """
-        self._post.deliver(0, self._examination.first_facts.to_json())
-        self._post.deliver(0, self._own_facts().to_json())
+        self._post.send(0, self._examination.first_facts.to_json())
+        self._post.send(0, self._own_facts().to_json())
         while True:
             order = self._post.receive(0, 2 * self._timeout + _ORDERS_SEC)
             if order["do"] == _END:
                 return int(order["code"])
-            self._post.deliver(0, self._obey(order))
+            self._post.send(0, self._obey(order))
 
     def _own_facts(self) -> RankFacts:
         facts = self._examination.results()
@@ -105,7 +165,7 @@ class Job:
             try:
                 left = max(0.0, deadline - time.monotonic())
                 first = RankFacts.from_json(self._post.receive(rank, left))
-                where = f"began its examination on {first.host}"
+                where = f"started its examination on {first.host}"
                 left = max(0.0, deadline - time.monotonic())
                 found[rank] = RankFacts.from_json(self._post.receive(rank, left))
             except NoAnswerError as error:
@@ -121,14 +181,14 @@ class Job:
             for first, second in pairs:
                 for rank, partner in ((first, second), (second, first)):
                     if rank != 0:
-                        self._post.deliver(
+                        self._post.send(
                             rank, {"do": "link", "partner": partner, "asks": rank == first}
                         )
             links += [self._result_of(pair, hosts) for pair in pairs]
         return tuple(links)
 
     def _result_of(self, pair: Pair, hosts: Sequence[str]) -> Link:
-        """Return a pair's result; it takes part itself if rank 0 is of the pair."""
+        """Return a pair's result; take part if rank 0 is in the pair."""
         results = []
         for rank, partner in (pair, pair[::-1]):
             if rank == 0:
@@ -150,7 +210,7 @@ class Job:
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         clocks = []
         for rank in firsts[1:] if not self._failed else ():
-            self._post.deliver(rank, {"do": "clock"})
+            self._post.send(rank, {"do": "clock"})
             try:
                 skew, uncertainty = compare_clocks(self._partner(rank))
             except ProbeError as error:
@@ -187,8 +247,8 @@ class Job:
 
 
 class _GoneError(Exception):
-    """A rank that had answered before does not."""
+    """A rank has stopped responding."""
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"answered before, and does not any more: {reason}")
+        super().__init__(f"stopped responding: {reason}")
         self.rank = rank

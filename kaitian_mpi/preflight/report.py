@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.facts import JobFacts, RankFacts
-from kaitian_mpi.preflight.registry import judge
 from kaitian_mpi.preflight.verdict import Level, Verdict, count_text, size_text
 
 FORMAT = 1

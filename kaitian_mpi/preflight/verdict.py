@@ -27,12 +27,12 @@ class Verdict:
 
     level: Level
     found: str
-    """What was found."""
+    """The finding."""
     advice: str = ""
     """What to do; empty if all is well."""
     host: str = ""
-    """The host it is about; empty if it is about the job. Added to what was found, and hosts of
-    which the same was found are named together."""
+    """The host it is about; empty if it is about the job. Hosts with the same finding are named
+    together."""
 
     def __str__(self) -> str:
         """Return it as one line of a message."""
@@ -48,7 +48,7 @@ class Check:
 
     name: str
     judge: Judge
-    """Pure; returns no verdict where the facts it needs are missing."""
+    """Pure; returns no verdict if the facts it needs are missing."""
     before_jobs: bool = False
     """Whether its facts cost nothing, so that it is made before every job."""
 
@@ -72,9 +72,9 @@ def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:
     """Return a problem from an error's message, whose last part may say what to do.
 
     Args:
-        error: such as `found no mpirun; install one`.
-        where: added to what was found.
-        advice: where the message has none.
+        error: such as `there is no mpirun; install one`.
+        where: put before the finding.
+        advice: used if the message has none.
     """
     found, _, in_message = error.rpartition("; ")
     return problem(f"{where}{found or in_message}", in_message if found else advice)
@@ -93,12 +93,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if is_one else 's'} {', '.join(texts)}"
 
 
-def by_value(values: Mapping[int, str]) -> str:
-    """Return who has what, such as `2.8.0 on rank 0, 2.9.1 on ranks 1, 2`."""
+def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks with each value."""
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
         holders.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+    return holders
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """Return each value with its ranks, such as `2.8.0 on rank 0, 2.9.1 on ranks 1, 2`."""
+    return ", ".join(f"{value} on {ranks_text(at)}" for value, at in ranks_by(values).items())
 
 
 def merge_hosts(verdicts: Iterable[Verdict], hosts: int) -> list[Verdict]:

@@ -9,6 +9,7 @@ from facts import DEVICES, GIB, rank_facts, with_package
 
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.console import differing_software
+from kaitian_mpi.preflight.checks import CHECKS, judge
 from kaitian_mpi.preflight.collect import collect
 from kaitian_mpi.preflight.facts import (
     Clock,
@@ -19,7 +20,6 @@ from kaitian_mpi.preflight.facts import (
     OtherVersionError,
     RankFacts,
 )
-from kaitian_mpi.preflight.registry import CHECKS, judge
 from kaitian_mpi.preflight.verdict import Level, by_value, ranks_text
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL", run_on_hardware="Acme 1")
@@ -92,7 +92,7 @@ PROBLEMS = {
     ),
     "no threads": (
         two(mpi={"threads": "single"}),
-        "MPI's thread level is single on rank 1, needed multiple",
+        "MPI's thread level is single on rank 1, not multiple",
     ),
     "fault tolerance that is not": (
         job(rank_facts(mpi={"survives_requested": True})),
@@ -102,7 +102,7 @@ PROBLEMS = {
         two(mpi={"survives_requested": True, "survives": True}),
         "fault tolerance differs between ranks: off on rank 0, on on rank 1",
     ),
-    "no mpirun": (alone(path=""), "found no mpirun"),
+    "no mpirun": (alone(path=""), "there is no mpirun in PATH"),
     "another mpirun": (alone(library="MPICH 4.2"), "is MPICH 4.2's, mpi4py loads Open MPI 5.0.11"),
     "an mpirun that fails": (
         alone(started=None, error="exit code 1: an attempt to run as root"),
@@ -236,7 +236,7 @@ WARNINGS = {
     "a slow disk": (job(rank_facts(storage={"write_mb_per_sec": 3.0})), "checkpoints take long"),
     "a slow link": (
         job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
-        "between a (rank 0) and c (rank 2): 90 MB/s, where the median pair has 900",
+        "between a (rank 0) and c (rank 2): 90 MB/s, but the median pair has 900",
     ),
     "a slow network": (job(links=(link((0, 1), 11.0),)), "the hosts exchange 11 MB/s"),
     "a wrong clock": (

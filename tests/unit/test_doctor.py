@@ -12,13 +12,12 @@ from facts import rank_facts
 
 from kaitian_mpi.cli.doctor import make_parser, read_options
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight import stages
-from kaitian_mpi.preflight.disk_probe import examine_storage, file_system, nearest_folder
+from kaitian_mpi.preflight import examination
+from kaitian_mpi.preflight.examination import Stage, StageError, examine_launcher, parse_count, run
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.launcher_probe import examine_launcher, parse_count
 from kaitian_mpi.preflight.link_probe import plan_rounds
 from kaitian_mpi.preflight.report import make_report, to_json, to_text
-from kaitian_mpi.preflight.stages import Stage, StageError, run
+from kaitian_mpi.preflight.stage_process import examine_storage, file_system, nearest_folder
 from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
 
 
@@ -124,7 +123,7 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path):
     ],
 )
 def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
-    monkeypatch.setattr(stages, "COMMAND", (sys.executable, "-c", body))
+    monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", body))
     began = time.monotonic()
     with pytest.raises(StageError, match=reason):
         Stage("devices").result(time.monotonic() + 1)
@@ -135,7 +134,7 @@ def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "1")
     monkeypatch.setenv("PMI_FD", "7")
     show = "import json, os; print(json.dumps([n for n in os.environ if n[:3] in ('PMI',)]))"
-    monkeypatch.setattr(stages, "COMMAND", (sys.executable, "-c", show))
+    monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", show))
     assert Stage("devices").result(time.monotonic() + 10) == []
 
 

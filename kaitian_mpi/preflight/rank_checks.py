@@ -1,17 +1,19 @@
-"""Verdicts on MPI: whether the ranks see each other, and what MPI can do."""
+"""Verdicts on the ranks: versions, MPI, and whether the ranks see each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from kaitian_mpi.preflight.facts import JobFacts, Mpi, RankFacts
+from kaitian_mpi.preflight.facts import PACKAGES, JobFacts, Mpi
 from kaitian_mpi.preflight.verdict import (
+    Level,
     Verdict,
     by_value,
     count_text,
     ok,
     problem,
     problem_from,
+    ranks_by,
     ranks_text,
     warning,
 )
@@ -30,12 +32,59 @@ _LOOK = (
 )
 
 
+def judge_installed(job: JobFacts) -> Iterator[Verdict]:
+    """Every rank has all packages."""
+    lacking: dict[int, str] = {}
+    for facts in job.ranks:
+        names = [name for name in PACKAGES if not facts.software.packages.get(name)]
+        if names:
+            lacking[facts.rank] = ", ".join(names)
+    if lacking:
+        yield problem(f"not installed: {by_value(lacking)}", "install kaitian-mpi there with pip")
+    elif job.ranks:
+        packages = job.ranks[0].software.packages
+        shown = ", ".join(f"{name} {packages[name]}" for name in PACKAGES[:3])
+        yield ok(f"Python {job.ranks[0].software.python}, {shown}")
+
+
+def judge_versions(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks have the same kaitian-mpi, and send each other the same messages."""
+    versions = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
+    installed = {rank: version for rank, version in versions.items() if version}
+    protocols = {facts.rank: str(facts.software.protocol) for facts in job.ranks}
+    advice = "install the same version on every host"
+    yield from _differing("the version of kaitian-mpi", installed, Level.PROBLEM, advice)
+    yield from _differing("the wire protocol of kaitian-mpi", protocols, Level.PROBLEM, advice)
+
+
+def judge_environments(job: JobFacts) -> Iterator[Verdict]:
+    """Ranks may have different releases of torch and Python, which are listed."""
+    torch = {facts.rank: facts.software.packages.get("torch", "") for facts in job.ranks}
+    python = {facts.rank: facts.software.python for facts in job.ranks}
+    for name, versions in (("torch", torch), ("Python", python)):
+        if len(set(versions.values())) > 1:
+            yield ok(f"{name}: {by_value(versions)}")
+
+
+def judge_mpi_library(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks have the same MPI."""
+    libraries = {facts.rank: facts.mpi.library for facts in job.ranks if facts.mpi is not None}
+    yield from _differing(
+        "the MPI library",
+        libraries,
+        Level.WARNING,
+        "install the same one on every host: two releases may not understand each other",
+    )
+
+
+def _differing(what: str, values: dict[int, str], level: Level, advice: str) -> Iterator[Verdict]:
+    if len(set(values.values())) > 1:
+        yield Verdict(level, f"{what} differs between ranks: {by_value(values)}", advice)
+
+
 def judge_presence(job: JobFacts) -> Iterator[Verdict]:
     """Every rank has answered."""
-    reasons: dict[str, list[int]] = {}
-    for rank, reason in job.missing.items():
-        reasons.setdefault(reason, []).append(rank)
-    for reason, ranks in reasons.items():
+    for reason, ranks in ranks_by(job.missing).items():
         yield problem(f"{ranks_text(ranks)}: {reason}", _LOOK)
 
 
@@ -43,15 +92,12 @@ def judge_faults(job: JobFacts) -> Iterator[Verdict]:
     """Every examination came to an end."""
     names = dict.fromkeys(name for facts in job.ranks for name in facts.faults if name != "mpi")
     for name in names:
-        found = {f.rank: f.faults[name] for f in job.ranks if name in f.faults}
-        reasons: dict[str, list[int]] = {}
-        for rank, reason in found.items():
-            reasons.setdefault(reason, []).append(rank)
-        for reason, ranks in reasons.items():
+        reasons = {facts.rank: facts.faults[name] for facts in job.ranks if name in facts.faults}
+        for reason, ranks in ranks_by(reasons).items():
             where = f" ({ranks_text(ranks)})" if len(job.ranks) > 1 else ""
             yield problem(
                 f"the examination of {name} failed{where}: {reason}",
-                "correct what it names; training would meet the same",
+                "correct what it names; training would fail in the same way",
             )
 
 
@@ -73,7 +119,7 @@ def judge_mpi(job: JobFacts) -> Iterator[Verdict]:
     single = {rank: mpi.threads for rank, mpi in known.items() if mpi.threads != "multiple"}
     if single:
         yield problem(
-            f"MPI's thread level is {by_value(single)}, needed multiple",
+            f"MPI's thread level is {by_value(single)}, not multiple",
             "use a build of MPI with MPI_THREAD_MULTIPLE",
         )
     elif known:
@@ -101,13 +147,12 @@ _UNSET = f"unset {MAPPING_POLICIES[0]}: its :oversubscribe puts every rank on th
 def _unknown_launcher(job: JobFacts, mpi: Mpi) -> Verdict:
     ranks = count_text(mpi.size, "rank")
     found = f"MPI sees {ranks}, but no variable of the launcher says which is which"
-    advice = "start the job with mpirun: every rank takes itself for the first one of its host"
-    shared = any(len(r) > 1 and _has_accelerator(r) for r in job.hosts.values())
+    advice = "start the job with mpirun; otherwise every rank acts as the first one of its host"
+    shared = any(
+        len(of_host) > 1 and any(f.devices is not None and not f.devices.is_host for f in of_host)
+        for of_host in job.hosts.values()
+    )
     return (problem if shared else warning)(found, advice)
-
-
-def _has_accelerator(ranks: Iterable[RankFacts]) -> bool:
-    return any(facts.devices is not None and not facts.devices.is_host for facts in ranks)
 
 
 _INSTALL = (
@@ -165,7 +210,7 @@ def judge_waiting(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_transports(job: JobFacts) -> Iterator[Verdict]:
-    """What MPI was told to send by, and whether it can reach device memory."""
+    """The components MPI sends by are listed, and whether it can access device memory."""
     known = [facts.mpi for facts in job.ranks if facts.mpi is not None]
     if known and job.launcher is None:
         chosen = ", ".join(f"{name} {value}" for name, value in known[0].transports.items())
@@ -179,8 +224,8 @@ def judge_launcher(job: JobFacts) -> Iterator[Verdict]:
         return
     own = next((facts.mpi.library for facts in job.ranks if facts.mpi is not None), "")
     if not launcher.path:
-        yield problem("found no mpirun", 'pip install "kaitian-mpi[mpi]" brings one')
-    elif own and launcher.library and _is_open(own) != _is_open(launcher.library):
+        yield problem("there is no mpirun in PATH", 'install one: pip install "kaitian-mpi[mpi]"')
+    elif own and launcher.library and (OPEN_MPI.name in own) != (OPEN_MPI.name in launcher.library):
         yield problem(
             f"{launcher.path} is {launcher.library}'s, mpi4py loads {own}: each rank would be a "
             "job of its own",
@@ -201,10 +246,6 @@ def judge_launcher(job: JobFacts) -> Iterator[Verdict]:
         )
     else:
         yield ok(f"{launcher.path} ({launcher.library}) starts ranks that see each other")
-
-
-def _is_open(library: str) -> bool:
-    return library.startswith(OPEN_MPI.name)
 
 
 def _awareness(mpi: Mpi) -> str:

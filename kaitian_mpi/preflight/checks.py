@@ -4,38 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kaitian_mpi.preflight.devices import (
-    judge_copies,
-    judge_devices,
-    judge_unusable,
-    judge_vendor_packages,
-)
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.links import judge_clocks, judge_links, judge_networks
-from kaitian_mpi.preflight.machine import (
+from kaitian_mpi.preflight.host_checks import (
+    judge_copies,
     judge_cores,
+    judge_devices,
     judge_limits,
     judge_ram,
     judge_shared_memory,
+    judge_storage,
+    judge_unusable,
+    judge_vendor_packages,
 )
-from kaitian_mpi.preflight.software import (
+from kaitian_mpi.preflight.link_checks import judge_clocks, judge_links, judge_networks
+from kaitian_mpi.preflight.rank_checks import (
     judge_environments,
-    judge_installed,
-    judge_mpi_library,
-    judge_versions,
-)
-from kaitian_mpi.preflight.storage import judge_storage
-from kaitian_mpi.preflight.verdict import Check, Verdict, merge_hosts
-from kaitian_mpi.preflight.world import (
     judge_faults,
+    judge_installed,
     judge_launcher,
     judge_mpi,
+    judge_mpi_library,
     judge_placement,
     judge_presence,
     judge_survival,
     judge_transports,
+    judge_versions,
     judge_waiting,
 )
+from kaitian_mpi.preflight.verdict import Check, Verdict, merge_hosts
 
 CHECKS = (
     Check("ranks", judge_presence),

@@ -21,7 +21,7 @@ def judge_links(job: JobFacts) -> Iterator[Verdict]:
         if link.error:
             yield problem(
                 f"between {_ends(link.ranks, link.hosts)}: {link.error}",
-                "see that no firewall is between the hosts, and choose the network with mpirun "
+                "check that no firewall is between the hosts, and choose the network with mpirun "
                 "--mca btl_tcp_if_include",
             )
     if not working:
@@ -36,7 +36,7 @@ def judge_links(job: JobFacts) -> Iterator[Verdict]:
     for link in working:
         if link.mb_per_sec is not None and link.mb_per_sec * _SLOW_FACTOR < usual:
             yield warning(
-                f"between {_ends(link.ranks, link.hosts)}: {link.mb_per_sec:,.0f} MB/s, where the "
+                f"between {_ends(link.ranks, link.hosts)}: {link.mb_per_sec:,.0f} MB/s, but the "
                 f"median pair has {usual:,.0f}",
                 "check that link; if it cannot be made faster, leave the host out",
             )
@@ -72,7 +72,7 @@ def judge_clocks(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_networks(job: JobFacts) -> Iterator[Verdict]:
-    """What networks the hosts have."""
+    """The hosts' networks are listed."""
     for host, ranks in job.hosts.items():
         devices = ranks[0].devices
         if devices is not None and len(job.hosts) > 1:
