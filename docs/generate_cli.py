@@ -6,6 +6,7 @@ python docs/generate_cli.py
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -51,12 +52,25 @@ def _command(parser: argparse.ArgumentParser) -> str:
         title = "" if is_default else (group.title or "").capitalize()
         shown = [action for action in group._group_actions if action.dest != "help"]
         tables.setdefault(title, []).extend(shown)
-    for title, actions in tables.items():
+    as_in_train: list[argparse.Action] = []
+    for title, listed in tables.items():
+        if parser is not PARSERS[0]:
+            as_in_train += [action for action in listed if _row(action) in _rows_of_train()]
+        actions = [action for action in listed if action not in as_in_train]
         if actions:
             lines += [f"### {title}", ""] if title else []
             lines += ["| argument | value | default | meaning |", "|---|---|---|---|"]
             lines += [*map(_row, actions), ""]
+    if as_in_train:
+        names = ", ".join(f"`{option}`" for each in as_in_train for option in each.option_strings)
+        text = f"As in [kaitian-train](#kaitian-train): {names}."
+        lines += [*textwrap.wrap(text, 118, break_on_hyphens=False), ""]
     return "\n".join(lines)
+
+
+@functools.cache
+def _rows_of_train() -> set[str]:
+    return {_row(action) for action in PARSERS[0]._actions}
 
 
 def _row(action: argparse.Action) -> str:
