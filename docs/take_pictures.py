@@ -41,9 +41,8 @@ COMMAND = (
 KILL_AT, PICTURE_AT = 60, 105
 STEP = 8  # before the first gathering of events, so that the lost rank's are in the file
 FIGURES = ("batch-sizes", "utilization", "step-phases", "events")
-FRAME = re.compile(r"\x1b7\x1b\[1;\d+r(.*?)\x1b8", re.DOTALL)
-ROW = re.compile(r"\x1b\[\d+;1H\x1b\[0m\x1b\[2K([^\x1b]*(?:\x1b\[[\d;]*m[^\x1b]*)*)")
-OTHER = re.compile(r"\x1b7\x1b\[r\x1b8(?:\x1b\[J)?(?:\x1bD)*\x1b\[\d+A")  # makes room
+ERASED = re.compile(r"\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")  # the last frame
+CURSOR = re.compile(r"\x1b\[\?25[hl]")
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # would be loaded from elsewhere
 
 
@@ -67,9 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seen = watch(Path(folder)).pictured
         run = Path(folder) / "mixed"
-        view = ROW.findall(FRAME.findall(seen)[-1])
-        lines = OTHER.sub("", FRAME.sub("", seen)).replace("\r\n", "\n").rstrip("\n").split("\n")
-        draw([row for line in lines for row in wrap(line)], view, pictures / "terminal.svg")
+        draw([row for line in screen_of(seen) for row in wrap(line)], pictures / "terminal.svg")
         picture_report(run, pictures)
         picture_timeline(run, pictures)
         if options.keep:
@@ -96,8 +93,8 @@ def watch(folder: Path) -> Seen:
             if step >= KILL_AT and not killed:
                 killed = True
                 os.kill(rank_3_of(job.pid), signal.SIGKILL)
-            frame = (FRAME.findall(seen.text) or [""])[-1]
-            if step >= PICTURE_AT and "slow: " in frame and not seen.pictured:
+            frame = seen.text.rpartition("\x1b[2K")[2]
+            if step >= PICTURE_AT and "slow: " in frame and "busy" in frame and not seen.pictured:
                 seen.pictured = seen.text
     except OSError:  # the job has ended
         pass
@@ -172,12 +169,23 @@ def rank_3_of(launcher: int) -> int:
 
 
 def wrap(line: str) -> list[str]:
-    """Return a line as the terminal wraps it."""
+    """Return a line as the terminal wraps it; one with colors is a frame's, and fits."""
+    if "\x1b" in line:
+        return [line]
     return [line[at : at + COLUMNS] for at in range(0, max(1, len(line)), COLUMNS)]
 
 
-def draw(lines: list[str], view: list[str], path: Path) -> None:
-    """Write the picture of the last lines and of the view below them."""
+def screen_of(written: str) -> list[str]:
+    """Return the lines that are left on a terminal on which frames replace one another."""
+    parts = ERASED.split(CURSOR.sub("", written))
+    lines = parts[0].split("\r\n")
+    for ups, text in zip(parts[1::2], parts[2::2], strict=True):
+        lines[-ups.count("A") - 1 :] = text.split("\r\n")
+    return lines
+
+
+def draw(lines: list[str], path: Path) -> None:
+    """Write the picture of the last lines."""
     console = Console(
         record=True,
         width=COLUMNS,
@@ -185,7 +193,7 @@ def draw(lines: list[str], view: list[str], path: Path) -> None:
         force_terminal=True,
         color_system="truecolor",
     )
-    for line in [*lines[-(SHOWN - len(view)) :], *view]:
+    for line in lines[-SHOWN:]:
         console.print(Text.from_ansi(line), no_wrap=True, overflow="crop", highlight=False)
     svg = console.export_svg(title="mpirun -np 4 kaitian-train …", unique_id="terminal")
     path.write_text(FONTS.sub("", svg).replace("Fira Code, monospace", "monospace"))

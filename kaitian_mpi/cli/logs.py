@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 _PACKAGE = "kaitian_mpi"
 
@@ -21,6 +22,15 @@ class _Formatter(logging.Formatter):
         return f"{self._prefix} {level}{super().format(record)}"
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at that moment: the live view replaces it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
     """Write the package's log messages to stderr, a line each.
 
@@ -30,7 +40,7 @@ def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
         prefix: starts each line, such as `[rank@host]`.
         rank: this process's rank.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler()
     handler.setFormatter(_Formatter(prefix))
     logger = logging.getLogger(_PACKAGE)
     logger.handlers[:] = [handler]

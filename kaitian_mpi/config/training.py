@@ -171,7 +171,7 @@ class TrainingConfig:
     progress: str = setting(
         "auto",
         "live: bars, figures and a row for each rank, at the bottom of the terminal; plain: a "
-        "line every --log-interval; auto: live if mpirun's output is a terminal, else plain",
+        "line every --log-interval; auto: live for a single rank at a terminal, else plain",
         ("auto", "live", "plain", "none"),
     )
     quiet: bool = setting(

@@ -93,17 +93,6 @@ def differing_software(infos: Sequence[RankInfo]) -> list[str]:
     ]
 
 
-def progress_line(
-    epoch: int, epochs: int, step: int, steps: int, loss: float, rate: float, left_sec: float
-) -> str:
-    """Return a line of progress: epoch, step, loss, samples per second, time left."""
-    minutes, seconds = divmod(round(left_sec), 60)
-    return (
-        f"epoch {epoch}/{epochs} | step {step}/{steps} | loss {loss:.4f} | "
-        f"{rate:.1f} samples/s | {minutes}:{seconds:02d} left"
-    )
-
-
 def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
     """Return the line at the end of an epoch, with the results on held-out samples.
 

@@ -1,118 +1,184 @@
-"""The live view of a run, on the last rows of the user's terminal."""
+"""The live view of a run, on the last rows of the terminal: bars, figures, a row for each rank."""
 
 from __future__ import annotations
 
-import io
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from kaitian_mpi.observe.plain import PlainProgress
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading
-from kaitian_mpi.observe.screen import Screen
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.observe.reading import Evaluated, Event, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
-from kaitian_mpi.observe.user_terminal import MIN_COLUMNS, MIN_ROWS, is_in_foreground
-from kaitian_mpi.observe.view import MIN_HEIGHT, ViewState, render
 
 _MAX_WIDTH = 120
-_MAX_HEIGHT = 21  # 16 ranks
-_MAX_SHARE = 1 / 150  # of the training thread's time that drawing may take
-_MIN_SEC_BETWEEN = 0.2
-_FORWARD_OUTPUT_SEC = 0.1
-_ENDS = ("finish", "stop")
+_WIDTH_OF_ALL = 72  # narrower views do not say where ranks are
+_MAX_RANKS = 16
+_OTHER_ROWS = 6  # title, two bars, figures, the table's head, and the row below the view
+_MIN_SEC_BETWEEN = 0.5  # a drawing takes about 3 ms of the training thread
+_BUSY = 0.9  # ranks below this share are yellow
 
 
-class LiveView(MetricsSink):
-    """Draws each reading and event; where the terminal cannot be drawn on, prints plain lines.
+class LiveProgress(MetricsSink):
+    """Draws each reading and event, without a thread: between readings, nothing changes.
 
-    It draws in the training thread and needs no thread of its own: between readings, nothing on
-    it changes.
+    What this process prints appears above the view; lines of other ranks may be drawn over.
 
     Args:
-        screen: where to draw.
-        owner: the pid of the process whose terminal it is.
-        state: what is known before the first reading.
-        unicode: whether the terminal has more characters than ASCII.
+        title: the first row.
+        infos: all ranks.
+        console: where to draw; None for stdout.
     """
 
-    def __init__(self, screen: Screen, owner: int, state: ViewState, unicode: bool) -> None:
-        self._screen: Screen | None = screen
-        self._owner, self._state, self._unicode = owner, state, unicode
-        self._plain = PlainProgress()
+    def __init__(
+        self, title: str, infos: Sequence[RankInfo], console: Console | None = None
+    ) -> None:
+        self._title = title
+        self._infos = {info.world_rank: info for info in infos}
+        console = console or Console(force_terminal=True, force_interactive=True)
+        self._live = Live(
+            self,
+            console=console,
+            auto_refresh=False,
+            redirect_stderr=sys.stderr.isatty(),
+            vertical_overflow="crop",
+        )
+        has_ellipsis = console.encoding.startswith("utf")
+        self._overflow: OverflowMethod = "ellipsis" if has_ellipsis else "crop"
         self._next_draw = 0.0
+        self._reading: Reading | None = None
+        self._held_out: dict[str, float] = {}
+        self._slow: dict[int, str] = {}
+        self._lost: list[int] = []
 
     def read(self, reading: Reading) -> None:
-        """Draw the reading."""
-        self._state = replace(self._state, reading=reading)
-        if not self._draw():
-            self._plain.read(reading)
+        """Draw the reading, unless another was drawn a moment ago."""
+        is_first, self._reading = self._reading is None, reading
+        if is_first:
+            self._live.start()
+            self._live.console.show_cursor()  # a process that is killed would leave it hidden
+        if time.monotonic() >= self._next_draw:
+            self._draw()
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """Draw the results."""
-        self._state = self._state.with_evaluation(evaluated)
+        """Draw the results of an evaluation."""
+        self._held_out = dict(evaluated.values)
         self._draw()
 
     def happened(self, event: Event) -> None:
-        """Draw what it says about ranks; the run's last event ends the view."""
-        self._state = self._state.with_event(event)
-        if event.kind in _ENDS:
-            self._end(waits=event.kind == "finish")
-        elif event.kind in ("slow", "slow_end", "loss"):
-            self._draw()
+        """Draw what an event says about ranks; the run's last event ends the view."""
+        if event.kind == "slow":
+            self._slow |= dict.fromkeys(event.ranks, str(event.details.get("cause", "")))
+        elif event.kind == "slow_end":
+            self._slow = {rank: why for rank, why in self._slow.items() if rank not in event.ranks}
+        elif event.kind == "loss":  # the search for slow ranks starts again
+            self._slow, self._lost = {}, sorted({*self._lost, *event.ranks})
+        elif event.kind in ("finish", "stop"):
+            self.close(finished=True)
+            return
+        self._draw()
 
     def close(self, finished: bool) -> None:
         """Leave the last view as text."""
-        self._end(waits=finished)
+        if self._live.is_started:
+            self._draw()
+            self._live.stop()
 
-    def _draw(self) -> bool:
-        """Draw, unless it was drawn a moment ago; return whether the view is on the screen."""
-        screen = self._screen
-        if screen is None or self._state.reading is None:
-            return False
-        began = time.perf_counter()
-        try:
-            if not is_in_foreground(self._owner):
-                screen.hide()
-                return False
-            columns, rows = screen.size()
-            height = min(_MAX_HEIGHT, rows // 2)
-            if columns < MIN_COLUMNS or rows < MIN_ROWS:
-                screen.hide()
-                return False
-            if began >= self._next_draw:
-                screen.draw(self._lines(min(columns, _MAX_WIDTH), max(MIN_HEIGHT, height)))
-                took = time.perf_counter() - began
-                self._next_draw = began + max(_MIN_SEC_BETWEEN, took / _MAX_SHARE)
-        except OSError:  # the terminal is gone
-            self._screen = None
-            screen.close()
-            return False
-        return True
+    def _draw(self) -> None:
+        if self._live.is_started:
+            self._live.refresh()
+            self._next_draw = time.monotonic() + _MIN_SEC_BETWEEN
 
-    def _end(self, waits: bool) -> None:
-        """Give the terminal back, and leave the last view there.
-
-        Args:
-            waits: whether to give the launcher time to forward what was printed before.
-        """
-        screen, self._screen = self._screen, None
-        if screen is None:
-            return
-        lines = []
-        if self._state.reading is not None:
-            sys.stdout.flush()
-            time.sleep(_FORWARD_OUTPUT_SEC if waits else 0)
-            columns, rows = screen.size()
-            lines = self._lines(min(columns, _MAX_WIDTH), max(MIN_HEIGHT, min(_MAX_HEIGHT, rows)))
-        screen.close(lines)
-
-    def _lines(self, width: int, height: int) -> list[str]:
-        """Return the view with escape sequences for colors, or without if NO_COLOR is set."""
-        console = Console(
-            file=io.StringIO(), force_terminal=True, width=max(1, width), legacy_windows=False
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the view, which is no wider and no higher than the terminal."""
+        reading = self._reading
+        assert reading is not None
+        rows = max(1, min(_MAX_RANKS, console.height - _OTHER_ROWS))
+        view = Group(
+            Text(printable(self._title), "bold", no_wrap=True, overflow=self._overflow),
+            _bars(reading),
+            self._figures(reading),
+            *self._ranks(reading, options.max_width, rows),
         )
-        with console.capture() as capture:
-            console.print(render(self._state, width, height, self._unicode))
-        return capture.get().splitlines()
+        yield Constrain(view, _MAX_WIDTH)
+
+    def _figures(self, reading: Reading) -> Text:
+        """Return the line of figures, the most important first."""
+        text = Text(no_wrap=True, overflow=self._overflow)
+        text.append(f"loss {reading.loss:.4f} | {reading.samples_per_sec:,.1f} samples/s")
+        if self._lost:
+            names = ", ".join(map(str, self._lost))
+            text.append(f" | lost rank{'s' * (len(self._lost) > 1)} {names}", "bold yellow")
+        # Accuracy first: it is what people look for.
+        for name in sorted(self._held_out, key=lambda name: name != "accuracy"):
+            text.append(f" | held-out {printable(name)} {self._held_out[name]:.4f}")
+        for name, value in reading.logged.items():
+            text.append(f" | {printable(name)} {value:.4g}")
+        return text.append(f" | learning rate {reading.learning_rate:.3g}")
+
+    def _ranks(self, reading: Reading, width: int, most: int) -> Iterator[RenderableType]:
+        """Yield the table of ranks; if not all fit, the slowest."""
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        places_of = ("host", "device", "kind") if width >= _WIDTH_OF_ALL else ()
+        for name in ("rank", *places_of, "batch", "compute ms", "wait ms", "busy"):
+            is_name = name in places_of
+            table.add_column(
+                name,
+                justify="left" if is_name else "right",
+                no_wrap=True,
+                overflow=self._overflow,
+                min_width=4 if name in ("rank", "busy") else None,
+            )
+        table.add_column("", style="yellow", no_wrap=True, overflow=self._overflow)
+        step_sec = max(reading.step_time_sec, 1e-12)
+        places = range(len(reading.ranks))
+        slowest = sorted(places, key=lambda place: -reading.compute_time_sec[place])
+        shown = slowest if len(slowest) <= most else slowest[: most - 1]
+        for place in sorted(shown):
+            rank, compute = reading.ranks[place], reading.compute_time_sec[place]
+            info, busy = self._infos[rank], min(1.0, compute / step_sec)
+            table.add_row(
+                str(rank),
+                *(printable(getattr(info, name)) for name in places_of),
+                str(reading.batch_sizes[place]),
+                f"{1e3 * compute:.1f}",
+                f"{1e3 * reading.wait_time_sec[place]:.1f}",
+                Text(f"{busy:.0%}", "green" if busy >= _BUSY else "yellow"),
+                f"slow: {printable(self._slow[rank])}" if rank in self._slow else "",
+            )
+        yield table
+        if len(shown) < len(slowest):
+            yield Text(f"and {len(slowest) - len(shown)} faster ranks", "dim")
+
+
+def _bars(reading: Reading) -> Table:
+    """Return the bars of the epoch and of the run."""
+    table = Table.grid(padding=(0, 1), expand=True)
+    for ratio in (None, 1, None, None):
+        table.add_column(ratio=ratio, justify="left" if ratio else "right", no_wrap=True)
+    shown = min(reading.epoch + 1, reading.epochs)
+    run_fraction = reading.step / max(1, reading.total_steps)
+    for name, fraction, end in (
+        (
+            f"epoch {shown}/{reading.epochs}",
+            reading.epoch_fraction,
+            f"step {reading.step}/{reading.total_steps}",
+        ),
+        ("run", run_fraction, f"{duration(reading.seconds_left)} left"),
+    ):
+        bar = ProgressBar(total=1.0, completed=min(1.0, fraction))
+        table.add_row(name, bar, f"{min(1.0, fraction):.0%}", end)
+    return table
+
+
+def printable(text: str) -> str:
+    """Return a text without characters that would move the cursor."""
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading
+from kaitian_mpi.observe.reading import Evaluated, Event, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
-from kaitian_mpi.observe.view import duration
 
 _MIN_SHOWN = 0.005
 _MIN_ADVISED = 0.1

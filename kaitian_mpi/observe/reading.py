@@ -97,3 +97,10 @@ KINDS = (
     *("checkpoint", "bad_step", "divergence", "stop", "finish"),
 )
 """The kinds of events."""
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: `0:07`, `12:34`, `3:07:09`."""
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -15,9 +15,9 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe import mlflow, tensorboard, wandb
 from kaitian_mpi.observe.background import BackgroundSink
-from kaitian_mpi.observe.choice import open_progress
 from kaitian_mpi.observe.outcome import Outcome
 from kaitian_mpi.observe.packages import check_package
+from kaitian_mpi.observe.progress import open_progress
 from kaitian_mpi.observe.run_folder import NoFolder, RunFolder
 from kaitian_mpi.observe.run_folder_sink import RunFolderSink
 from kaitian_mpi.observe.sink import MetricsSink, Sinks

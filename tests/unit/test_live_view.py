@@ -1,14 +1,23 @@
-"""What the live view and the end of a run say."""
+"""What the live view, plain lines and the end of a run show."""
 
 import io
+import os
+import struct
+import termios
+import types
+from fcntl import ioctl
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.observe import progress
+from kaitian_mpi.observe.live import LiveProgress
 from kaitian_mpi.observe.outcome import Outcome
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading
-from kaitian_mpi.observe.view import Place, ViewState, duration, render
+from kaitian_mpi.observe.progress import PlainProgress, open_progress
+from kaitian_mpi.observe.reading import Evaluated, Event, Reading, duration
+from kaitian_mpi.observe.sink import MetricsSink
 
 
 def reading(ranks=3, **others):
@@ -37,26 +46,40 @@ def event(kind, ranks=(), step=5, time=1.5e9, **details):
     return Event(step=step, time=time, kind=kind, text=f"{kind}!", ranks=ranks, details=details)
 
 
-def state(read, **others):
-    places = {rank: Place(f"node-{rank % 2}", f"cuda:{rank}", "gpu") for rank in range(64)}
-    return ViewState("kaitian-train run", places, read, **others)
+def info(rank):
+    return types.SimpleNamespace(
+        world_rank=rank, host=f"node-{rank % 2}", device=f"cuda:{rank}", kind="gpu"
+    )
 
 
-def shown(view, width=100, height=21, **options):
-    console = Console(file=io.StringIO(), width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(render(view, width, height, **options))
-    return capture.get().splitlines()
+INFOS = [info(rank) for rank in range(64)]
+
+
+def evaluated(**values):
+    return Evaluated(step=12, epoch=1, time=0.0, values=values)
+
+
+def shown(*calls, width=100, height=21, encoding="utf-8"):
+    """Return the rows of a view after a reading and some more calls of (method, argument)."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    console = Console(file=file, width=width, height=height, force_terminal=True, color_system=None)
+    view = LiveProgress("kaitian-train run", INFOS, console)
+    for method, argument in calls:
+        getattr(view, method)(argument)
+    view.close(True)
+    file.flush()
+    last = raw.getvalue().decode(encoding).rpartition("\x1b[2K")[2]
+    return last.removesuffix("\n\x1b[?25h").removesuffix("\x1b[?25h").rstrip().splitlines()
 
 
 def test_view_has_bars_figures_and_a_row_for_each_rank():
-    found = shown(state(reading(), held_out={"loss": 1.5, "accuracy": 0.625}))
-    assert found[0].startswith("kaitian-train run ───")
+    found = shown(("read", reading()), ("evaluated", evaluated(loss=1.5, accuracy=0.625)))
+    assert found[0].rstrip() == "kaitian-train run"
     assert found[1].startswith("epoch 2/4 ━━━")
-    assert found[1].endswith(" 25%    step 12/40")
-    assert found[2].startswith("run       ━━━")
-    assert found[2].endswith("30%  1:02:05 left")
-    assert found[1].count("━") / found[1].count("─") == pytest.approx(1 / 3, rel=0.1)
+    assert found[1].endswith(" 25%   step 12/40")
+    assert found[2].startswith("      run ━━━")
+    assert found[2].endswith("30% 1:02:05 left")
     assert found[3].startswith(
         "loss 1.2346 | 1,234.6 samples/s | held-out accuracy 0.6250 | held-out loss 1.5000"
     )
@@ -66,47 +89,87 @@ def test_view_has_bars_figures_and_a_row_for_each_rank():
 
 
 def test_slow_and_lost_ranks_are_named_until_they_recover():
-    view = state(reading(ranks=2)).with_event(event("slow", [1], cause="compute"))
-    assert shown(view)[6].endswith("slow: compute")
-    assert "slow" not in shown(view.with_event(event("slow_end", [1])))[6]
-    lost = view.with_event(event("loss", [2]))
-    assert "lost rank 2" in shown(lost)[3]
-    assert "slow" not in shown(lost)[6]
+    slow = [("read", reading(ranks=2)), ("happened", event("slow", [1], cause="compute"))]
+    assert shown(*slow)[6].rstrip().endswith("slow: compute")
+    assert "slow" not in shown(*slow, ("happened", event("slow_end", [1])))[6]
+    lost = shown(*slow, ("happened", event("loss", [2])))
+    assert "lost rank 2" in lost[3]
+    assert "slow" not in lost[6]
 
 
-@pytest.mark.parametrize("width", [32, 40, 60, 80, 120])
-@pytest.mark.parametrize("unicode", [True, False])
-def test_no_line_is_wider_than_the_terminal(width, unicode):
-    view = state(
-        reading(ranks=5, logged={"a figure of the script's own": 1.0}),
-        held_out={"accuracy": 0.5, "loss": 2.0},
-        slow={3: "communication"},
-        lost=[7, 8],
+@pytest.mark.parametrize("width", [32, 40, 60, 80, 120, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_line_is_wider_than_the_terminal(width, encoding):
+    found = shown(
+        ("read", reading(ranks=5, logged={"a figure of the script's own": 1.0})),
+        ("evaluated", evaluated(accuracy=0.5, loss=2.0)),
+        ("happened", event("slow", [3], cause="communication")),
+        width=width,
+        encoding=encoding,
     )
-    found = shown(view, width, unicode=unicode)
-    assert max(map(cell_len, found)) <= width
+    assert max(map(cell_len, found)) <= min(width, 120)
     assert len(found) == 10
-    assert all(line.isascii() for line in found) or unicode
     for row in found[5:]:
         assert "%" in row  # the busy share is there in any width
 
 
 def test_if_not_all_ranks_fit_the_slowest_are_shown():
-    view = state(reading(ranks=64, compute_time_sec=[0.01 + 0.001 * (r % 32) for r in range(64)]))
-    found = shown(view, 80, 12)
-    assert len(found) == 12
-    assert [int(row.split()[0]) for row in found[5:11]] == [29, 30, 31, 61, 62, 63]
-    assert found[11] == "… and 58 faster ranks, busy 10% to 38%"
-
-
-def test_a_low_terminal_shows_no_ranks():
-    assert len(shown(state(reading()), 80, 4)) == 4
+    read = reading(ranks=64, compute_time_sec=[0.01 + 0.001 * (r % 32) for r in range(64)])
+    found = shown(("read", read), width=80, height=12)
+    assert [int(row.split()[0]) for row in found[5:10]] == [29, 30, 31, 62, 63]
+    assert found[-1].rstrip() == "and 59 faster ranks"
+    assert len(found) < 12
 
 
 def test_a_name_cannot_move_the_cursor():
-    found = shown(state(reading(logged={"a\x1b[2Jb\nc": 1.0})))
+    found = shown(("read", reading(logged={"a\x1b[2Jb\nc": 1.0})))
     assert "a?[2Jb?c 1" in found[3]
-    assert "\x1b" not in "".join(found)
+
+
+def test_what_is_printed_meanwhile_appears_above_the_view_and_the_cursor_is_shown(capsys):
+    file = io.StringIO()
+    console = Console(file=file, width=80, height=20, force_terminal=True, color_system=None)
+    view = LiveProgress("run", INFOS, console)
+    view.read(reading())
+    assert file.getvalue().rpartition("\x1b[?25")[2].startswith("h")
+    before = len(file.getvalue())
+    print("a line")
+    assert file.getvalue()[before:].index("a line") < file.getvalue()[before:].index("epoch 2/4")
+    view.happened(event("finish"))
+    print("the end")
+    assert capsys.readouterr().out == "the end\n"
+    view.close(True)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "settings", "expected"),
+    [
+        ((80, 24), 1, {}, LiveProgress),
+        ((80, 24), 2, {}, PlainProgress),  # the other's lines would be drawn over
+        ((80, 24), 2, {"progress": "live"}, LiveProgress),
+        ((0, 0), 1, {"progress": "live"}, PlainProgress),  # Open MPI's, where mpirun has none
+        ((20, 24), 1, {}, PlainProgress),
+        (None, 1, {"progress": "live"}, PlainProgress),
+        ((80, 24), 1, {"progress": "plain"}, PlainProgress),
+        ((80, 24), 1, {"progress": "none"}, MetricsSink),
+        ((80, 24), 1, {"progress": "live", "quiet": True}, MetricsSink),
+        ((80, 24), 1, {"CI": "true"}, PlainProgress),
+        ((80, 24), 1, {"TERM": "dumb"}, PlainProgress),
+    ],
+)
+def test_a_live_view_is_chosen_only_for_a_terminal(size, ranks, settings, expected, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    for name in {"CI", "TERM"} & set(settings):
+        monkeypatch.setenv(name, settings.pop(name))
+    ends = os.openpty() if size else os.pipe()
+    if size:
+        ioctl(ends[0], termios.TIOCSWINSZ, struct.pack("HHHH", *reversed(size), 0, 0))
+    with open(ends[1], "w") as stdout:
+        monkeypatch.setattr(progress.sys, "stdout", stdout)
+        chosen = open_progress(TrainingConfig(**settings), INFOS[:ranks], "run")
+    os.close(ends[0])
+    assert type(chosen) is expected
 
 
 @pytest.mark.parametrize(

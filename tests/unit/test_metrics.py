@@ -10,7 +10,7 @@ from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.background import MAX_WAITING, BackgroundSink
 from kaitian_mpi.observe.packages import check_package
-from kaitian_mpi.observe.plain import PlainProgress
+from kaitian_mpi.observe.progress import PlainProgress
 from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder
 from kaitian_mpi.observe.run_folder_sink import RunFolderSink

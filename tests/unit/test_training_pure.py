@@ -11,7 +11,6 @@ from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.console import progress_line
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, open_run_folder
 from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
 from kaitian_mpi.recipes.models import build_model
@@ -129,11 +128,6 @@ def test_a_step_without_a_bucket_only_waits(monkeypatch):
     clock.stop()
     assert clock.take() == (1, 0.5, 3.5)
     assert clock.take_phases() == (0.0, 0.0, 0.5)
-
-
-def test_progress_line():
-    line = progress_line(2, 10, 7, 60, 1.23456, 98.76, 125.4)
-    assert line == "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left"
 
 
 def test_rank_0_writes_complete_files(tmp_path):
