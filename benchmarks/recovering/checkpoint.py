@@ -37,7 +37,7 @@ def metadata_of(config: TrainConfig, trainer: Trainer) -> RunMetadata:
     places = [info.place for info in trainer.world.infos]
     profiles = {place: profile_unmeasured(config) for place in places}
     shares = trainer.sampler.batch_sizes
-    return RunMetadata(config, profiles, [], "direct", places, shares, [])
+    return RunMetadata(config, profiles, [], "direct", places, shares, [], "")
 
 
 def is_writing(world: World) -> bool:

@@ -183,10 +183,11 @@ class Machine:
         )
 
         try:
-            return save_snapshot(self.job.snapshots, self.job.folder, self.job.keep_checkpoints)
+            save_snapshot(self.job.snapshots, self.job.folder, self.job.keep_checkpoints)
         except (OSError, UserError) as error:
             self.report(f"the snapshot in memory could not be written to disk: {error}")
             return False
+        return True
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
         """Remove the job's snapshots from this machine and from hosts.

@@ -20,9 +20,9 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.batch_norm import RunningStatistics
+from kaitian_mpi.train.checkpoint.exit_save import StateLock
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.state_lock import StateLock
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,
     check_loadable,
@@ -182,7 +182,7 @@ class State:
     def shared(self) -> dict[str, Any]:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
-            "model": self.model.state_dict(),
+            "model": plain(self.model.state_dict()),
             "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
             "optimizer_types": self._optimizer_types(),
             "schedulers": self._scheduler_states(),
@@ -207,8 +207,8 @@ class State:
         Raises:
             UserError: it belongs to another model.
         """
-        saved, own_types = state.get("optimizer_types"), self._optimizer_types()
-        if saved not in (None, own_types):
+        saved, own_types = state["optimizer_types"], self._optimizer_types()
+        if saved != own_types:
             raise UserError(
                 f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
                 f"uses {', '.join(own_types)}; use the same optimizer, or another run folder "
@@ -235,14 +235,14 @@ class State:
             self.progress = Progress(**state["progress"])
             for name, parameter in self.model.named_parameters():
                 # As the script's loop has left it, which may not come by there again.
-                if name in (changed := state.get("unfrozen", {})):
-                    parameter.requires_grad_(changed[name])
+                if name in state["unfrozen"]:
+                    parameter.requires_grad_(state["unfrozen"][name])
             self.progress.total_steps = total_steps
             self.equal_at_step = self.progress.step
             if not any(self._scheduler_states()):
                 for group, own in zip(self._groups, settings, strict=True):
                     group.update(own)
-            elif state.get("begun_with") == self._begun_with:
+            elif state["begun_with"] == self._begun_with:
                 self._load_schedulers(state["schedulers"])
             else:
                 self._restart_schedulers(max(total_steps, self.progress.step))
@@ -261,7 +261,7 @@ class State:
         with self.lock:
             content = file.content
             if file.is_mapped:
-                content = copy_state(content, self.shared(), file.release)
+                content = copy_state(content, self.shared(), release=file.release)
             self.load_shared(content)
         return content
 
@@ -324,7 +324,7 @@ class State:
         """Load a result of `rank_state` from a rank with the same host and device."""
         self._load_buffers(state["buffers"])
         self.statistics.fractions = state["batch_norm_fractions"]
-        self.residuals.load_state_dict(state.get("residuals", {}))
+        self.residuals.load_state_dict(state["residuals"])
         torch.set_rng_state(state["random_state"])
         device = self.computation.device
         if state["device_random_state"] is not None:

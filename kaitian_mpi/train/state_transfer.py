@@ -140,49 +140,53 @@ def broadcast_state(
 
 @torch.no_grad()
 def copy_state(
-    state: Any, into: Any = None, release: Callable[[torch.Tensor], None] | None = None
+    state: Any,
+    into: Any = None,
+    *,
+    share: bool = False,
+    release: Callable[[torch.Tensor], None] = lambda piece: None,
 ) -> Any:
-    """Return a state with its tensors copied: none shares memory with the given state's.
+    """Return a copy of a state, with new tensors in host memory.
 
     Args:
-        state: with tensors in host memory.
-        into: a state that may be overwritten: its tensors, on any device, become part of the
-            result where shape, strides and dtype match. None for none.
-        release: called with each piece of a large tensor that is copied.
+        state: with tensors on any device.
+        into: a state that may be overwritten: its large tensors, on any device, become part of the
+            copy if shape, strides and dtype match, as new memory takes many times as long as
+            copying. None for none.
+        share: whether a tensor that has all of its storage in host memory is kept, not copied.
+        release: called with each piece of a large tensor that was copied.
     """
-    return _copied(state, into, release or (lambda piece: None), {})
+    return _copied(state, into, share, release, {})
 
 
 def _copied(
     value: Any,
     present: Any,
+    share: bool,
     release: Callable[[torch.Tensor], None],
     copies: dict[tuple[Any, ...], torch.Tensor],
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         others = (other for _, other in side_by_side(value, present))
-        return _map(value, lambda item: _copied(item, next(others), release, copies))
-    if not _is_large(value):
-        return value.clone()
+        return _map(value, lambda item: _copied(item, next(others), share, release, copies))
+    if share and value.is_cpu and is_whole(value):
+        return value.detach()
+    if not (_is_large(value) and _is_dense(value)):
+        return torch.empty_like(value, device="cpu").copy_(value)
     known = _identity(value)
     if known not in copies:  # a tied weight is copied once
-        copies[known] = _copy_large(value, present, release)
+        fits = _fits(present, value.dtype, value.shape, value.stride())
+        target = present.detach() if fits else torch.empty_like(value, device="cpu")
+        for piece, part in zip(_pieces(value), _pieces(target), strict=True):
+            part.copy_(piece)
+            release(piece)
+        copies[known] = target
     return copies[known]
 
 
-def _copy_large(
-    value: torch.Tensor, present: Any, release: Callable[[torch.Tensor], None]
-) -> torch.Tensor:
-    if not _is_dense(value):
-        return value.clone()
-    fits = _fits(present, value.dtype, value.shape, value.stride())
-    target = present.detach() if fits else torch.empty_like(value)
-    if target.is_cpu and target.data_ptr() == value.data_ptr():
-        return target
-    for piece, part in zip(_pieces(value), _pieces(target), strict=True):
-        part.copy_(piece)
-        release(piece)
-    return target
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has all of its memory, rather than being a part of a larger one."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def side_by_side(state: Any, other: Any) -> Iterator[tuple[Any, Any]]:
@@ -275,7 +279,7 @@ def _fits(
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[torch.Tensor]:

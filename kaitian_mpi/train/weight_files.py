@@ -24,6 +24,7 @@ from kaitian_mpi.observe.tensor_files import (
     load_tensors,
 )
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.state_transfer import is_whole
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 """Keys under which checkpoints, this package's too, have a model's weights beside other things."""
@@ -305,8 +306,3 @@ def repeated_names(state: Mapping[str, Any], preferred: Container[str] = ()) -> 
             kept = next((name for name in whole if name in preferred), whole[0])
             repeated |= {name: kept for name in names if name != kept}
     return repeated
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has all of its memory, rather than being a part of a larger one."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

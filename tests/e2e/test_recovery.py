@@ -277,7 +277,7 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
 
     with Job(2, *often, cwd=cut, survives=False, fresh=False) as job:
         job.wait_for("fault tolerance: off")
-        job.wait_for("found no checkpoint in run: starting from scratch")
+        job.wait_for("no checkpoint in run: starting from scratch")
         job.wait_for(r"step 18/")
         # On a slow disk, the one before it would be that of an epoch's end.
         job.wait_until(

@@ -68,9 +68,8 @@ def every_checkpoint_is_written(monkeypatch):
     submit = BackgroundWriter.submit
 
     def submit_and_wait(writer, *args):
-        replaced = submit(writer, *args)
+        submit(writer, *args)
         writer.wait()
-        return replaced
 
     monkeypatch.setattr(BackgroundWriter, "submit", submit_and_wait)
 
@@ -142,7 +141,7 @@ def test_a_rank_lost_before_the_first_step_needs_no_run_folder(world, capfd):
     """The survivors then look for a checkpoint, since the lost rank may have held it."""
     config = TrainConfig(model="cnn")
     assert find_checkpoint(config, world, None, "auto").metadata is None
-    said = "found no checkpoint without a run folder: starting from scratch"
+    said = "no checkpoint without a run folder: starting from scratch"
     assert (said in capfd.readouterr().out) == (world.rank == 0)
 
 
@@ -358,9 +357,9 @@ def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
     run(world, folder, max_steps=3)
     before = contents(world, folder)
     monkeypatch.setenv("POINTS", "40")
-    with pytest.raises(AgreedError, match=r"the dataset: found 40 \+ 40 .*, needed 60 \+ 60 "):
+    with pytest.raises(AgreedError, match=r"the dataset has 40 \+ 40 .* was made with 60 \+ 60 "):
         run(world, folder)
-    with pytest.raises(AgreedError, match="--seed: found 3, needed 0"):
+    with pytest.raises(AgreedError, match="--seed is 3, but"):
         run(world, folder, seed=3)
     assert contents(world, folder) == before
 
@@ -399,7 +398,7 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
             path.write_bytes(b"not what it was")
     world.comm.Barrier()
     before = contents(world, folder)
-    needed = rf"found 2 checkpoints in {folder}/checkpoints, but none is intact; restore"
+    needed = rf"none of the 2 checkpoints in {folder}/checkpoints is intact; restore"
     with pytest.raises(AgreedError, match=needed) as caught:
         run(world, folder)
     assert "\n" not in str(caught.value)

@@ -27,13 +27,16 @@ def check(config=None, found=None, dataset_size=DATA, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "resnet18"}, "--model: found 'resnet18', needed 'cnn', with which"),
-        ({"dataset": "mnist"}, "--dataset: found 'mnist', needed 'digits', with which"),
-        ({"val_split": 0.5}, "--val-split: found 0.5, needed 0.2, with which"),
-        ({"seed": 1}, "--seed: found 1, needed 0, with which"),
+        (
+            {"model": "resnet18"},
+            "--model is 'resnet18', but the checkpoint was made with 'cnn'",
+        ),
+        ({"dataset": "mnist"}, "--dataset is 'mnist', but the checkpoint was made with 'digits'"),
+        ({"val_split": 0.5}, "--val-split is 0.5, but the checkpoint was made with 0.2"),
+        ({"seed": 1}, "--seed is 1, but the checkpoint was made with 0"),
         (
             {"dataset_size": "90 + 20 samples"},
-            "the dataset: found 90 + 20 samples, needed 80 + 20 samples, with which",
+            "the dataset has 90 + 20 samples, but the checkpoint was made with 80 + 20 samples;",
         ),
     ],
 )
@@ -64,7 +67,7 @@ def test_irrelevant_changes_are_not_logged():
 
 
 def test_a_setting_newer_than_the_checkpoint_counts_as_unchanged():
-    found = FoundCheckpoint(RunMetadata({"model": "cnn"}, {}, [], "", [], [], []))
+    found = FoundCheckpoint(RunMetadata({"model": "cnn"}, {}, [], "", [], [], [], DATA))
     assert check(THEN, found).lines == ()
 
 

@@ -123,7 +123,7 @@ def held(monkeypatch):
 
     may_write, states, write = Event(), [], CheckpointFiles.write
 
-    def write_later(files, state, description):
+    def write_later(files, state, description, only_new=False):
         states.append(state)
         assert may_write.wait(60)
         return write(files, state, description)

@@ -1,4 +1,4 @@
-"""Checkpoint files: a kill or power loss at any moment leaves an intact checkpoint."""
+"""A folder of checkpoints: a kill or power loss at any moment leaves an intact one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -64,21 +64,22 @@ class CheckpointFiles:
             keep: how many of the newest to keep, at least 1, besides the one with the best score.
         """
         if keep < 1:
-            raise ValueError(f"keep is {keep}, needed at least 1")
+            raise ValueError(f"keep must be at least 1, not {keep}")
         self.folder, self.keep = folder, keep
 
-    def write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
+    def write(
+        self, state: dict[str, Any], description: dict[str, Any], only_new: bool = False
+    ) -> Path:
         """Write a checkpoint, then remove old ones that are not to be kept.
 
-        Waits while another process is writing in the folder.
-
-        Checkpoints of later steps are neither removed nor counted: the run may have ignored them
-        because of a transient fault. See `remove_after`.
+        Waits while another process is writing in the folder. Checkpoints of later steps are neither
+        removed nor counted: the run may have ignored them because of a transient fault.
 
         Args:
             state: tensors, numbers, strings, lists, tuples and dicts, nested.
             description: JSON values, including "step" and optionally "score": a float, higher is
                 better, or None.
+            only_new: whether to keep a checkpoint of this step that exists by then.
 
         Returns:
             The .pt file.
@@ -87,25 +88,19 @@ class CheckpointFiles:
             OSError: the disk is full or faulty; existing checkpoints are kept.
             UserError: the state holds something that could not be loaded.
         """
-        with self._writing(state):
-            return self._write(state, description)
-
-    def write_once(self, state: dict[str, Any], description: dict[str, Any]) -> None:
-        """Write as `write` does, unless a checkpoint of this step exists by then."""
-        with self._writing(state):
-            if description["step"] not in self.steps():
-                self._write(state, description)
-
-    @contextlib.contextmanager
-    def _writing(self, state: dict[str, Any]) -> Iterator[None]:
         check_loadable(state, "state")
         self.folder.mkdir(parents=True, exist_ok=True)
         with writing_in(self.folder):
-            yield
+            step = description["step"]
+            if only_new and step in self.steps():
+                return self.newest_of(step)
+            return self._write(state, description)
 
     def _write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
         self._remove_partial_files()
-        name = self._next_name(description["step"])
+        step = description["step"]
+        numbers = [name.number for name in self._names("json") if name.step == step]
+        name = _Name(step, max(numbers, default=-1) + 1)
         try:
             size, sha256 = self._put(f"{name}.pt", lambda file: torch.save(state, file))
             text = describe(description, size, sha256)
@@ -117,12 +112,10 @@ class CheckpointFiles:
         return self.folder / f"{name}.pt"
 
     def newest_good(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint; None if there is none.
-
-        Each damaged one is logged, with the reason.
+        """Return the newest intact checkpoint, and log each damaged one; None if there is none.
 
         Raises:
-            UserError: another version of this package wrote it.
+            UserError: it has another format.
             OSError: the folder cannot be read.
         """
         for name in reversed(self._names("pt", "json")):
@@ -137,7 +130,7 @@ class CheckpointFiles:
         """Return the checkpoint of this .pt file, which may have any name and be in any folder.
 
         Raises:
-            UserError: it is damaged, or another version of this package wrote it.
+            UserError: it is damaged, or has another format.
         """
         try:
             return read(path)
@@ -149,6 +142,16 @@ class CheckpointFiles:
     def steps(self) -> list[int]:
         """Return the steps that have checkpoints, intact or not, oldest first."""
         return sorted({name.step for name in self._names("json")})
+
+    def newest_of(self, step: int) -> Path:
+        """Return the newest .pt file of a step, which must exist."""
+        name = max(name for name in self._names("json") if name.step == step)
+        return self.folder / f"{name}.pt"
+
+    def holds(self, path: Path) -> bool:
+        """Return whether a .pt file is one of these checkpoints."""
+        match = _FILE_NAME.fullmatch(path.name)
+        return match is not None and path.resolve().parent == self.folder.resolve()
 
     def remove_after(self, step: int) -> None:
         """Remove the checkpoints of later steps: the user resumes from an earlier one."""
@@ -188,16 +191,6 @@ class CheckpointFiles:
         sync_folder(self.folder)
         return folder
 
-    def newest_of(self, step: int) -> Path:
-        """Return the newest .pt file of a step, which must exist."""
-        name = max(name for name in self._names("json") if name.step == step)
-        return self.folder / f"{name}.pt"
-
-    def holds(self, path: Path) -> bool:
-        """Return whether a .pt file is one of these checkpoints."""
-        match = _FILE_NAME.fullmatch(path.name)
-        return match is not None and path.resolve().parent == self.folder.resolve()
-
     def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
         """Write a file atomically; return its size in bytes and its SHA-256 in hex."""
         with replacing(self.folder / file_name, sync=True) as file:
@@ -207,19 +200,15 @@ class CheckpointFiles:
 
     def _files(self) -> list[re.Match[str]]:
         try:
-            found = os.listdir(self.folder)
+            entries = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        return [match for match in map(_FILE_NAME.fullmatch, found) if match]
+        return [match for match in map(_FILE_NAME.fullmatch, entries) if match]
 
     def _names(self, *suffixes: str) -> list[_Name]:
         """Return the names of files with one of these suffixes, oldest first."""
-        found = [m for m in self._files() if m[3] in suffixes and not m[4]]
-        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in found})
-
-    def _next_name(self, step: int) -> _Name:
-        numbers = [name.number for name in self._names("json") if name.step == step]
-        return _Name(step, max(numbers, default=-1) + 1)
+        complete = [m for m in self._files() if m[3] in suffixes and not m[4]]
+        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in complete})
 
     def _remove_superseded(self, written: _Name) -> None:
         with contextlib.suppress(OSError):  # the new one is intact; the next write tries again

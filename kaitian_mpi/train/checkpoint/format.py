@@ -1,7 +1,7 @@
-"""The checkpoint format: what its two files contain, and how they are verified.
+"""What a checkpoint's two files hold, and how they are verified.
 
-The .pt file contains only tensors and plain values, for plain `torch.load`. The .json file beside
-it describes it, with its size and SHA-256, and has a checksum of its own content.
+The .pt file holds only tensors and plain values, for plain `torch.load`. The .json file beside it
+describes it, with its size and SHA-256, and has a checksum of its own content.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import json_bytes
 from kaitian_mpi.observe.tensor_files import TensorFile, TensorWriter, UnusableError, map_tensors
 
-FORMAT_VERSION = 3
-"""Version 1 stored all buffers as float64; version 2 had other names for keys."""
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Checkpoint:
     description: dict[str, Any]
     """The content of its .json file: the values given to `write`, and those that it added."""
     file: TensorFile
-    """What holds the state."""
+    """Holds the state."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class HashingWriter(TensorWriter):
 
 
 def describe(description: dict[str, Any], size: int, sha256: str) -> bytes:
-    """Return the content of a checkpoint's .json file.
+    """Return the content of the .json file.
 
     Args:
         description: JSON values, as in `CheckpointFiles.write`.
@@ -87,7 +86,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
     Raises:
         UnusableError: it is missing, damaged or altered.
-        UserError: another version of this package wrote it.
+        UserError: it has another format.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -100,15 +99,10 @@ def read_description(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnusableError(f"{path.name} does not describe a checkpoint")
     version = content.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if isinstance(version, int) and version != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed at "
-            f"most {FORMAT_VERSION}; install a newer kaitian-mpi"
-        )
-    if isinstance(version, int) and version < FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path.with_suffix('.pt')}: found format version {version}, needed "
-            f"{FORMAT_VERSION}; finish that run with the version of kaitian-mpi that started it"
+            f"checkpoint {path.with_suffix('.pt')} has format version {version}; this kaitian-mpi "
+            f"reads version {FORMAT_VERSION}: continue the run with the release that started it"
         )
     if content != _seal(content):
         raise UnusableError(f"{path.name} was altered after it was written")
@@ -120,14 +114,14 @@ def read(path: Path) -> Checkpoint:
 
     Raises:
         UnusableError: it is missing, damaged or altered.
-        UserError: another version of this package wrote it.
+        UserError: it has another format.
     """
     try:
         with path.open("rb") as file:
             description = read_description(path.with_suffix(".json"))
             size = os.fstat(file.fileno()).st_size
             if size != description["bytes"]:
-                raise UnusableError(f"{size:,} bytes found, {description['bytes']:,} written")
+                raise UnusableError(f"it has {size:,} of {description['bytes']:,} bytes")
             if hashlib.file_digest(file, "sha256").hexdigest() != description["sha256"]:
                 raise UnusableError("it was altered after it was written (its SHA-256 differs)")
         return Checkpoint(path, description, map_tensors(path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kaitian_mpi.balance.fastest_split import RankCost
@@ -10,48 +10,35 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.train.measure.plan import Profile
 
 
+@dataclass
 class RunMetadata:
-    """Plain values that are saved with the state. For a rank's place see `RankInfo.place`.
+    """Plain values that are saved with the state. For a rank's place see `RankInfo.place`."""
 
-    Attributes:
-        config: the settings, by name.
-        profiles: the ranks' profiles, by place.
-        excluded_places: the places of the ranks without which the job is faster.
-        allreduce_algorithm: the algorithm that sums gradients across device kinds.
-        active_places: the places of the ranks that train.
-        batch_sizes: the batch sizes of these ranks.
-        failures: the losses that the run has survived, as in `summary.json`.
-        dataset_size: the numbers of training and validation samples; empty if unknown.
-    """
+    config: Any
+    """The settings by name; also made of a `TrainingConfig`."""
+    profiles: dict[str, Profile]
+    """The ranks' profiles, by place."""
+    excluded_places: list[str]
+    """The places of the ranks without which the job is faster."""
+    allreduce_algorithm: str
+    """The algorithm that sums gradients across device kinds."""
+    active_places: list[str]
+    """The places of the ranks that train."""
+    batch_sizes: list[int]
+    """The batch sizes of these ranks."""
+    failures: list[dict[str, Any]]
+    """The losses that the run has survived, as in `summary.json`."""
+    dataset_size: str
+    """The numbers of training and validation samples."""
 
-    def __init__(
-        self,
-        config: TrainingConfig | dict[str, Any],
-        profiles: dict[str, Profile],
-        excluded_places: list[str],
-        allreduce_algorithm: str,
-        active_places: list[str],
-        batch_sizes: list[int],
-        failures: list[dict[str, Any]],
-        dataset_size: str = "",
-    ) -> None:
-        self.config = config if isinstance(config, dict) else asdict(config)
-        self.profiles = profiles
-        self.excluded_places = excluded_places
-        self.allreduce_algorithm = allreduce_algorithm
-        self.active_places = active_places
-        self.batch_sizes = batch_sizes
-        self.failures = failures
-        self.dataset_size = dataset_size
+    def __post_init__(self) -> None:
+        if isinstance(self.config, TrainingConfig):
+            self.config = asdict(self.config)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to values that JSON can hold."""
         profiles = {
-            place: {
-                "cost": profile.cost and profile.cost.to_json(),
-                "memory_format": profile.memory_format,
-                "precision": profile.precision,
-            }
+            place: {**vars(profile), "cost": profile.cost and profile.cost.to_json()}
             for place, profile in self.profiles.items()
         }
         return {**vars(self), "profiles": profiles}
@@ -60,11 +47,8 @@ class RunMetadata:
     def from_json(content: dict[str, Any]) -> RunMetadata:
         """Convert back from the result of `to_json`."""
         profiles = {
-            place: Profile(
-                RankCost.from_json(profile["cost"]) if profile["cost"] else None,
-                profile["memory_format"],
-                profile["precision"],
-            )
+            place: Profile(**{**profile, "cost": cost and RankCost.from_json(cost)})
             for place, profile in content["profiles"].items()
+            for cost in [profile["cost"]]
         }
         return RunMetadata(**{**content, "profiles": profiles})

@@ -6,34 +6,24 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.exchange import (
-    agree_on_errors,
-    gather_bytes,
-    gather_values,
-    join_errors,
-)
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_bytes, gather_values, join_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.folders import (
-    is_private,
-    remove_private,
-    snapshot_folder,
-    snapshots_name,
-)
+from kaitian_mpi.observe.folders import is_private, remove_private, snapshot_folder, snapshots_name
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.snapshots import Pace, SnapshotFiles, snapshot_files
-from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, copy_to_host, without_copy
+from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.state_transfer import from_bytes, to_bytes
+from kaitian_mpi.train.state_transfer import copy_state, from_bytes, to_bytes
 
 _MIN_BYTES = 64  # releases of torch differ in an optimizer's small tensors, such as its step
 
@@ -52,14 +42,14 @@ class Checkpointing:
 
         Args:
             config: how often.
-            run_folder: the run's folder, on whichever host writes; None: no checkpoint is.
+            run_folder: the run's folder, on any host that may write; None: no checkpoint is
+                written.
         """
         self._config = config
         self._writes = run_folder is not None
         folder = (run_folder or Path()) / "checkpoints"
         self._files = CheckpointFiles(folder, config.keep_checkpoints)
         self._writer = BackgroundWriter(self._files)
-        self._snapshots_name = snapshots_name(config.snapshots, os.environ)
         self._snapshot_files = snapshots = snapshot_files(config)
         self._snapshots = BackgroundWriter(snapshots) if snapshots is not None else None
         self._saved_step = -1
@@ -107,6 +97,10 @@ class Checkpointing:
             state: between two steps.
             metadata: saved with the state.
             score: the model's score, if it has just been evaluated; higher is better.
+
+        Raises:
+            AgreedError: the state cannot be saved, and none of these ranks has saved it before;
+                later this is a warning, as there is a checkpoint.
         """
         self.restart_timer()
         if not self._writes:
@@ -120,11 +114,6 @@ class Checkpointing:
         self._wait_for_writers(world, state)
 
     def _check_first(self, world: World, state: State) -> None:
-        """Check that the run's state can be saved, if none of these ranks has saved before.
-
-        Raises:
-            AgreedError: it cannot be saved; later this is a warning, for there is a checkpoint.
-        """
         fault: str | None = None if self._has_saved else ""
         try:
             if not self._has_saved:
@@ -138,7 +127,7 @@ class Checkpointing:
 
     def prepare_exit(self, state: State) -> None:
         """Copy the state to the host, for `save_at_exit` in a forked process without the device."""
-        self._exit_copy = copy_to_host(state.shared(), self._writer.take_spare())
+        self._exit_copy = copy_state(state.shared(), self._writer.take_spare())
 
     def save_at_exit(self, state: State, metadata: RunMetadata) -> str:
         """Save the last complete step, in a process forked from the one that trains.
@@ -151,13 +140,12 @@ class Checkpointing:
         step = state.progress.step
         if step == 0:
             return "no step has completed yet: nothing is saved"
-        content = self._exit_copy or without_copy(state.shared())
+        content = self._exit_copy or copy_state(state.shared(), share=True)
         content |= {"rank_states": [], "metadata": metadata.to_json()}
-        # A checkpoint of this step, with its score, may still be being written.
-        is_saved = step == self._saved_step
-        write = self._files.write_once if is_saved else self._files.write
         try:
-            write(content, _describe(state, None))
+            # A checkpoint of this step, with its score, may still be being written.
+            only_new = step == self._saved_step
+            self._files.write(content, _describe(state, None), only_new)
         except (OSError, UserError) as error:
             reason = getattr(error, "strerror", None) or error
             with contextlib.suppress(OSError):
@@ -227,7 +215,7 @@ class Checkpointing:
     ) -> None:
         """Save a snapshot in this host's memory, if it is due. Collective if the state is large.
 
-        Also due after the first step, so that a restarted job needs no benchmark. Where training
+        Also due after the first step, so that a restarted job needs no benchmark. If training
         waits for it, it is left out if it would take more than 5% of the time.
 
         Args:
@@ -293,7 +281,7 @@ class Checkpointing:
             The name for `--snapshots`; empty if there is no snapshot, not even of an earlier step,
             because the memory is full as well.
         """
-        name = self._snapshots_name or secrets.token_hex(8)
+        name = snapshots_name(self._config.snapshots, os.environ) or secrets.token_hex(8)
         files = SnapshotFiles(snapshot_folder(name))
         writer = self._snapshots or BackgroundWriter(files)
         self._submit(writer, state, metadata, [], None)
@@ -319,16 +307,16 @@ class Checkpointing:
         shared, description = state.shared(), _describe(state, score)
         more = {"rank_states": rank_states, "metadata": metadata.to_json()}
         if not self._is_large(shared):
-            writer.submit(copy_to_host(shared, writer.take_spare()) | more, description)
+            writer.submit(copy_state(shared, writer.take_spare()) | more, description)
             return False
         enter_phase("saving a large state", limited=False)
         if self._is_large(shared, on_host=True):
-            writer.write_now(without_copy(shared) | more, description)
+            writer.write_now(copy_state(shared, share=True) | more, description)
         else:
-            writer.submit(copy_to_host(shared, self._only_spare()) | more, description)
+            writer.submit(copy_state(shared, self._only_spare()) | more, description)
         return True
 
-    def _is_large(self, state: Mapping[str, Any], on_host: bool = False) -> bool:
+    def _is_large(self, state: dict[str, Any], on_host: bool = False) -> bool:
         """Return whether a state, or the part of it in host memory, is too large to be copied."""
         tensors = [each for each in tensors_in(state) if each.is_cpu or not on_host]
         size = sum(each.nbytes for each in tensors if each.nbytes >= _MIN_BYTES)
@@ -346,7 +334,7 @@ class Checkpointing:
         """Wait for the ranks that write a large state, however long they take. Collective."""
         shared = state.shared()
         # These are certain to have the same size on every rank, or some ranks would not wait.
-        if self._is_large({name: shared.get(name) for name in ("model", "optimizers")}):
+        if self._is_large({name: shared[name] for name in ("model", "optimizers")}):
             enter_phase("waiting for a large state to be saved", waits=True, limited=False)
             sleeping_barrier(world.comm)
 

@@ -37,7 +37,7 @@ class FoundCheckpoint:
     progress: dict[str, Any] = field(default_factory=dict)
     """The fields of `Progress`; the same on every rank."""
     file: TensorFile | None = None
-    """What holds the checkpoint's state, on the one rank that has read it."""
+    """Holds the checkpoint's state, on the one rank that has read it."""
     name: str = ""
     """Its file and host, for messages."""
 
@@ -50,12 +50,12 @@ def find_checkpoint(
     Args:
         config: `--keep-checkpoints` and `--snapshots`.
         world: the ranks.
-        run_folder: the run folder on world rank 0; None where nothing is written.
+        run_folder: the run folder on world rank 0; None if nothing is written.
         resume: `auto`, a checkpoint's .pt file, or empty for none.
 
     Raises:
         AgreedError: there are checkpoints but all are damaged, the named file is not an intact
-            checkpoint, or another version of this package wrote it.
+            checkpoint, or it has another format.
     """
     own, damaged = None, ""
     with agree_on_errors(world.comm):
@@ -71,7 +71,7 @@ def find_checkpoint(
             raise AgreedError(candidates[0]["damaged"])
         if resume:
             where = "without a run folder" if run_folder is None else f"in {run_folder}"
-            warn_rank_0(world, f"found no checkpoint {where}: starting from scratch")
+            warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
         return FoundCheckpoint()
     best = candidates[source]
     return FoundCheckpoint(
@@ -85,16 +85,13 @@ def find_checkpoint(
 def check_resumable(
     config: TrainingConfig, world: World, found: FoundCheckpoint, dataset_size: str
 ) -> Changes:
-    """Compare a checkpoint's settings with this job's.
+    """Compare a checkpoint's settings with this job's; return what has changed.
 
     Args:
         config: this job's settings.
         world: this job's ranks.
         found: the checkpoint.
         dataset_size: the numbers of samples of this job's dataset.
-
-    Returns:
-        The changed settings and their consequences.
 
     Raises:
         AgreedError: the checkpoint belongs to another run.
@@ -105,10 +102,10 @@ def check_resumable(
     changes = compare_flags(metadata.config, config, known)
     if changes.rejected:
         raise AgreedError(changes.rejected)
-    if metadata.dataset_size not in ("", dataset_size):
+    if metadata.dataset_size != dataset_size:
         raise AgreedError(
-            f"the dataset: found {dataset_size}, needed {metadata.dataset_size}, with which the "
-            "checkpoint was made; give the same data, or another --run-dir"
+            f"the dataset has {dataset_size}, but the checkpoint was made with "
+            f"{metadata.dataset_size}; give the same data, or another --run-dir"
         )
     return changes
 
@@ -236,24 +233,24 @@ def _on_disk(
         path = Path(resume)
         if not os.path.isfile(path):  # unlike Path.is_file, it never raises
             raise UserError(
-                f"--resume: found no file {path}, needed auto or a checkpoint's .pt file"
+                f"--resume: there is no file {path}; give auto or a checkpoint's .pt file"
             )
         return CheckpointFiles.load(path), ""
     if run_folder is None:  # a rank was lost before the first step
         return None, ""
     files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
     try:
-        found, steps = files.newest_good(), files.steps()
+        newest, steps = files.newest_good(), files.steps()
     except OSError as error:
         raise UserError(
             f"--resume: {files.folder} cannot be read: {error.strerror}; make it readable, or "
             "name another --run-dir"
         ) from error
-    if found is not None or not steps:
-        return found, ""
+    if newest is not None or not steps:
+        return newest, ""
     return None, (
-        f"--resume auto: found {len(steps)} checkpoints in {files.folder}, but none is intact"
-        "; restore one of them, or name another --run-dir to start from scratch"
+        f"--resume auto: none of the {len(steps)} checkpoints in {files.folder} is intact; "
+        "restore one of them, or name another --run-dir to start from scratch"
     )
 
 
@@ -271,5 +268,5 @@ def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint |
         return None
     if not is_private(snapshots.folder) or max(snapshots.steps(), default=-1) <= after:
         return None
-    found = snapshots.newest_good()
-    return found if found is not None and found.step > after else None
+    newest = snapshots.newest_good()
+    return newest if newest is not None and newest.step > after else None

@@ -26,27 +26,25 @@ _SHARE = 0.05
 
 
 class SnapshotFiles(CheckpointFiles):
-    """A job's snapshots in this host's memory; only this user can access them."""
+    """A job's snapshots in this host's memory; only this user can access them.
+
+    Raises:
+        UserError: from each method, if other users can access the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Create the object only; the folder is not touched."""
         super().__init__(folder, keep=1)
 
-    def write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
-        """Write a snapshot, as `CheckpointFiles.write`.
-
-        Raises:
-            UserError: other users can access the folder.
-        """
+    def write(
+        self, state: dict[str, Any], description: dict[str, Any], only_new: bool = False
+    ) -> Path:
+        """Write a snapshot, as `CheckpointFiles.write`."""
         make_private(self.folder)
-        return super().write(state, description)
+        return super().write(state, description, only_new)
 
     def newest_good(self) -> Checkpoint | None:
-        """Return the newest intact snapshot, as `CheckpointFiles.newest_good`.
-
-        Raises:
-            UserError: other users can access the folder.
-        """
+        """Return the newest intact snapshot, as `CheckpointFiles.newest_good`."""
         return super().newest_good() if is_private(self.folder) else None
 
 
@@ -56,7 +54,7 @@ def snapshot_files(config: TrainingConfig) -> SnapshotFiles | None:
     return SnapshotFiles(snapshot_folder(name)) if name else None
 
 
-def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> bool:
+def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
     """Write this host's snapshot to the run's checkpoints, if it is newer than all of them.
 
     Args:
@@ -64,23 +62,16 @@ def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> bool:
         run_folder: the run folder.
         keep_checkpoints: as in `--keep-checkpoints`.
 
-    Returns:
-        True: the snapshot's step is on disk now, or there is no snapshot.
-
     Raises:
         OSError: the snapshot could not be written.
         UserError: other users can access the snapshot's folder.
     """
-    found = [SnapshotFiles(path).newest_good() for path in SHM.glob(f"kaitian-{name}-*")]
-    snapshots = [snapshot for snapshot in found if snapshot is not None]
-    if not snapshots:
-        return True
-    newest = max(snapshots, key=lambda snapshot: snapshot.step)
+    newest = [SnapshotFiles(path).newest_good() for path in SHM.glob(f"kaitian-{name}-*")]
     files = CheckpointFiles(run_folder / "checkpoints", keep_checkpoints)
-    if newest.step > max(files.steps(), default=-1):
-        files.write(newest.state, newest.description)
-        _log.info("step %d saved from memory: --resume auto resumes from it", newest.step)
-    return True
+    for snapshot in newest:
+        if snapshot is not None and snapshot.step > max(files.steps(), default=-1):
+            files.write(snapshot.state, snapshot.description)
+            _log.info("step %d saved from memory: --resume auto resumes from it", snapshot.step)
 
 
 class Pace:
