@@ -11,13 +11,12 @@ import re
 import textwrap
 from pathlib import Path
 
-from kaitian_mpi.cli import bench, doctor, env, flags, plan, report, run, supervise, train
+from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
 
 TARGET = Path(__file__).with_name("cli.md")
 PARSERS = (
     flags.make_parser(train.PROGRAM),
     run.make_parser(),
-    bench.make_parser(),
     plan.make_parser(),
     report.make_parser(),
     supervise.make_parser(),
@@ -31,6 +30,9 @@ HEAD = """# Commands
 `--help` shows the same in a terminal. A wrong flag or value is reported in one line before training
 starts, with exit code 2.
 """
+FURTHER = "Further settings"
+OF_FURTHER = """`--help` leaves these out. Three ways to set one: `--set check_every=50`, a line
+`check-every = 50` in the file of `--config`, or the flag `--check-every 50`."""
 # "(default 3)", "; default runs/<model>", or in words: "(default: the file's)".
 DEFAULT = re.compile(r"(?: \(|; )default(:?) ([^()]*)\)?$")
 
@@ -51,7 +53,10 @@ def _command(parser: argparse.ArgumentParser) -> str:
         is_default = group.title in ("positional arguments", "options")
         title = "" if is_default else (group.title or "").capitalize()
         shown = [action for action in group._group_actions if action.dest != "help"]
-        tables.setdefault(title, []).extend(shown)
+        for action in shown:
+            hidden = action.help == argparse.SUPPRESS
+            tables.setdefault(FURTHER if hidden else title, []).append(action)
+    tables[FURTHER] = tables.pop(FURTHER, [])  # last
     as_in_train: list[argparse.Action] = []
     for title, listed in tables.items():
         if parser is not PARSERS[0]:
@@ -59,6 +64,7 @@ def _command(parser: argparse.ArgumentParser) -> str:
         actions = [action for action in listed if action not in as_in_train]
         if actions:
             lines += [f"### {title}", ""] if title else []
+            lines += [OF_FURTHER, ""] if title == FURTHER else []
             lines += ["| argument | value | default | meaning |", "|---|---|---|---|"]
             lines += [*map(_row, actions), ""]
     if as_in_train:
@@ -80,6 +86,8 @@ def _row(action: argparse.Action) -> str:
     else:
         value = f"`{action.metavar}`" if action.metavar else ""
     text = (action.help or "").replace("%%", "%")
+    if text == argparse.SUPPRESS:
+        text = flags.FIELDS[action.dest].metadata["help"]
     meaning = DEFAULT.sub("", text)
     if meaning.count("(") > meaning.count(")"):  # the default was the end of a longer remark
         meaning += ")"

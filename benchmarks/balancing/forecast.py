@@ -1,4 +1,4 @@
-"""Compares kaitian-bench's forecast for every subset of device kinds with measured throughput.
+"""Compares kaitian-plan's forecast for every subset of device kinds with measured throughput.
 
     python benchmarks/balancing/forecast.py
 
@@ -65,11 +65,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         emulated = ["--emulate-kinds", options.kinds, *slowdown(list(factors.values()))]
-        command = ["kaitian-bench", *common, *emulated, "--json", "bench.json"]
+        command = ["kaitian-plan", *common, *emulated, "--json", "forecast.json"]
         launch([core[kind] for kind in kinds], command, folder)
-        saved = json.loads((folder / "bench.json").read_text())
+        saved = json.loads((folder / "forecast.json").read_text())
         settings = ["--keep-all", "--max-steps", str(options.steps), "--log-interval", "0"]
-        for number, cast in enumerate(saved["forecasts"]):
+        for number, cast in enumerate(saved["subsets"]):
             taken, run = cast["kinds"], f"run{number}"
             emulated = ["--emulate-kinds", ",".join(taken)]
             emulated += slowdown([factors[kind] for kind in taken])

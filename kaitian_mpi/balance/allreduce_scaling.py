@@ -127,7 +127,7 @@ def _slowest(entries: Sequence[MeasuredAllreduce], what: str) -> MeasuredAllredu
     if not entries:
         raise UserError(
             f"no allreduce was measured from which that of {what} can be estimated; run "
-            "kaitian-bench --json again with two ranks of each kind"
+            "kaitian-plan --save again with two ranks of each kind"
         )
     return max(entries, key=lambda entry: _reference_seconds(entry.cost))
 

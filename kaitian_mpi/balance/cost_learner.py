@@ -76,7 +76,7 @@ class CostLearner:
             ValueError: a batch size is below `min_batch`.
         """
         if min(batch_sizes) < min_batch:
-            raise ValueError(f"batch_sizes: found {list(batch_sizes)}, needed {min_batch} or more")
+            raise ValueError(f"batch_sizes must be at least {min_batch}, not {list(batch_sizes)}")
         self.batch_sizes = list(batch_sizes)
         self.steps = 0
         """The number of steps observed."""

@@ -49,11 +49,11 @@ def _check(cost: RankCost) -> None:
     """Raise ValueError for a cost for which the search for the fastest split would not end."""
     alpha, beta = cost.model.alpha_sec, cost.model.beta_sec
     if not 0 < beta < math.inf:  # false for NaN
-        raise ValueError(f"beta_sec: found {beta}, needed more than 0, and finite")
+        raise ValueError(f"beta_sec must be finite and above 0, not {beta}")
     if not 0 <= alpha < math.inf:
-        raise ValueError(f"alpha_sec: found {alpha}, needed at least 0, and finite")
+        raise ValueError(f"alpha_sec must be finite and at least 0, not {alpha}")
     if cost.largest_micro_batch is not None and cost.largest_micro_batch < 1:
-        raise ValueError(f"largest_micro_batch: found {cost.largest_micro_batch}, needed 1 or more")
+        raise ValueError(f"largest_micro_batch must be at least 1, not {cost.largest_micro_batch}")
 
 
 def fastest_split(
@@ -86,7 +86,7 @@ def fastest_split(
     for cost in costs:
         _check(cost)
     if 0 < global_batch_size < min_batch:
-        raise ValueError(f"found {global_batch_size} samples, needed 0 or at least {min_batch}")
+        raise ValueError(f"global_batch_size must be 0 or at least {min_batch}")
     alpha, beta, limit = _as_arrays(costs, global_batch_size)
     max_ranks = min(len(costs), global_batch_size // min_batch)
 

@@ -200,9 +200,7 @@ def forecast(
         ValueError: there are no samples or no ranks.
     """
     if global_batch_size < 1 or not cohorts:
-        raise ValueError(
-            f"found {global_batch_size} samples and {len(cohorts)} cohorts, needed at least one"
-        )
+        raise ValueError("a forecast takes at least one sample and one cohort")
     shares = _fastest_shares(_with_slopes(cohorts, global_batch_size), global_batch_size)
     slowest = max(shares, key=lambda share: share.seconds)
     exposed_sec = exposed_seconds(
@@ -264,8 +262,8 @@ def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list
         models = [cohort for cohort in measured if cohort.kind == kind]
         if not models:
             raise UserError(
-                f"found kind {kind!r}, needed one that was measured: {', '.join(known)}; correct "
-                "the name, or run kaitian-bench with such a device"
+                f"kind {kind!r} was not measured, only {', '.join(known)}; correct the name, or "
+                "measure again with such a device"
             )
         rounds, extra = divmod(ranks, len(models))
         counts = [rounds + (index < extra) for index in range(len(models))]

@@ -56,7 +56,7 @@ def plan_fastest_within(
     """
     limits = [global_batch_size if limit is None else limit for limit in most]
     if sum(limits) < global_batch_size:
-        raise ValueError(f"most: found {sum(limits)} in all, needed {global_batch_size} or more")
+        raise ValueError(f"most must be at least {global_batch_size} in all, not {sum(limits)}")
     shares = plan_fastest(costs, global_batch_size, min_batch)
     # A limit only gives more to the others, so a rank beyond its limit stays at it.
     while any(share > limit for share, limit in zip(shares, limits, strict=True)):
@@ -102,8 +102,8 @@ def _check_enough(global_batch_size: int, ranks: int, min_batch: int) -> None:
     each = "one sample" if min_batch == 1 else f"{min_batch} samples"
     why = "" if min_batch == 1 else f" because the model cannot train on fewer than {min_batch}"
     raise UserError(
-        f"--global-batch-size: found {global_batch_size} for {ranks} ranks, needed at least "
-        f"{each} per rank{why}; give {min_batch * ranks} or more, or start fewer ranks"
+        f"--global-batch-size {global_batch_size} is too small for {ranks} ranks, each of which "
+        f"takes at least {each}{why}; give {min_batch * ranks} or more, or start fewer ranks"
     )
 
 

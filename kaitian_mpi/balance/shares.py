@@ -23,14 +23,14 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
         ValueError: `total` or a weight is out of range, or there is no weight above 0.
     """
     if total < 0:
-        raise ValueError(f"total: found {total}, needed at least 0")
+        raise ValueError(f"total must be at least 0, not {total}")
     for weight in weights:
         if not 0 <= weight < math.inf:
-            raise ValueError(f"weights: found {weight}, needed finite numbers of at least 0")
+            raise ValueError(f"weights must be finite and at least 0, not {weight}")
     # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
     weight_sum = math.fsum(weights)
     if weight_sum == 0:
-        raise ValueError(f"weights: found {list(weights)}, needed at least one above 0")
+        raise ValueError(f"weights must have one above 0, not {list(weights)}")
     quotas = [total * weight / weight_sum for weight in weights]
     shares = [math.floor(quota) for quota in quotas]
     by_remainder = sorted(

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kaitian_mpi.config import TrainConfig, flag_name, wrong_type
+from kaitian_mpi.config import TrainConfig, wrong_type
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.user_files import parse_toml
 
@@ -37,13 +37,13 @@ def read_config_file(path: str) -> dict[str, Any]:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
             raise UserError(
-                f"--config {path}: found {key!r}, needed a flag of kaitian-train without its "
-                f"--{hint}"
+                f"--config {path}: there is no setting {key!r}{hint}; write a flag of "
+                "kaitian-train without its --"
             )
         if name in settings:
-            raise UserError(f"--config {path}: found {flag_name(name)} twice, needed it once")
+            raise UserError(f"--config {path}: {key} is set twice; keep one of them")
         if needed := wrong_type(fields[name], value):
-            raise UserError(f"--config {path}: {key}: found {value!r}, needed {needed}")
+            raise UserError(f"--config {path}: {key} must be {needed}, not {value!r}")
         settings[name] = value
     _check_table(path, settings.get("set", {}))
     return settings
@@ -52,11 +52,11 @@ def read_config_file(path: str) -> dict[str, Any]:
 def _check_table(path: str, table: dict[str, Any]) -> None:
     for key, value in table.items():
         if not key.isidentifier():
-            raise UserError(f"--config {path}: set: found {key!r}, needed the name of a parameter")
+            raise UserError(f"--config {path}: set: {key!r} cannot be the name of an argument")
         try:
             json.dumps(value)
         except TypeError as error:
             raise UserError(
-                f"--config {path}: set: {key}: found a date or time, needed a number, true, false, "
-                "a list or a string; put it in quotes"
+                f"--config {path}: set: {key} is a date or time, which a run's config.json cannot "
+                "hold; put it in quotes"
             ) from error

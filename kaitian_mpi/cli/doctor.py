@@ -73,8 +73,8 @@ def show_hosts(chosen: argparse.Namespace, tasks: tuple[int, int] | None, began:
     """
     if tasks is not None:
         raise UserError(
-            "--hostfile: found kaitian-doctor started by mpirun, needed it before mpirun; run "
-            f"{PROGRAM} --hostfile {chosen.hostfile}"
+            f"--hostfile cannot be used under mpirun; run {PROGRAM} --hostfile {chosen.hostfile} "
+            "before it"
         )
     pythons = read_environments(chosen.env) if chosen.env else {}
     verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
@@ -186,13 +186,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--share-device",
         action="store_true",
-        help="two ranks may have one device, as with this flag of kaitian-train",
+        help="let several ranks use one device, as with this flag of kaitian-train",
     )
     parser.add_argument(
         "--run-dir",
         default=defaults.run_dir,
         metavar="DIR",
-        help="the folder for results, whose file system is examined; nothing is left there "
+        help="folder for results; its file system is examined, and nothing is left there "
         f"(default {defaults.run_dir})",
     )
     parser.add_argument(
@@ -215,13 +215,13 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Options]
     chosen = make_parser().parse_args(arguments)
     if not 0 < chosen.timeout <= _MAX_TIMEOUT:
         raise UserError(
-            f"--timeout: found {chosen.timeout:g}, needed seconds, above 0 and at most "
-            f"{_MAX_TIMEOUT:g}"
+            f"--timeout must be above 0 and at most {_MAX_TIMEOUT:g} seconds, not "
+            f"{chosen.timeout:g}"
         )
     if chosen.env and not chosen.hostfile:
-        raise UserError("--env: found no --hostfile, needed the hosts that it is about")
+        raise UserError("--env requires --hostfile")
     if not chosen.run_dir:
-        raise UserError("--run-dir: found an empty name, needed a folder's")
+        raise UserError("--run-dir must not be empty; name a folder")
     return chosen, Options(
         devices=chosen.devices,
         share_device=chosen.share_device or os.environ.get(SHARE_VARIABLE) == "1",

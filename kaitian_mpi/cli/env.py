@@ -32,7 +32,7 @@ def main() -> None:
         sys.stdout.flush()
         os.execvp(words[0], words)  # noqa: S606 (no shell)
     except FileNotFoundError:
-        _fail(f"found no {options.command[0]}; give the path of mpirun")
+        _fail(f"there is no {options.command[0]}; give the path of mpirun")
     except UserError as error:
         _fail(str(error), error.exit_code)
 
@@ -71,11 +71,11 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         del options.command[0]
     if not any(part.is_launcher for part in parse_launcher(options.command).parts):
         raise UserError(
-            f"found no mpirun in the command, needed for example: {PROGRAM} {options.file} mpirun "
+            f"the command must start with mpirun, such as {PROGRAM} {options.file} mpirun "
             "--hostfile hosts.txt -np 4 kaitian-train --model mobilenetv2"
         )
     if ":" in options.command:
-        raise UserError("found ':' in the command, needed one program: the parts are made here")
+        raise UserError("the command must have one program, without ':'; the parts are made here")
     return options
 
 

@@ -1,41 +1,38 @@
-"""Builds argument parsers from the fields of `TrainConfig`."""
+"""Builds argument parsers from the fields of `TrainConfig`, and reads a config from a command."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import tomllib
-import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from kaitian_mpi.cli.config_file import read_config_file
-from kaitian_mpi.config import TrainConfig, flag_name
+from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
 
-# The sections of --help, and their flags by the fields' names.
+# The sections of --help, and their flags by the fields' names. A setting that is in none of them is
+# a flag, too, but --help leaves it out.
 SECTIONS = {
-    "what to train": "config task set init workers",
-    "image classification (not with --task)": "model dataset data_dir val_split augment "
-    "optimizer lr momentum nesterov weight_decay clip_norm label_smoothing schedule warmup",
-    "batch sizes": "global_batch_size batch_policy batch_size balance benchmark_seconds "
-    "benchmark_cache micro_batch_size keep_all",
-    "devices and communication": "allreduce network_allreduce wire relay_dtype relay_memory_mb "
-    "devices device_map share_device group_by network_interface emulate_kinds emulate_slowdown "
-    "parity",
-    "optimization": "epochs max_steps precision memory_format sync_bn max_bad_steps check_every",
-    "checkpoints and failures": "resume checkpoint_every checkpoint_minutes checkpoint_copy_mb "
-    "keep_checkpoints spares step_timeout snapshots snapshot_every",
-    "seed and output": "seed run_dir export log_interval progress quiet log_level",
-    "metrics in other programs": "tensorboard wandb mlflow",
-    "timeline and profile": "timeline timeline_every profile",
+    "what matters first": "model dataset task devices global_batch_size epochs lr precision "
+    "run_dir resume",
+    "model and data": "data_dir set config init workers seed export",
+    "optimization": "max_steps optimizer weight_decay clip_norm schedule sync_bn",
+    "balancing": "balance benchmark_seconds micro_batch_size keep_all",
+    "devices and communication": "device_map share_device network_interface allreduce wire "
+    "emulate_kinds emulate_slowdown",
+    "checkpoints and failures": "checkpoint_every checkpoint_minutes spares",
+    "what is shown and recorded": "progress quiet tensorboard wandb mlflow timeline profile",
 }
-RECIPE = frozenset(SECTIONS["image classification (not with --task)"].split())
+SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+HIDDEN = FIELDS.keys() - SHOWN
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
-_TASK_DEFAULTS: dict[str, Any] = {
-    "memory_format": "contiguous"
-}  # code such as x.view() may rely on it
+# Code such as x.view() may rely on it.
+_TASK_DEFAULTS: dict[str, Any] = {"memory_format": "contiguous"}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -50,91 +47,143 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     """Return the parser of `kaitian-train`: one flag for each field of `TrainConfig`."""
     parser = OneLineParser(
         prog=program,
-        description="Train a PyTorch model on a mix of accelerators: start one process per "
-        "device with mpirun.",
+        usage=f"mpirun -np N {program} [flags]",
+        description="Train a PyTorch model on a mix of accelerators: start one process per device "
+        "with mpirun. Settings without a flag below are set by --set or in the file of --config; "
+        "docs/cli.md lists them all.",
         epilog=f"example: mpirun -np 4 {program} --model mobilenetv2",
         allow_abbrev=False,
     )
-    add_flags(parser, [field.name for field in dataclasses.fields(TrainConfig)])
+    add_flags(parser, SECTIONS, HIDDEN)
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Collection[str], **defaults: object) -> None:
-    """Add the flags of some fields of `TrainConfig`, in sections.
+def add_flags(
+    parser: argparse.ArgumentParser, sections: Mapping[str, str], hidden: Iterable[str] = ()
+) -> None:
+    """Add the flags of some fields of `TrainConfig`.
 
     Args:
         parser: the parser to add them to.
-        names: the fields.
-        defaults: defaults that differ from the config's.
+        sections: the fields in each section of --help.
+        hidden: fields whose flags --help leaves out.
     """
-    types = typing.get_type_hints(TrainConfig)
-    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    for section, of_section in SECTIONS.items():
-        wanted = [fields[name] for name in of_section.split() if name in names]
-        group = parser.add_argument_group(section) if wanted else None
-        for field in wanted:
-            assert group is not None
-            default = defaults.get(field.name, field.default)
-            _add_flag(group, field, types[field.name], default)
-
-
-def config_of(chosen: argparse.Namespace, names: Collection[str]) -> TrainConfig:
-    """Return the config given by these flags; other fields keep their defaults.
-
-    Raises:
-        UserError: a value is invalid.
-    """
-    return TrainConfig(**{name: getattr(chosen, name) for name in names})
+    for section, names in sections.items():
+        group = parser.add_argument_group(section)
+        for name in names.split():
+            _add_flag(group, FIELDS[name])
+    for name in sorted(hidden):
+        _add_flag(parser, FIELDS[name]).help = argparse.SUPPRESS
 
 
 def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
-    """Parse command-line arguments into a config.
+    """Parse the arguments of `kaitian-train` into a config.
 
     Raises:
         UserError: an argument is unknown or invalid.
     """
-    parser = make_parser(program)
-    defaults = vars(parser.parse_args([]))
-    # argparse sets a default only where the namespace has no value yet.
-    unset = argparse.Namespace(**dict.fromkeys(defaults))
+    return TrainConfig(**parse_settings(make_parser(program), arguments).settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """What a command line says."""
+
+    settings: dict[str, Any]
+    """The fields of `TrainConfig` that it sets, on the command line or in the file of --config."""
+    others: argparse.Namespace
+    """The command's own flags."""
+    by_set: frozenset[str]
+    """The fields that --set sets."""
+
+
+def parse_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Parsed:
+    """Parse command-line arguments.
+
+    Raises:
+        UserError: an argument is unknown or invalid.
+    """
+    # argparse sets a default only if the namespace has no value yet.
+    unset = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
     chosen = vars(parser.parse_args(arguments, unset))
-    given = {name: value for name, value in chosen.items() if value is not None}
+    given = {name: chosen[name] for name in FIELDS if chosen.get(name) is not None}
+    others = argparse.Namespace(**{name: chosen[name] for name in chosen.keys() - FIELDS.keys()})
     in_file = read_config_file(given["config"]) if given.get("config") else {}
-    settings = {**in_file, **given}
-    if "set" in settings:
-        settings["set"] = {**in_file.get("set", {}), **given.get("set", {})}
+    task = given.get("task", in_file.get("task"))
+    by_set, table = _sort_set(given.pop("set", {}), bool(task))
+    if twice := sorted(by_set.keys() & given.keys()):
+        raise UserError(f"--set and {flag_name(twice[0])} set the same; give only one of them")
+    settings = {**in_file, **given, **by_set}
+    if table or "set" in in_file:
+        settings["set"] = {**in_file.get("set", {}), **table}
     _check_one_task(settings)
     _check_optimizer(settings)
-    own_defaults = _TASK_DEFAULTS if settings.get("task") else {}
+    own_defaults = _TASK_DEFAULTS if task else {}
     own_defaults |= _ADAMW_DEFAULTS if settings.get("optimizer") == "adamw" else {}
-    return TrainConfig(**{**own_defaults, **settings})
+    return Parsed({**own_defaults, **settings}, others, frozenset(by_set))
+
+
+def _sort_set(given: Mapping[str, str], has_task: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide the names and values of --set into settings and arguments of the task's function.
+
+    With --task, a name is a setting only if --help has no flag for it.
+    """
+    of_config = HIDDEN - OF_IMAGES if has_task else FIELDS.keys() - {"config", "task", "set"}
+    settings: dict[str, Any] = {}
+    table: dict[str, Any] = {}
+    for key, text in given.items():
+        name = key.replace("-", "_")
+        if name in of_config:
+            settings[name] = _read_setting(name, text)
+        elif has_task and key.isidentifier():
+            table[key] = read_value(f"--set {key}", text)
+        else:
+            close = difflib.get_close_matches(name, of_config, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(
+                f"--set {key}: there is no such setting{hint}; an argument of your own function "
+                "requires --task"
+            )
+    return settings, table
+
+
+def _read_setting(name: str, text: str) -> Any:
+    """Return the value of a setting given by --set.
+
+    Raises:
+        UserError: it is of the wrong type.
+    """
+    if isinstance(FIELDS[name].default, str):
+        return text
+    value = read_value(f"--set {name}", text)
+    if needed := wrong_type(FIELDS[name], value):
+        raise UserError(f"--set {name} must be {needed}, not {text!r}")
+    return value
 
 
 def _check_one_task(given: Mapping[str, Any]) -> None:
     """Check that the flags given are those of one form: a task or a model."""
-    if given.get("task"):
-        if clash := [flag_name(name) for name in given if name in RECIPE]:
-            raise UserError(
-                f"found --task and {', '.join(clash)}, needed only one of them: what --model has "
-                "flags for, a task has in its own code, with --set for its parameters"
-            )
-    elif "set" in given:
+    clash = [flag_name(name) for name in given if name in OF_IMAGES]
+    if given.get("task") and clash:
         raise UserError(
-            "found --set without --task, needed --task module:function, whose parameter it sets"
+            f"{', '.join(clash)} cannot be combined with --task; set it in the task's own code, "
+            "with --set for its arguments"
         )
+    if not given.get("task") and given.get("set"):
+        raise UserError("set in --config holds the arguments of a task's function; add task")
 
 
 def _check_optimizer(given: Mapping[str, Any]) -> None:
     of_sgd = [flag_name(name) for name in ("momentum", "nesterov") if name in given]
     if given.get("optimizer") == "adamw" and of_sgd:
         raise UserError(
-            f"found --optimizer adamw and {', '.join(of_sgd)}, needed only one of them: AdamW has "
-            "none"
+            f"{', '.join(of_sgd)} cannot be combined with --optimizer adamw, which has no momentum "
+            "of this kind; remove one of them"
         )
 
 
 class _AddSetting(argparse.Action):
-    """Adds a `key=value` to a table."""
+    """Adds a `key=value` to a table of texts."""
 
     def __call__(
         self,
@@ -145,17 +194,16 @@ class _AddSetting(argparse.Action):
     ) -> None:
         """Add what a flag was given."""
         key, equals, text = str(values).partition("=")
-        if not equals or not key.isidentifier():
+        if not equals or not key.replace("-", "_").isidentifier():
             raise UserError(
-                f"{option_string}: found {values!r}, needed key=value, such as "
-                f"{option_string} lr=3e-4"
+                f"{option_string} {values!r} is not name=value; write it like {option_string} "
+                "lr=3e-4"
             )
-        table = getattr(namespace, self.dest) or {}
-        setattr(namespace, self.dest, {**table, key: read_value(f"{option_string} {key}", text)})
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), key: text})
 
 
 def read_value(name: str, text: str) -> Any:
-    """Return a TOML value, or the text itself where it is none.
+    """Return a TOML value, or the text itself if it is none.
 
     Args:
         name: of the value, for the error.
@@ -166,8 +214,8 @@ def read_value(name: str, text: str) -> Any:
     """
     if text in ("True", "False", "None"):  # as a string, each of them would be true
         raise UserError(
-            f"{name}={text}: found a constant of Python's, needed TOML: true or false; or "
-            f"'\"{text}\"' for the string"
+            f"{name}={text}: values are read as TOML; write true or false, or '\"{text}\"' for the "
+            "string"
         )
     try:
         read = tomllib.loads(f"value = {text}")
@@ -177,30 +225,22 @@ def read_value(name: str, text: str) -> Any:
     return read["value"] if len(read) == 1 else text
 
 
-def _add_flag(
-    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: type, default: object
-) -> None:
-    shown = f" (default {'on' if default is True else default})" if default not in ("", 0) else ""
-    if default is dataclasses.MISSING:
-        group.add_argument(
-            flag_name(field.name),
-            action=_AddSetting,
-            default={},
-            help=field.metadata["help"],
-            metavar=field.metadata["metavar"],
-        )
-        return
+def _add_flag(group: argparse._ActionsContainer, field: dataclasses.Field[Any]) -> argparse.Action:
+    default, about = field.default, field.metadata
+    shown = f" (default {'on' if default is True else default})"
+    has_own = default in ("", 0) or "(default" in about["help"]
     options: dict[str, Any] = {
         "default": default,
-        "help": (field.metadata["help"] + shown).replace("%", "%%"),
+        "help": (about["help"] + ("" if has_own else shown)).replace("%", "%%"),
     }
-    if kind is bool:
+    if default is dataclasses.MISSING:
+        options = {"action": _AddSetting, "default": {}, "help": about["help"]}
+        options["metavar"] = about["metavar"]
+    elif isinstance(default, bool):
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options["type"] = kind
-        options["choices"] = field.metadata["choices"] or None
-        default_metavar = {int: "N", float: "X", str: "NAME"}[kind]
-        options["metavar"] = field.metadata["metavar"] or (
-            None if field.metadata["choices"] else default_metavar
-        )
-    group.add_argument(flag_name(field.name), **options)
+        kind = type(default)
+        metavar = about["metavar"] or {int: "N", float: "X", str: "NAME"}[kind]
+        options |= {"type": kind, "choices": about["choices"] or None}
+        options["metavar"] = None if about["choices"] and not about["metavar"] else metavar
+    return group.add_argument(flag_name(field.name), **options)

@@ -1,190 +1,174 @@
-"""`kaitian-plan`: forecasts a larger job from the measurements of `kaitian-bench`."""
+"""`kaitian-plan`: forecasts a job from what it measures under mpirun, or has measured before."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kaitian_mpi.balance.bench_file import MAX_SAMPLES, Bench, read_bench
-from kaitian_mpi.balance.communication import ddp_buckets
-from kaitian_mpi.balance.forecast import (
-    Forecast,
-    SubsetForecasts,
-    forecast_subsets,
-    format_rate,
-    scale_cohorts,
+from kaitian_mpi.balance.forecast import Forecast, format_rate
+from kaitian_mpi.balance.measurements import MAX_SAMPLES, Measurements, read_measurements
+from kaitian_mpi.balance.planned_job import (
+    MAX_RANKS,
+    KindRow,
+    PlannedJob,
+    count,
+    kind_rows,
+    parse_world,
+    plan_job,
+    to_json,
 )
-from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
+from kaitian_mpi.cli.preflight import check_file_can_be_written
+from kaitian_mpi.cli.train import start_ranks, task_maker
+from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import save_json
+from kaitian_mpi.runtime.abort import abort_on_error, report_once
+from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.signals import handle_signals
 
 PROGRAM = "kaitian-plan"
-MAX_RANKS = 100_000
+SECTIONS = {
+    "what is measured (flags of kaitian-train)": "model dataset task set global_batch_size "
+    "precision devices wire benchmark_seconds emulate_kinds emulate_slowdown",
+}
 _WIDTH = 110
 _MAX_NOTES = 8
+_MAX_SUBSETS = 16
+_EXAMPLE_RANKS = 8
 
 
 def main() -> None:
     """Run the command."""
-    try:
-        options = make_parser().parse_args()
-        job = plan_job(options.bench, options.world, options.global_batch_size)
-        if options.json is not None:
-            save_json(options.json, to_json(job))
-    except UserError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    show(job)
+    arguments = sys.argv[1:]
+    is_first = read_launch(os.environ).world_rank == 0
+    if "-h" in arguments or "--help" in arguments:
+        if is_first:
+            make_parser().print_help()
+        return
+    with abort_on_error(PROGRAM):
+        with report_once():
+            parsed = read_options(arguments)
+        if parsed.others.file is None:
+            handle_signals(PROGRAM)
+            measure(parsed)
+        elif is_first:
+            report(read_measurements(parsed.others.file), parsed)
+
+
+def measure(parsed: Parsed) -> None:
+    """Measure the ranks that mpirun has started, and report on rank 0. Collective."""
+    config, world, watchdog = start_ranks(TrainConfig(**parsed.settings))
+    import torch.distributed as dist
+
+    from kaitian_mpi.mpi.exchange import agree_on_errors
+    from kaitian_mpi.train.measure.job import measure_job
+
+    with agree_on_errors(world.comm):
+        for flag in ("json", "save") if world.rank == 0 else ():
+            if path := getattr(parsed.others, flag):
+                check_file_can_be_written(f"--{flag}", str(path))
+    world.relay.adopt(config)
+    measured = measure_job(task_maker(config, parsed.by_set), config, world)
+    with agree_on_errors(world.comm):
+        if world.rank == 0:
+            report(measured, parsed)
+    dist.destroy_process_group()
+    if watchdog is not None:
+        watchdog.close()
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+    """Return the command's parser: its own flags, and those of `kaitian-train`."""
     parser = OneLineParser(
         prog=PROGRAM,
-        description="Forecast the speed of a larger job, and which devices are worth having in "
-        "it, from the measurements of kaitian-bench --json. Needs neither MPI nor the devices.",
-        epilog=f"example: {PROGRAM} bench.json --world 8xcuda,16xmlu,32xcpu",
+        usage=f"mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
+        description="Forecast the speed of a job, and which devices are worth having in it. Under "
+        "mpirun, with the flags of kaitian-train, it measures the ranks and what is between them; "
+        "given a file of measurements, it needs neither MPI nor the devices.",
+        epilog=f"example: {PROGRAM} measured.json --world 8xcuda,16xmlu,32xcpu",
         allow_abbrev=False,
     )
-    parser.add_argument("bench", type=Path, help="the file that kaitian-bench --json wrote")
     parser.add_argument(
-        "--world",
-        required=True,
-        metavar="LIST",
-        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {MAX_RANKS:,} in total",
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="a file that --save has written; without it, the ranks are measured",
     )
     parser.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="N",
-        help="samples per step over all ranks (default: the file's, scaled with the ranks)",
+        "--world",
+        metavar="LIST",
+        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {MAX_RANKS:,} in total (default: "
+        "those measured)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the forecast to this file too"
     )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the measurements to this file"
+    )
+    shown = {name for names in SECTIONS.values() for name in names.split()}
+    add_flags(parser, SECTIONS, FIELDS.keys() - shown)
     return parser
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job that is forecast."""
-
-    bench: Bench
-    world: dict[str, int]
-    """Ranks of each kind."""
-    global_batch_size: int
-    batch_origin: str
-    """How the global batch size was chosen, for the output."""
-    subsets: SubsetForecasts
-
-
-def plan_job(path: Path, world_text: str, global_batch_size: int | None) -> Job:
-    """Forecast a job.
-
-    Args:
-        path: the benchmark's file.
-        world_text: as for `parse_world`.
-        global_batch_size: samples per step; None for the benchmark's, scaled with the ranks.
+def read_options(arguments: Sequence[str]) -> Parsed:
+    """Parse command-line arguments.
 
     Raises:
-        UserError: an argument or the file is invalid.
+        UserError: one is unknown, invalid, or of no use with the others.
     """
-    world = parse_world(world_text)
-    if global_batch_size is not None and not 1 <= global_batch_size <= MAX_SAMPLES:
-        raise UserError(
-            f"--global-batch-size: found {global_batch_size}, needed 1 to {MAX_SAMPLES}; "
-            "correct it or omit it"
-        )
-    bench = read_bench(path)
-    cohorts = scale_cohorts(bench.cohorts(), world)
-    origin = "as given"
-    if global_batch_size is None:
-        measured = bench.global_batch_size
-        scaled = round(measured * sum(world.values()) / len(bench.ranks))
-        global_batch_size = min(max(1, scaled), MAX_SAMPLES)
-        origin = f"the benchmark's {measured:,} for {_count(len(bench.ranks), 'rank')}, scaled"
-    subsets = forecast_subsets(
-        cohorts, global_batch_size, ddp_buckets(bench.gradient_bytes), bench.measured
-    )
-    return Job(
-        bench=bench,
-        world=world,
-        global_batch_size=global_batch_size,
-        batch_origin=origin,
-        subsets=subsets,
-    )
-
-
-def parse_world(text: str) -> dict[str, int]:
-    """Parse `8xcuda,32xcpu` into the number of ranks of each kind.
-
-    Raises:
-        UserError: the text is malformed, names a kind twice, or has too many ranks.
-    """
-    world: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"0*([1-9][0-9]{0,8})x(\S+)", part.strip())
-        if match is None:
+    parsed = parse_settings(make_parser(), arguments)
+    chosen = parsed.others
+    if chosen.world is not None:
+        parse_world(chosen.world)
+    if chosen.file is not None:
+        unused = sorted(parsed.settings.keys() - {"global_batch_size"})
+        if unused or chosen.save is not None:
+            flag = flag_name(unused[0]) if unused else "--save"
             raise UserError(
-                f"--world: found {part.strip()!r}, needed a number of ranks of 1 or more, an x and "
-                "a kind; write it like 8xcuda,32xcpu"
+                f"{flag} cannot be combined with {chosen.file}, which holds measurements; remove "
+                "one of them"
             )
-        kind = match[2]
-        if kind in world:
-            raise UserError(f"--world: found {kind} twice, needed each kind once; add them up")
-        world[kind] = int(match[1])
-    if sum(world.values()) > MAX_RANKS:
-        raise UserError(
-            f"--world: found {sum(world.values()):,} ranks, needed {MAX_RANKS:,} at most; ask for "
-            "fewer"
-        )
-    return world
-
-
-@dataclass(frozen=True)
-class KindRow:
-    """The forecast for one kind's ranks, per step."""
-
-    kind: str
-    ranks: int
-    idle: int
-    """The number of ranks without samples."""
-    least: int
-    """The fewest samples of any of these ranks."""
-    most: int
-    """The most samples of any of these ranks."""
-    compute_sec: float
-    """Compute time of the slowest of these ranks."""
-
-
-def kind_rows(whole: Forecast) -> list[KindRow]:
-    """Summarize a forecast by kind."""
-    rows = []
-    for kind in dict.fromkeys(share.cohort.kind for share in whole.shares):
-        shares = [share for share in whole.shares if share.cohort.kind == kind]
-        rows.append(
-            KindRow(
-                kind=kind,
-                ranks=sum(share.ranks for share in shares),
-                idle=sum(share.ranks for share in shares if share.samples == 0),
-                least=min(share.samples for share in shares),
-                most=max(share.samples for share in shares),
-                compute_sec=max(share.seconds for share in shares),
+        size = parsed.settings.get("global_batch_size", 1)
+        if not 1 <= size <= MAX_SAMPLES:
+            raise UserError(
+                f"--global-batch-size must be from 1 to {MAX_SAMPLES}, not {size}; correct or omit "
+                "it"
             )
-        )
-    return rows
+    else:
+        TrainConfig(**parsed.settings)  # raises if one is invalid
+    return parsed
 
 
-def show(job: Job) -> None:
+def report(measured: Measurements, parsed: Parsed) -> None:
+    """Forecast the job, write the files that are asked for, and print the result.
+
+    Raises:
+        UserError: it cannot be forecast, or a file cannot be written.
+    """
+    chosen = parsed.others
+    world = None if chosen.world is None else parse_world(chosen.world)
+    if chosen.save is not None:
+        save_json(chosen.save, measured.to_json())
+    size = parsed.settings.get("global_batch_size") if chosen.file is not None else None
+    job = plan_job(measured, world, size)
+    if chosen.json is not None:
+        save_json(chosen.json, to_json(job))
+    show(job, shows_allreduces=chosen.file is None)
+    if chosen.save is not None:
+        print(f"written to {chosen.save}; {advice(chosen.save, measured)}")
+
+
+def show(job: PlannedJob, *, shows_allreduces: bool = False) -> None:
     """Print the forecast."""
     whole = job.subsets.whole
     # Plain text: names from the file must not be parsed as markup, and log files have no colors.
@@ -196,78 +180,59 @@ def show(job: Job) -> None:
         emoji=False,
         highlight=False,
     )
-    ranks = sum(job.world.values())
-    emulated = " (devices or their speed emulated)" if job.bench.emulated else ""
-    console.print(
-        f"forecast for {job.bench.model}, from {_count(len(job.bench.ranks), 'measured rank')}"
-        f"{emulated}"
-    )
+    emulated = " (devices or their speed emulated)" if job.measured.emulated else ""
+    if shows_allreduces:
+        console.print(_allreduce_table(job.measured))
+    ranks = count(len(job.measured.ranks), "measured rank")
+    console.print(f"forecast for {job.measured.model}, from {ranks}{emulated}")
     console.print(f"global batch: {job.global_batch_size:,} samples ({job.batch_origin})")
-    console.print(_kind_table(kind_rows(whole), ranks))
-    console.print(
-        f"forecast: {format_rate(whole.samples_per_sec)} samples/s, "
-        f"efficiency {whole.efficiency:.0%}"
-    )
-    console.print(
-        f"step: {_ms(whole.step_sec)} ms = {_ms(whole.compute_sec)} ms of computing + "
-        f"{_ms(whole.exposed_sec)} ms of communication not hidden behind it"
-    )
-    console.print(f"bottleneck: {whole.bottleneck}")
-    for line in _advice(job.subsets):
+    console.print(_kind_table(kind_rows(whole), sum(job.world.values())))
+    if 1 < len(job.subsets.forecasts) <= _MAX_SUBSETS:
+        console.print(_subset_table(job))
+    for line in _summary(whole):
+        console.print(line)
+    for line in _advice(job):
         console.print(line)
 
 
-def to_json(job: Job) -> dict[str, Any]:
-    """Return the forecast as the content of the --json file."""
-    subsets = job.subsets
-    return {
-        "version": 1,
-        "model": job.bench.model,
-        "emulated": job.bench.emulated,
-        "world": job.world,
-        "global_batch_size": job.global_batch_size,
-        "forecast": _forecast_to_json(subsets.whole)
-        | {"bottleneck": subsets.whole.bottleneck, "losses": subsets.whole.losses},
-        "kinds": [
-            {
-                "kind": row.kind,
-                "ranks": row.ranks,
-                "ranks_without_samples": row.idle,
-                "samples_per_step_min": row.least,
-                "samples_per_step_max": row.most,
-                "compute_sec": row.compute_sec,
-                "gain": subsets.gain(row.kind),
-            }
-            for row in kind_rows(subsets.whole)
-        ],
-        "plan": [
-            {"kind": share.cohort.kind, "ranks": share.ranks, "samples_per_step": share.samples}
-            for share in subsets.whole.shares
-        ],
-        "subsets": [
-            {"kinds": list(kinds)} | _forecast_to_json(forecast)
-            for kinds, forecast in subsets.forecasts.items()
-        ],
-        "best": list(subsets.best),
-        "notes": list(subsets.notes),
-    }
+def _summary(whole: Forecast) -> list[str]:
+    return [
+        f"forecast: {format_rate(whole.samples_per_sec)} samples/s, "
+        f"efficiency {whole.efficiency:.0%}",
+        f"step: {_ms(whole.step_sec)} ms = {_ms(whole.compute_sec)} ms of computing + "
+        f"{_ms(whole.exposed_sec)} ms of communication not hidden behind it",
+        f"bottleneck: {whole.bottleneck}",
+    ]
 
 
-def _forecast_to_json(forecast: Forecast) -> dict[str, float]:
-    return {
-        "samples_per_sec": forecast.samples_per_sec,
-        "step_sec": forecast.step_sec,
-        "compute_sec": forecast.compute_sec,
-        "exposed_sec": forecast.exposed_sec,
-        "efficiency": forecast.efficiency,
-    }
+def advice(target: Path, measured: Measurements) -> str:
+    """Return advice on using a file of measurements: a command that works, or what to measure.
+
+    Args:
+        target: the file.
+        measured: its contents.
+    """
+    kind = measured.ranks[0].kind
+    try:
+        plan_job(measured, {kind: _EXAMPLE_RANKS})
+    except UserError:
+        return "to forecast a larger job from it, measure two ranks of each kind"
+    return f"try {PROGRAM} {target} --world {_EXAMPLE_RANKS}x{kind}"
+
+
+def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
+    for column in columns:
+        table.add_column(column, justify="left" if column in texts else "right")
+    return table
 
 
 def _kind_table(rows: Sequence[KindRow], ranks: int) -> Table:
-    title = f"world: {_count(ranks, 'rank')}, {_count(len(rows), 'kind')}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
-    for column in ("kind", "ranks", "samples/step per rank", "ms computing", "without samples"):
-        table.add_column(column, justify="left" if column == "kind" else "right")
+    table = _table(
+        f"world: {count(ranks, 'rank')}, {count(len(rows), 'kind')}",
+        ("kind", "ranks", "samples/step per rank", "ms computing", "without samples"),
+        ("kind",),
+    )
     for row in rows:
         table.add_row(
             row.kind,
@@ -279,8 +244,39 @@ def _kind_table(rows: Sequence[KindRow], ranks: int) -> Table:
     return table
 
 
-def _advice(subsets: SubsetForecasts) -> list[str]:
+def _subset_table(job: PlannedJob) -> Table:
+    table = _table(
+        "with these kinds alone",
+        ("kinds", "samples/s", "step ms", "efficiency", "bottleneck"),
+        ("kinds", "bottleneck"),
+    )
+    for kinds, cast in job.subsets.forecasts.items():
+        rate, step = format_rate(cast.samples_per_sec), _ms(cast.step_sec)
+        table.add_row(" + ".join(kinds), rate, step, f"{cast.efficiency:.0%}", cast.bottleneck)
+    return table
+
+
+def _allreduce_table(measured: Measurements) -> Table:
+    table = _table(
+        "allreduce of all gradients" + (" (emulated)" if measured.emulated else ""),
+        ("kinds", "ranks", "latency us", "GB/s", "gradients ms"),
+        ("kinds",),
+    )
+    for entry in measured.allreduces:
+        cost = entry.cost
+        table.add_row(
+            " + ".join(entry.ranks_per_kind),
+            str(sum(entry.ranks_per_kind.values())),
+            f"{1e6 * cost.latency_sec:.0f}" if cost.latency_sec >= 1e-6 else "<1",
+            f"{1e-9 / cost.sec_per_byte:.2f}" if cost.sec_per_byte else "-",
+            f"{1e3 * cost.seconds(measured.gradient_bytes):.1f}",
+        )
+    return table
+
+
+def _advice(job: PlannedJob) -> list[str]:
     """Return lines on each kind's worth, the best choice of kinds, and the guesses."""
+    subsets = job.subsets
     best = subsets.forecasts[subsets.best]
     lines = [f"{kind}: {subsets.worth(kind)}" for kind in subsets.kinds]
     lines.append(f"best: {' + '.join(subsets.best)}, {format_rate(best.samples_per_sec)} samples/s")
@@ -288,10 +284,6 @@ def _advice(subsets: SubsetForecasts) -> list[str]:
     if len(subsets.notes) > _MAX_NOTES:
         lines.append(f"note: {len(subsets.notes) - _MAX_NOTES} more guesses are in the JSON")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _ms(seconds: float) -> str:

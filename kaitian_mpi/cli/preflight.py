@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
-    """Return a config that says what is emulated, by its own flags or by variables. Collective.
+    """Return a config with the emulation of its own flags or of the variables. Collective.
 
     Raises:
         AgreedError: a value is malformed, does not match the number of ranks, or differs between
@@ -53,7 +53,7 @@ def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
     text = ""
     with agree_on_errors(comm):
         if devices != "auto":
-            raise UserError("found --devices and --device-map, needed only one of them")
+            raise UserError("--devices cannot be combined with --device-map; remove one of them")
         if comm.rank == 0:
             text = _read_device_map(device_map)
     path, text = gather_values(comm, (device_map, text))[0]
@@ -104,8 +104,8 @@ def _check_data_dir(folder: str, dataset: str) -> None:
         os.scandir(folder).close()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"--data-dir: found no folder {folder}, needed the one that holds the "
-            f"files of --dataset {dataset}; give the path on this host"
+            f"--data-dir: there is no folder {folder}; name the one that holds the files of "
+            f"--dataset {dataset} on this host"
         ) from error
     except OSError as error:
         raise UserError(
@@ -125,10 +125,7 @@ def check_file_can_be_written(flag: str, path: str) -> None:
     """
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise UserError(
-            f"{flag} {path}: found no folder {folder}, needed one that exists; create it, or name "
-            "another"
-        )
+        raise UserError(f"{flag} {path}: there is no folder {folder}; create it, or name another")
     is_new = not os.path.lexists(path)
     try:
         with open(path, "ab"):
@@ -143,9 +140,7 @@ def check_file_can_be_written(flag: str, path: str) -> None:
 
 def _check_spares(spares: int, ranks: int) -> None:
     if spares >= ranks:
-        raise UserError(
-            f"--spares: found {spares} of {ranks} ranks, needed fewer, so that at least one trains"
-        )
+        raise UserError(f"--spares {spares} leaves none of the {ranks} ranks to train; give fewer")
     if not ulfm.is_enabled():
         raise UserError(
             "--spares: fault tolerance is off, so no rank can be replaced; "

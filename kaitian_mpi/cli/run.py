@@ -10,18 +10,17 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import devices_of_host
 from kaitian_mpi.cli.script import check_script, run_script
-from kaitian_mpi.config import LOG_LEVELS
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.devices.visibility import hide_accelerators, narrow_list, visibility_variables
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, GROUPINGS
+from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.topology import RankInfo
 
 PROGRAM = "kaitian-run"
+SECTIONS = {
+    "devices and communication": "devices device_map share_device group_by network_interface",
+    "emulation and output": "emulate_kinds emulate_slowdown log_level",
+}
 
 
 def main() -> None:
@@ -83,14 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="backends to replace by kaitian where the script names them, such as nccl,gloo",
     )
-    _add_devices(parser)
-    _add_emulation(parser)
-    parser.add_argument(
-        "--log-level",
-        choices=LOG_LEVELS,
-        default="info",
-        help="lowest level of kaitian_mpi's own log messages",
-    )
+    add_flags(parser, SECTIONS)
     parser.add_argument(
         "-m",
         "--module",
@@ -100,62 +96,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("script", help="the Python file to run; with -m, the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
-
-
-def _add_devices(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for what each rank computes on and communicates by."""
-    parser.add_argument(
-        "--devices",
-        default="auto",
-        metavar="LIST",
-        help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
-    )
-    parser.add_argument(
-        "--device-map",
-        default="",
-        metavar="FILE",
-        help="a TOML file with the devices of each host's ranks, such as node-a = "
-        '["cuda:0", "cuda:1"]; read by rank 0, in place of --devices',
-    )
-    parser.add_argument(
-        "--share-device",
-        action="store_true",
-        help="let several ranks use one device; the ranks of such a group communicate through host "
-        "memory (default $KAITIAN_SHARE_DEVICE)",
-    )
-    parser.add_argument(
-        "--group-by",
-        choices=GROUPINGS,
-        default="auto",
-        help="group ranks by device kind, or by kind and host, so that vendors' libraries connect "
-        "no hosts; auto: kind, unless a Training measures that the other is faster (default "
-        f"${GROUP_VARIABLE})",
-    )
-    parser.add_argument(
-        "--network-interface",
-        default="",
-        metavar="LIST",
-        help="use only these network interfaces between hosts, such as eth0 or eth0,eth1; needed "
-        "on every host (default: all that MPI finds)",
-    )
-
-
-def _add_emulation(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that emulate a mixed job."""
-    parser.add_argument(
-        "--emulate-kinds",
-        default="",
-        metavar="LIST",
-        help="label CPU ranks with device kinds by world rank, such as gpu,gpu,mlu,mlu (default "
-        f"${KINDS_VARIABLE})",
-    )
-    parser.add_argument(
-        "--emulate-slowdown",
-        default="",
-        metavar="LIST",
-        help="slow ranks down by sleeping between collectives, such as 2:3.0,3:1.5; for a Training "
-        f"also rank:factor@step (default ${SLOWDOWN_VARIABLE})",
-    )
 
 
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:

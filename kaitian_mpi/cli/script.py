@@ -25,7 +25,7 @@ def check_script(script: str, is_module: bool) -> None:
     """
     if not is_module:
         if not os.path.isfile(script):
-            raise UserError(f"found no script {script}; name the file to run")
+            raise UserError(f"there is no script {script}; name the file to run")
         return
     search_first(os.getcwd())
     names = script.split(".")

@@ -37,6 +37,7 @@ PROGRAM = "kaitian-supervise"
 _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also where it is the main module
 _MAX_SECONDS = 86_400
 _MAX_RESTARTS = 1_000_000
+_ABOVE_ZERO = 5e-324  # the smallest float above 0
 
 
 def main() -> None:
@@ -150,27 +151,20 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         del options.command[0]
     if options.command and options.command[0].startswith("-"):
         raise UserError(f"unrecognized arguments: {options.command[0]}; see {PROGRAM} --help")
-    if not 0 <= options.max_restarts <= _MAX_RESTARTS:
-        raise UserError(
-            f"--max-restarts: found {options.max_restarts}, needed 0 or more, and at most "
-            f"{_MAX_RESTARTS}"
-        )
-    if not 0 < options.host_backoff <= _MAX_SECONDS:
-        raise UserError(
-            f"--host-backoff: found {options.host_backoff}, needed more than 0, and at most "
-            f"{_MAX_SECONDS}"
-        )
-    if not 0 < options.probe_seconds <= _MAX_SECONDS:
-        raise UserError(
-            f"--probe-seconds: found {options.probe_seconds}, needed more than 0, and at most "
-            f"{_MAX_SECONDS}"
-        )
-    if not 0 <= options.hang_seconds <= _MAX_SECONDS:
-        raise UserError(
-            f"--hang-seconds: found {options.hang_seconds}, needed 0 or more, and at most "
-            f"{_MAX_SECONDS}"
-        )
+    _check_range("--max-restarts", options.max_restarts, 0, _MAX_RESTARTS)
+    for flag, value, least in (
+        ("--host-backoff", options.host_backoff, _ABOVE_ZERO),
+        ("--probe-seconds", options.probe_seconds, _ABOVE_ZERO),
+        ("--hang-seconds", options.hang_seconds, 0),
+    ):
+        _check_range(flag, value, least, _MAX_SECONDS)
     return options
+
+
+def _check_range(flag: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # false for NaN
+        low = "above 0" if least == _ABOVE_ZERO else f"at least {least:g}"
+        raise UserError(f"{flag} must be {low} and at most {most}, not {value}")
 
 
 def make_job(
@@ -199,8 +193,8 @@ def make_job(
     else:
         if any(emulated):
             raise UserError(
-                "--hosts-file: found emulated kinds or slowdowns, which are listed by rank, needed "
-                "none: the ranks' numbers change with the hosts; leave one or the other out"
+                "--hosts-file cannot be combined with emulated kinds or slowdowns, which are "
+                "listed by rank: the ranks' numbers change with the hosts; remove one of them"
             )
         command = command_on(command, hosts_file.path)
         hosts, hostfiles = tuple(entry.host for entry in hosts_file.entries), {}

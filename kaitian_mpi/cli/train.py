@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.cli.flags import make_parser, parse_config
+from kaitian_mpi.cli.flags import make_parser, parse_settings
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, devices_of_host, with_emulation
 from kaitian_mpi.config import TrainConfig
@@ -30,9 +30,10 @@ from kaitian_mpi.runtime.launcher import (
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.system import usable_cores
-from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog
+from kaitian_mpi.runtime.watchdog import Watchdog, setup_limit, start_watchdog
 
 if TYPE_CHECKING:
+    from kaitian_mpi.mpi.world import World
     from kaitian_mpi.train.task import Task
 
 PROGRAM = "kaitian-train"
@@ -48,32 +49,14 @@ def main() -> None:
     handle_signals(PROGRAM)
     with abort_on_error(PROGRAM):
         with report_once():
-            config = parse_config(PROGRAM, arguments)
-        level = "warning" if config.quiet and config.log_level == "info" else config.log_level
-        configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
-        watchdog = start_watchdog(setup_limit(config.step_timeout))
-        launch = read_launch(os.environ)
-        hide_unused_devices(config.devices, launch)
-        if launch.local_size < launch.world_size:
-            load_torch(launch)  # while the other hosts' ranks are started
-        startup_clock.begin("MPI")
-        comm = initialize_mpi_on(config.network_interface)
-        config = with_emulation(config, comm)
-        devices = devices_of_host(config.devices, config.device_map, comm)
-        hide_unused_devices(devices, launch)
-        check_before_loading(config, comm)
-        load_torch(launch)  # late: it takes seconds
+            parsed = parse_settings(make_parser(PROGRAM), arguments)
+            config = TrainConfig(**parsed.settings)
+        config, _, watchdog = start_ranks(config)
         import torch.distributed as dist
 
-        from kaitian_mpi.distributed.startup import init
         from kaitian_mpi.train.training import Training
 
-        startup_clock.begin("devices")
-        emulated = config.emulate_kinds, config.emulate_slowdown
-        init(devices, *emulated, config.share_device, config.group_by)
-        startup_clock.begin("imports")
-        import_for_optimizers()
-        with Training(task_maker(config), config) as training:
+        with Training(task_maker(config, parsed.by_set), config) as training:
             for _ in training:
                 pass
         if dist.is_initialized():  # a standby rank has no group
@@ -81,6 +64,40 @@ def main() -> None:
         if watchdog is not None:
             watchdog.close()
         exit_after_loss()
+
+
+def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | None]:
+    """Start MPI, import torch, and choose this rank's device. Collective.
+
+    Returns:
+        The config with what is emulated, the ranks, and the watchdog, if there is one.
+
+    Raises:
+        AgreedError: a setting differs between ranks, or a rank cannot have its device.
+    """
+    level = "warning" if config.quiet and config.log_level == "info" else config.log_level
+    configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
+    watchdog = start_watchdog(setup_limit(config.step_timeout))
+    launch = read_launch(os.environ)
+    hide_unused_devices(config.devices, launch)
+    if launch.local_size < launch.world_size:
+        load_torch(launch)  # while the other hosts' ranks are started
+    startup_clock.begin("MPI")
+    comm = initialize_mpi_on(config.network_interface)
+    config = with_emulation(config, comm)
+    devices = devices_of_host(config.devices, config.device_map, comm)
+    hide_unused_devices(devices, launch)
+    check_before_loading(config, comm)
+    load_torch(launch)  # late: it takes seconds
+
+    from kaitian_mpi.distributed.startup import init
+
+    startup_clock.begin("devices")
+    emulated = config.emulate_kinds, config.emulate_slowdown
+    world = init(devices, *emulated, config.share_device, config.group_by)
+    startup_clock.begin("imports")
+    import_for_optimizers()
+    return config, world, watchdog
 
 
 def hide_unused_devices(devices: str, launch: Launch) -> None:
@@ -101,12 +118,17 @@ def load_torch(launch: Launch) -> None:
         import_module("kaitian_mpi.train.training")
 
 
-def task_maker(config: TrainConfig) -> Callable[[], Task]:
-    """Return what makes the task: the user's function, or the recipe for --model."""
+def task_maker(config: TrainConfig, by_set: frozenset[str]) -> Callable[[], Task]:
+    """Return what makes the task: the user's function, or the recipe for --model.
+
+    Args:
+        config: the settings.
+        by_set: the settings given by --set, which the function must not have as arguments.
+    """
     from kaitian_mpi.recipes import image_classification, user_task
 
     if config.task:
-        return partial(user_task.build_task, config.task, config.set, config.seed)
+        return partial(user_task.build_task, config.task, config.set, config.seed, by_set)
     return partial(image_classification.make_task, config)
 
 

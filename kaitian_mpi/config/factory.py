@@ -26,14 +26,14 @@ def load_factory(flag: str, spec: str) -> Callable[..., Any]:
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise UserError(f"{flag}: found {spec!r}, needed module:factory, such as mycode:make")
+        raise UserError(f"{flag} {spec!r} is not module:factory; write it like mycode:make")
     factory = getattr(_import(flag, spec, module_name), name, None)
     if factory is None:
         raise UserError(f"{flag} {spec}: module {module_name} has no attribute {name!r}")
     if not callable(factory):
         raise UserError(
-            f"{flag} {spec}: found an object of type {type(factory).__name__}, needed a function "
-            "or a class"
+            f"{flag} {spec} is an object of type {type(factory).__name__}; name a function or a "
+            "class"
         )
     return factory
 

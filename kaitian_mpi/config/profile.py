@@ -39,9 +39,8 @@ class ProfileWindow:
         """
         if missing := sorted(rank for rank in self.ranks or () if rank >= size):
             raise UserError(
-                f"--profile: found rank {missing[0]}, but the job has only ranks 0 to {size - 1}"
-                if size > 1
-                else f"--profile: found rank {missing[0]}, but the job has only rank 0"
+                f"--profile names rank {missing[0]}, but the job has only "
+                + (f"ranks 0 to {size - 1}" if size > 1 else "rank 0")
             )
 
 

@@ -13,9 +13,17 @@ from kaitian_mpi.config.training import TrainingConfig
 from kaitian_mpi.config.values import LOG_LEVELS, out_of_range, setting
 from kaitian_mpi.errors import UserError
 
+OF_IMAGES = frozenset(
+    (
+        *("model", "dataset", "data_dir", "val_split", "augment", "optimizer", "lr", "momentum"),
+        *("nesterov", "weight_decay", "clip_norm", "label_smoothing", "schedule", "warmup"),
+    )
+)
+"""The fields of image classification, which a task has in its own code."""
+
 
 def _metadata_of(config: type, name: str) -> Mapping[str, Any]:
-    """Return what describes a field that a subclass gives another default."""
+    """Return the metadata of a field to which a subclass gives another default."""
     return next(f.metadata for f in dataclasses.fields(config) if f.name == name)
 
 
@@ -44,10 +52,11 @@ class TrainConfig(TrainingConfig):
     set: dict[str, Any] = dataclasses.field(
         default_factory=dict,
         metadata={
-            "help": "give the function of --task a keyword argument; may be repeated; the value "
-            "is read as TOML (3, 1e-4, true, [1, 2]), or else as text",
+            "help": "a setting without a flag here, such as check_every=50; with --task, any other "
+            "name is an argument of its function; may be repeated; the value is read as TOML (3, "
+            "1e-4, true, [1, 2]), or else as text",
             "choices": (),
-            "metavar": "KEY=VALUE",
+            "metavar": "NAME=VALUE",
         },
     )
     model: str = setting(
@@ -146,7 +155,7 @@ class TrainConfig(TrainingConfig):
     def _check_names(self) -> None:
         super()._check_names()
         if self.nesterov and self.momentum == 0:
-            raise UserError("--nesterov needs --momentum above 0; set it, or give --no-nesterov")
+            raise UserError("--nesterov requires --momentum above 0; set it, or give --no-nesterov")
 
     @property
     def run_name(self) -> str:

@@ -73,13 +73,13 @@ class TrainingConfig:
     )
     network_allreduce: str = setting(
         "auto",
-        "how tensors in host memory are reduced between hosts, whatever their kinds of devices; "
-        "auto: the fastest, measured at startup; mpi: by MPI's own allreduce",
+        "algorithm for tensors in host memory between hosts; auto: the fastest, measured at "
+        "startup; mpi: MPI's own allreduce",
         ("auto", "mpi", "pairwise", "ring"),
     )
     relay_dtype: str = setting(
         "fp32",
-        "what fp32 gradients cross device kinds as; bf16 halves the bytes; the sums are in fp32",
+        "format of fp32 gradients between device kinds; bf16 halves the bytes; sums stay fp32",
         ("fp32", "bf16"),
     )
     relay_memory_mb: int = setting(
@@ -87,8 +87,8 @@ class TrainingConfig:
     )
     wire: str = setting(
         "fp32",
-        "what gradients are sent as between hosts: fp32, or fewer bits for slow links; what is "
-        "rounded off is sent with the next step's",
+        "gradient format between hosts: fp32, or fewer bits for slow links; the rounding error is "
+        "added to the next step's gradients",
         ("fp32", "bf16", "int8", "int4"),
     )
     emulate_slowdown: str = setting(
@@ -108,19 +108,19 @@ class TrainingConfig:
     max_steps: int = setting(0, "stop after this many steps; 0: no limit besides --epochs")
     precision: str = setting(
         "fp32",
-        "precision of forward and backward; weights and gradient sums stay fp32; auto: fp32 or "
-        "bf16, whichever is faster on the rank",
+        "precision of forward and backward; weights and gradient sums stay fp32; auto: the "
+        "faster of fp32 and bf16 on each rank",
         ("fp32", "bf16", "fp16", "auto"),
     )
     memory_format: str = setting(
         "contiguous",
-        "memory format of images; auto: whichever is faster on the rank",
+        "memory format of images; auto: the faster one on each rank",
         ("auto", "contiguous", "channels_last"),
     )
     sync_bn: bool = setting(
         False,
-        "normalize batch norm by the statistics of the global batch, in place of those of each "
-        "rank's own samples; a share is then computed at once, without micro-batches",
+        "batch norm uses the statistics of the global batch, not those of each rank's own "
+        "samples; each rank then computes its share at once, without micro-batches",
     )
     max_bad_steps: int = setting(
         20, "end the run after this many consecutive steps with NaN or Inf gradients; 0: never"
@@ -235,38 +235,38 @@ class TrainingConfig:
     def _check_names(self) -> None:
         if self.sync_bn and self.micro_batch_size:
             raise UserError(
-                "--sync-bn: found --micro-batch-size as well, needed only one of them: the "
-                "statistics are those of a whole step"
+                "--sync-bn cannot be combined with --micro-batch-size, since its statistics are "
+                "those of a whole step; remove one of them"
             )
         if self.snapshots and not self.snapshots.isalnum():
-            raise out_of_range("snapshots", self.snapshots, "a name of letters and digits")
+            raise out_of_range("snapshots", self.snapshots, "letters and digits")
         for name in ("tensorboard", "wandb", "mlflow"):
             if getattr(self, name) and self.choose_folder() is None:
                 raise UserError(
-                    f"{flag_name(name)} needs --run-dir, where what continues the run is kept"
+                    f"{flag_name(name)} requires --run-dir, which stores the ID needed to resume"
                 )
         if self.wandb and not re.fullmatch(r"([\w.-]+/)?[^/\\#?%:\s]{1,128}", self.wandb):
             raise out_of_range(
                 "wandb", self.wandb, r"a project's name without / \ # ? % : or spaces"
             )
         if self.resume == "auto" and not self.run_dir:
-            raise UserError("--resume auto needs --run-dir, the folder of the run to resume")
+            raise UserError("--resume auto requires --run-dir, the folder of the run to resume")
         if self.timeline and self.choose_folder() is None:
             raise UserError(
-                "--timeline needs --run-dir, the folder in which timeline.json is written"
+                "--timeline requires --run-dir, the folder in which timeline.json is written"
             )
         if self.profile:
             parse_profile(self.profile)
             if self.choose_folder() is None:
-                raise UserError("--profile needs --run-dir, the folder in which it is written")
+                raise UserError("--profile requires --run-dir, the folder in which it is written")
         if self.timeline_every and not self.timeline:
-            raise UserError("--timeline-every needs --timeline")
+            raise UserError("--timeline-every requires --timeline")
         if self.export and Path(self.export).suffix != ".safetensors":
             raise out_of_range(
                 "export",
                 self.export,
-                "a file named *.safetensors; as torch.save writes them, the weights are in the run "
-                "folder, checkpoints/model.pt",
+                "a file named *.safetensors",
+                "the run folder has the weights as torch.save writes them, in checkpoints/model.pt",
             )
 
     def choose_folder(self) -> Path | None:

@@ -21,19 +21,19 @@ RANGES: dict[str, tuple[float, float, str]] = {
         ),
         (0, _MAX_COUNT, "a whole number from 0 to 1e9"),
     ),
-    "relay_memory_mb": (1, 1 << 20, "megabytes, from 1 to 1048576"),
-    "checkpoint_copy_mb": (0, 1 << 30, "megabytes, from 0 to 2^30"),
+    "relay_memory_mb": (1, 1 << 20, "from 1 to 1048576 MB"),
+    "checkpoint_copy_mb": (0, 1 << 30, "from 0 to 2^30 MB"),
     "workers": (0, 1024, "a whole number from 0 to 1024"),
     "seed": (0, 2**48 - 1, "a whole number from 0 to 2^48 - 1"),
     "lr": (_ABOVE_ZERO, 1e6, "a number above 0 and at most 1e6"),
     "weight_decay": (0, 1e6, "a number from 0 to 1e6"),
     "clip_norm": (0, 1e6, "a number from 0 to 1e6"),
-    "benchmark_seconds": (_ABOVE_ZERO, 1e9, "seconds, above 0 and at most 1e9"),
-    "log_interval": (0, 1e9, "seconds, from 0 to 1e9"),
-    "checkpoint_minutes": (0, 1e9, "minutes, from 0 to 1e9"),
-    "step_timeout": (0, 1e9, "seconds, from 0 to 1e9"),
+    "benchmark_seconds": (_ABOVE_ZERO, 1e9, "above 0 and at most 1e9 seconds"),
+    "log_interval": (0, 1e9, "from 0 to 1e9 seconds"),
+    "checkpoint_minutes": (0, 1e9, "from 0 to 1e9 minutes"),
+    "step_timeout": (0, 1e9, "from 0 to 1e9 seconds"),
 }
-"""Minimum, maximum and the text for the error, by field: values outside would overflow later."""
+"""Minimum, maximum and their text, by field: values outside would overflow later."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 PATHS = (
@@ -48,12 +48,12 @@ MAY_DIFFER = frozenset(
         *("progress", "quiet", "log_level", "tensorboard", "wandb", "mlflow"),
     )
 )
-"""The fields that may differ between ranks: a host's devices and places, its memory and workers,
-and what is shown. All others are compared before a job does anything."""
+"""The fields that may differ between ranks: a host's devices, folders, memory and workers, and what
+is shown. All others are compared before a job does anything."""
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
-    """Return a field of a settings dataclass: its help text, and the texts it may be, if few."""
+    """Return a field of a settings dataclass, with its help text and its choices, if any."""
     return dataclasses.field(
         default=default, metadata={"help": help, "choices": choices, "metavar": metavar}
     )
@@ -65,15 +65,16 @@ def flag_name(field_name: str) -> str:
 
 
 def wrong_type(field: dataclasses.Field[Any], value: object) -> str:
-    """Return what a field's value would have to be; empty if it is that."""
+    """Return what a field's value must be, such as `a number`; empty if it is that."""
     kind = dict if field.default is dataclasses.MISSING else type(field.default)
     # A whole number may stand where a float may.
     if type(value) is kind or (kind is float and type(value) is int):
         return ""
-    names = {int: "a whole number", float: "a number", bool: "True or False", dict: "a table"}
-    return names.get(kind, "a text")
+    names = {int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
+    return names.get(kind, "a string")
 
 
-def out_of_range(name: str, found: object, needed: str) -> UserError:
-    """Return the error for a field with a value that it may not have."""
-    return UserError(f"{flag_name(name)}: found {found!r}, needed {needed}")
+def out_of_range(name: str, given: object, allowed: str, advice: str = "") -> UserError:
+    """Return the error for a field with a value that it must not have."""
+    hint = f"; {advice}" if advice else ""
+    return UserError(f"{flag_name(name)} must be {allowed}, not {given!r}{hint}")

@@ -21,7 +21,7 @@ _MIN_ADVISED = 0.1
 SLOWER_RANKS, COMMUNICATION = "slower ranks", "communication"
 DATA, OTHER = "loading data", "time between steps"
 _ADVICE = {
-    SLOWER_RANKS: "the ranks wait for slower ones: see kaitian-bench for what each costs",
+    SLOWER_RANKS: "the ranks wait for slower ones: see kaitian-plan for what each costs",
     COMMUNICATION: "communication takes most of the rest: a larger --global-batch-size needs less "
     "of it, and --wire sends fewer bits between hosts",
     DATA: "loading the data takes most of the rest: --workers N loads it in background processes",

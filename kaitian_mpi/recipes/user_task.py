@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,16 @@ from kaitian_mpi.train.task import Task
 _log = logging.getLogger(__name__)
 
 
-def build_task(spec: str, settings: Mapping[str, Any], seed: int) -> Task:
+def build_task(
+    spec: str, settings: Mapping[str, Any], seed: int, of_training: Collection[str] = ()
+) -> Task:
     """Return the task that a user's function makes.
 
     Args:
         spec: `package.module:build`, as `--task`.
         settings: the function's keyword arguments, as `--set`.
         seed: of torch's random numbers while the function runs, the same on every rank.
+        of_training: settings of the training given by `--set`.
 
     Raises:
         UserError: there is no such function, it does not take these settings, it raises, or it does
@@ -32,7 +35,7 @@ def build_task(spec: str, settings: Mapping[str, Any], seed: int) -> Task:
     """
     enter_phase("building the task (--task)")
     build = load_factory("--task", spec)
-    _check_settings(spec, build, settings)
+    _check_settings(spec, build, settings, of_training)
     torch.manual_seed(seed)
     try:
         task = build(**settings)
@@ -56,7 +59,9 @@ def build_task(spec: str, settings: Mapping[str, Any], seed: int) -> Task:
     return task
 
 
-def _check_settings(spec: str, build: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+def _check_settings(
+    spec: str, build: Callable[..., Any], settings: Mapping[str, Any], of_training: Collection[str]
+) -> None:
     try:
         parameters = inspect.signature(build).parameters
     except (TypeError, ValueError):  # some callables written in C have no signature
@@ -67,6 +72,13 @@ def _check_settings(spec: str, build: Callable[..., Any], settings: Mapping[str,
         for name, one in parameters.items()
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
+    for name in of_training:
+        if name in named:
+            raise UserError(
+                f"--set {name} is ambiguous, as it is both a setting and an argument of {spec}; "
+                f"give the setting as {name} = ... and the argument as set.{name} = ... in a file "
+                "for --config"
+            )
     for name in settings:
         if name not in named and not takes_any:
             raise UserError(

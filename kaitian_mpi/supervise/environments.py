@@ -16,8 +16,8 @@ from kaitian_mpi.runtime.hosts import Host, place_by_slot, total_slots
 
 PROGRAM = "kaitian-env"
 _MODULES = {
-    "kaitian-bench": "kaitian_mpi.cli.bench",
     "kaitian-doctor": "kaitian_mpi.cli.doctor",
+    "kaitian-plan": "kaitian_mpi.cli.plan",
     "kaitian-run": "kaitian_mpi.cli.run",
     "kaitian-train": "kaitian_mpi.cli.train",
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kaitian_mpi.runtime.launcher import read_launch
 
-MODULES = {"kaitian-train": "kaitian_mpi.cli.train", "kaitian-bench": "kaitian_mpi.cli.bench"}
+MODULES = {"kaitian-train": "kaitian_mpi.cli.train", "kaitian-plan": "kaitian_mpi.cli.plan"}
 RANK = read_launch(os.environ).world_rank
 
 

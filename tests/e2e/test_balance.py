@@ -108,23 +108,23 @@ def test_keep_all_keeps_a_rank_that_is_too_slow(mpirun, tmp_path):
     assert len(summary["batch_sizes"]) == 2
 
 
-def test_bench_forecasts_every_subset_of_kinds_and_plan_reads_the_file(mpirun, tmp_path):
+def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(mpirun, tmp_path):
     ended = mpirun(
         3,
-        *"kaitian-bench --model cnn --benchmark-seconds 2 --json bench.json".split(),
+        *"kaitian-plan --model cnn --benchmark-seconds 2 --save m.json --json f.json".split(),
         *"--emulate-kinds gpu,gpu,mlu --emulate-slowdown 2:3".split(),
     )
     assert ended.code == 0, ended.text
-    for line in ("with gpu ", "with mlu ", "worth it (", "written to bench.json"):
+    for line in ("with gpu ", "with mlu ", "worth it (", "written to m.json"):
         assert line in ended.out
     assert "emulated" in ended.out
-    saved = json.loads((tmp_path / "bench.json").read_text())
-    assert [cast["kinds"] for cast in saved["forecasts"]] == [["gpu"], ["mlu"], ["gpu", "mlu"]]
-    assert all(sum(cast["batch_sizes"]) == 256 for cast in saved["forecasts"])
+    saved, found = (json.loads((tmp_path / name).read_text()) for name in ("m.json", "f.json"))
+    assert [subset["kinds"] for subset in found["subsets"]] == [["gpu"], ["mlu"], ["gpu", "mlu"]]
+    assert sum(part["ranks"] * part["samples_per_step"] for part in found["plan"]) == 256
     assert len(saved["allreduce"]) == 3
     assert saved["emulated"] is True
 
-    plan = "-m kaitian_mpi.cli.plan bench.json --world 8xgpu,16xmlu".split()
+    plan = "-m kaitian_mpi.cli.plan m.json --world 8xgpu,16xmlu".split()
     planned = finish(start(PYTHON, *plan, cwd=tmp_path), 0)
     assert planned.code == 0, planned.text
     assert "24 ranks, 2 kinds" in planned.out
@@ -135,12 +135,13 @@ def test_bench_forecasts_every_subset_of_kinds_and_plan_reads_the_file(mpirun, t
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--epochs 3", "unrecognized arguments: --epochs 3; see kaitian-bench --help"),
-        ("--json nowhere/b.json", "--json nowhere/b.json: found no folder"),
+        ("--epoch 3", "unrecognized arguments: --epoch 3; see kaitian-plan --help"),
+        ("--epochs 0", "--epochs must be a whole number"),
+        ("--save nowhere/m.json", "--save nowhere/m.json: there is no folder"),
     ],
 )
-def test_bench_reports_a_wrong_flag_in_one_line(mpirun, flags, message):
-    ended = mpirun(2, "kaitian-bench", *flags.split(), fresh=True)
+def test_plan_reports_a_wrong_flag_in_one_line(mpirun, flags, message):
+    ended = mpirun(2, "kaitian-plan", *flags.split(), fresh=True)
     assert ended.code == 2
     assert message in ended.err
     assert "Traceback" not in ended.text

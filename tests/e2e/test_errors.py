@@ -15,16 +15,16 @@ TRAIN = ("kaitian-train", "--model", "cnn")
 
 
 BEFORE_MPI = {
-    "--epochs 0": "--epochs: found 0, needed a whole number from 1 to",
-    "--log-interval inf": "--log-interval: found inf, needed seconds, from 0 to",
-    "--export model.pt": "--export: found 'model.pt', needed a file named *.safetensors; as",
+    "--epochs 0": "--epochs must be a whole number from 1 to",
+    "--log-interval inf": "--log-interval must be from 0 to 1e9 seconds, not inf",
+    "--export model.pt": "--export must be a file named *.safetensors, not 'model.pt'; the run",
     "--no-such-flag": "unrecognized arguments: --no-such-flag; see kaitian-train --help",
 }
 BEFORE_TORCH = {
     "--emulate-kinds gpu": "--emulate-kinds gpu: found 1 kind, needed 4, one per rank",
     "--emulate-slowdown 9:2": "--emulate-slowdown: found '9:2', needed rank:factor",
-    "--global-batch-size 2": "--global-batch-size: found 2 for 4 ranks, needed at least one",
-    "--dataset cifar10 --data-dir nowhere": "--data-dir: found no folder nowhere, needed",
+    "--global-batch-size 2": "--global-batch-size 2 is too small for 4 ranks",
+    "--dataset cifar10 --data-dir nowhere": "--data-dir: there is no folder nowhere; name",
 }
 LATER = {
     "--dataset cifar10 --data-dir .": "data_batch_1",

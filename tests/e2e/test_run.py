@@ -176,7 +176,7 @@ def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
 def test_a_missing_script_is_reported_once(mpirun):
     ended = mpirun(2, "kaitian-run", "nowhere.py", fresh=True)
     assert ended.code == 2
-    assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
+    assert ended.err.count("kaitian-run: error: there is no script nowhere.py") == 1
 
 
 @pytest.mark.any_mpi
@@ -188,7 +188,7 @@ def test_an_error_on_a_single_rank_is_reported_by_it(mpirun, tmp_path):
         " || kaitian-run nowhere.py",
     )
     assert ended.code == 2, ended.text
-    assert ended.err.count("kaitian-run: error: found no script nowhere.py") == 1
+    assert ended.err.count("kaitian-run: error: there is no script nowhere.py") == 1
 
 
 LEAVING = """

@@ -170,9 +170,12 @@ MISTAKES = {
         lambda: set_to(globalbatch=4),
         "found a setting 'globalbatch', needed one of allreduce, balance,",
     ),
-    "a setting of another type": (lambda: set_to(epochs="3"), "--epochs: found '3', needed"),
+    "a setting of another type": (
+        lambda: set_to(epochs="3"),
+        "--epochs must be a whole number, not '3'",
+    ),
     "a setting out of range": (lambda: set_to(epochs=0), "--epochs"),
-    "a setting that is no choice": (lambda: set_to(precision="fp8"), "--precision: found 'fp8'"),
+    "a setting that is no choice": (lambda: set_to(precision="fp8"), "--precision must be"),
     "two trainings at once": (two_trainings, "found a Training that is still open"),
     "a loop after the end": (
         lambda: next(iter(closed_training())),

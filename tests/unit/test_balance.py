@@ -70,7 +70,7 @@ def test_the_fastest_plan_within_limits_is_the_fastest_of_all_these():
 
 
 def test_limits_below_the_global_batch_are_refused():
-    with pytest.raises(ValueError, match="found 7 in all, needed 8 or more"):
+    with pytest.raises(ValueError, match="most must be at least 8 in all, not 7"):
         plan_fastest_within([RankCost(CostModel(0, 1))] * 2, 8, [3, 4])
 
 
@@ -91,7 +91,7 @@ def test_fewer_samples_than_ranks_is_a_user_error():
         lambda: plan_equal(4, 2),
         lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 2),
     ):
-        with pytest.raises(UserError, match=r"--global-batch-size: found 2 for 4 ranks, needed"):
+        with pytest.raises(UserError, match=r"--global-batch-size 2 is too small for 4 ranks"):
             plan()
 
 
@@ -100,7 +100,9 @@ def test_a_global_batch_below_the_sum_of_minimums_is_a_user_error():
         lambda: plan_equal(4, 7, 2),
         lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 7, 2),
     ):
-        with pytest.raises(UserError, match=r"found 7 for 4 ranks, needed at least 2 samples .* 8"):
+        with pytest.raises(
+            UserError, match=r"7 is too small for 4 ranks, .* at least 2 samples .* 8"
+        ):
             plan()
     assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
 

@@ -305,7 +305,7 @@ def test_nothing_is_learned_from_a_device_that_never_reports():
 
 
 def test_batches_below_the_minimum_are_refused():
-    with pytest.raises(ValueError, match=r"found \[1, 3\], needed 2 or more"):
+    with pytest.raises(ValueError, match=r"must be at least 2, not \[1, 3\]"):
         CostLearner([1, 3], min_batch=2)
 
 

@@ -230,8 +230,8 @@ def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("my_data:", "found 'my_data:', needed module:factory"),
-        (":one", "found ':one', needed module:factory"),
+        ("my_data:", "'my_data:' is not module:factory"),
+        (":one", "':one' is not module:factory"),
         ("no_module_here:make", "no module named 'no_module_here', neither installed nor in "),
         ("my_data.inner:make", "no module named 'my_data.inner'"),
         ("my_broken:make", "importing my_broken raised ZeroDivisionError: division by zero"),
@@ -240,7 +240,7 @@ def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:
             "importing my_importer raised ModuleNotFoundError: No module named 'no_such_package'",
         ),
         ("my_data:absent", "module my_data has no attribute 'absent'"),
-        ("my_data:number", "found an object of type int, needed a function or a class"),
+        ("my_data:number", "is an object of type int; name a function or a class"),
         ("my_data:raises", "the factory raised OSError: no file"),
         ("my_data:needs_more", "the factory raised TypeError: needs_more() missing 1 required"),
         ("my_data:in_folder", "the factory requires data_dir; give --data-dir"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.cli import bench, doctor, env, flags, plan, report, run, supervise, train
+from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
 from kaitian_mpi.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,6 @@ PARSERS = {
     train.PROGRAM: flags.make_parser(train.PROGRAM),
     report.PROGRAM: report.make_parser(),
     run.PROGRAM: run.make_parser(),
-    bench.PROGRAM: bench.make_parser(),
     plan.PROGRAM: plan.make_parser(),
     supervise.PROGRAM: supervise.make_parser(),
     doctor.PROGRAM: doctor.make_parser(),

@@ -194,10 +194,10 @@ def test_warnings_alone_do_not_fail():
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--timeout 0", "--timeout: found 0, needed seconds"),
-        ("--timeout nan", "--timeout: found nan"),
+        ("--timeout 0", "--timeout must be above 0"),
+        ("--timeout nan", "--timeout must be .*, not nan"),
         ("--timeout soon", "invalid float value"),
-        ("--run-dir=", "--run-dir: found an empty name"),
+        ("--run-dir=", "--run-dir must not be empty"),
         ("--jso", "unrecognized arguments"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_file_in_the_run_folder_may_be_named_before_there_is_one(tmp_path, alo
 
 @pytest.mark.parametrize("path", ["model.pt", "model", "safetensors", ".safetensors", "a.bin"])
 def test_other_formats_are_rejected(path):
-    with pytest.raises(UserError, match=rf"--export: found '{path}', needed a file named \*\.safe"):
+    with pytest.raises(UserError, match=rf"--export must be .* \*\.safetensors, not '{path}'"):
         TrainConfig(export=path)
 
 

@@ -8,22 +8,21 @@ import time
 import pytest
 
 from kaitian_mpi.balance import forecast
-from kaitian_mpi.balance.bench_file import Bench, BenchRank, bench_to_json, read_bench
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, read_measurements
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import save_json
-from kaitian_mpi.train.measure import report
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):
     cost = RankCost(CostModel(alpha, beta), limit)
-    return BenchRank(rank, "host", kind, f"{kind}:0", cost, 0.01)
+    return MeasuredRank(rank, "host", kind, f"{kind}:0", cost, 0.01)
 
 
-BENCH = Bench(
+MEASURED = Measurements(
     model="mobilenetv2",
     emulated=True,
     gradient_bytes=9_400_000,
@@ -34,7 +33,7 @@ BENCH = Bench(
         bench_rank(2, "mlu", 0.012, 0.0025, 64),
         bench_rank(3, "mlu", 0.012, 0.0025),
     ),
-    measured=(
+    allreduces=(
         MeasuredAllreduce({"gpu": 2}, AllreduceCost(2e-4, 2e-10)),
         MeasuredAllreduce({"mlu": 2}, AllreduceCost(2e-4, 3e-10)),
         MeasuredAllreduce({"gpu": 2, "mlu": 2}, AllreduceCost(5e-4, 8e-10)),
@@ -43,24 +42,24 @@ BENCH = Bench(
 
 
 @pytest.fixture
-def bench_path(tmp_path):
-    path = tmp_path / "bench.json"
-    save_json(path, bench_to_json(BENCH))
+def path(tmp_path):
+    path = tmp_path / "measured.json"
+    save_json(path, MEASURED.to_json())
     return path
 
 
 @pytest.fixture
-def run(bench_path, monkeypatch, capsys):
+def run(path, monkeypatch, capfd):
     """Run the command on the file; return its exit code, its output and its errors."""
 
-    def run_command(*options, path=bench_path):
+    def run_command(*options, path=path):
         monkeypatch.setattr(sys, "argv", ["kaitian-plan", str(path), *options])
         try:
             plan.main()
             code = 0
         except SystemExit as end:
             code = end.code
-        return code, *capsys.readouterr()
+        return code, *capfd.readouterr()
 
     return run_command
 
@@ -68,20 +67,16 @@ def run(bench_path, monkeypatch, capsys):
 # The file.
 
 
-def test_benchmark_file_round_trip(bench_path):
-    assert read_bench(bench_path) == BENCH
-    assert [c.kind for c in BENCH.cohorts()] == ["gpu", "gpu", "mlu", "mlu"]
+def test_benchmark_file_round_trip(path):
+    assert read_measurements(path) == MEASURED
+    assert [c.kind for c in MEASURED.cohorts()] == ["gpu", "gpu", "mlu", "mlu"]
 
 
-def test_unknown_keys_are_kept_and_ignored(tmp_path):
-    path = tmp_path / "bench.json"
-    save_json(path, bench_to_json(BENCH, {"scores": [1.0, 0.5], "version": 7}))
-    content = json.loads(path.read_text())
-    assert content["scores"] == [1.0, 0.5]
-    assert content["version"] == 1
+def test_unknown_keys_are_ignored(path):
+    content = json.loads(path.read_text()) | {"scores": [1.0, 0.5]}
     content["ranks"][0]["memory_format"] = content["allreduce"][0]["algorithm"] = "new"
     path.write_text(json.dumps(content))
-    assert read_bench(path) == BENCH
+    assert read_measurements(path) == MEASURED
 
 
 def test_values_that_are_not_finite_are_not_written(tmp_path):
@@ -91,10 +86,10 @@ def test_values_that_are_not_finite_are_not_written(tmp_path):
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"cannot be read .No such file.*give a file saved with"):
-        read_bench(tmp_path / "none.json")
+    with pytest.raises(UserError, match=r"cannot be read .No such file.*name a file saved with"):
+        read_measurements(tmp_path / "none.json")
     with pytest.raises(UserError, match="Is a directory"):
-        read_bench(tmp_path)
+        read_measurements(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +97,10 @@ def test_a_missing_file_is_an_error(tmp_path):
     [b"", b'{"version": 1, "mod', b"\xff\xfe", b"[" * 100_000, b"PK\x03\x04", b"9" * 5000],
 )
 def test_incomplete_json_is_an_error(tmp_path, content):
-    path = tmp_path / "bench.json"
+    path = tmp_path / "measured.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"is not valid JSON .* save it again with kaitian-bench"):
-        read_bench(path)
+    with pytest.raises(UserError, match=r"is not valid JSON .* save it again with kaitian-plan"):
+        read_measurements(path)
 
 
 RANK, LINK = ("ranks", 2), ("allreduce", 2)
@@ -114,76 +109,84 @@ RANK, LINK = ("ranks", 2), ("allreduce", 2)
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (("version",), 2, "version: found 2, needed 1, which this version"),
-        (("version",), True, "version: found True, needed 1"),
-        (("model",), "", "model: found '', needed printable text"),
-        (("model",), "a\x1b[2J", "model: found 'a.*', needed printable text"),
-        (("emulated",), "no", "emulated: found 'no', needed true or false"),
-        (("gradient_bytes",), -1, "gradient_bytes: found -1, needed a whole number from 0"),
-        (("gradient_bytes",), 1.5, "gradient_bytes: found 1.5, needed a whole number"),
-        (("gradient_bytes",), 10**18, "gradient_bytes: found 10+, needed"),
-        (("global_batch_size",), 0, "global_batch_size: found 0, needed a whole number from 1"),
-        (("global_batch_size",), True, "global_batch_size: found True"),
-        (("ranks",), [], "ranks: found .., needed a list with at least one entry"),
-        (("ranks",), {"a": 1}, "ranks: found {'a': 1}, needed a list"),
-        (RANK, 5, r"ranks.2.: found 5, needed a JSON object"),
-        ((*RANK, "rank"), 0, "ranks: found a rank twice"),
-        ((*RANK, "rank"), None, r"ranks.2.: rank: found None, needed a whole number"),
-        ((*RANK, "host"), 7, "host: found 7, needed printable text"),
-        ((*RANK, "kind"), ["gpu"], "kind: found .'gpu'., needed printable text"),
-        ((*RANK, "alpha_sec"), -0.1, "alpha_sec: found -0.1, needed a number from 0 to 1e.09"),
-        ((*RANK, "alpha_sec"), float("nan"), "alpha_sec: found nan, needed a number"),
-        ((*RANK, "alpha_sec"), float("inf"), "alpha_sec: found inf, needed a number"),
-        ((*RANK, "alpha_sec"), "0.1", "alpha_sec: found '0.1', needed a number"),
-        ((*RANK, "alpha_sec"), False, "alpha_sec: found False, needed a number"),
-        ((*RANK, "alpha_sec"), 10**400, "alpha_sec: found 10+…, needed a number"),
-        ((*RANK, "beta_sec_per_sample"), 1e-320, "found .*, needed 0, or 1e-12 or more"),
-        ((*RANK, "fit_error"), None, "fit_error: found None, needed a number"),
-        ((*RANK, "largest_micro_batch"), 0, "largest_micro_batch: found 0, needed a whole number"),
-        (("allreduce",), None, "allreduce: found None, needed a list"),
-        ((*LINK, "ranks_per_kind"), {}, "ranks_per_kind: found {}, needed the number of ranks"),
-        ((*LINK, "ranks_per_kind"), {"npu": 2}, "needed the number of ranks by kind, of gpu, mlu"),
-        ((*LINK, "ranks_per_kind"), {"gpu": 3}, "gpu: found 3, needed a whole number from 1 to 2"),
-        ((*LINK, "latency_sec"), -1, "latency_sec: found -1, needed a number"),
-        ((*LINK, "sec_per_byte"), float("nan"), "sec_per_byte: found nan, needed a number"),
+        (("version",), 2, "version: must be 1, which this version"),
+        (("version",), True, "version: must be a whole number"),
+        (("model",), "", "model: must be printable text"),
+        (("model",), "a\x1b[2J", "model: must be printable text"),
+        (("emulated",), "no", "emulated: must be true or false"),
+        (("gradient_bytes",), -1, "gradient_bytes: must be a whole number from 0"),
+        (("gradient_bytes",), 1.5, "gradient_bytes: must be a whole number"),
+        (
+            ("gradient_bytes",),
+            10**18,
+            "gradient_bytes: must be a whole number from 0 to .*, not 10+;",
+        ),
+        (("global_batch_size",), 0, "global_batch_size: must be a whole number from 1"),
+        (("global_batch_size",), True, "global_batch_size: must be .*, not True;"),
+        (("ranks",), [], "ranks: must be a list with at least one entry"),
+        (("ranks",), {"a": 1}, "ranks: must be a list"),
+        (RANK, 5, r"ranks.2.: must be a JSON object"),
+        ((*RANK, "rank"), 0, "ranks: a rank is listed twice"),
+        ((*RANK, "rank"), None, r"ranks.2.: rank: must be a whole number"),
+        ((*RANK, "host"), 7, "host: must be printable text"),
+        ((*RANK, "kind"), ["gpu"], "kind: must be printable text"),
+        ((*RANK, "alpha_sec"), -0.1, "alpha_sec: must be a number from 0 to 1e.09"),
+        ((*RANK, "alpha_sec"), float("nan"), "alpha_sec: must be a number"),
+        ((*RANK, "alpha_sec"), float("inf"), "alpha_sec: must be a number"),
+        ((*RANK, "alpha_sec"), "0.1", "alpha_sec: must be a number"),
+        ((*RANK, "alpha_sec"), False, "alpha_sec: must be a number"),
+        ((*RANK, "alpha_sec"), 10**400, "alpha_sec: must be a number"),
+        ((*RANK, "beta_sec_per_sample"), 1e-320, "must be 0, or at least 1e-12"),
+        ((*RANK, "fit_error"), None, "fit_error: must be a number"),
+        ((*RANK, "largest_micro_batch"), 0, "largest_micro_batch: must be a whole number"),
+        (("allreduce",), None, "allreduce: must be a list"),
+        ((*LINK, "ranks_per_kind"), {}, "ranks_per_kind: must be the number of ranks"),
+        (
+            (*LINK, "ranks_per_kind"),
+            {"npu": 2},
+            "must be the number of ranks by kind, of gpu, mlu, not .'npu'",
+        ),
+        ((*LINK, "ranks_per_kind"), {"gpu": 3}, "gpu: must be a whole number from 1 to 2"),
+        ((*LINK, "latency_sec"), -1, "latency_sec: must be a number"),
+        ((*LINK, "sec_per_byte"), float("nan"), "sec_per_byte: must be a number"),
     ],
 )
-def test_errors_name_the_wrong_value_and_its_place(bench_path, place, value, said):
-    content = json.loads(bench_path.read_text())
+def test_errors_name_the_wrong_value_and_its_place(path, place, value, said):
+    content = json.loads(path.read_text())
     inner = content
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
-    bench_path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=said) as error:
-        read_bench(bench_path)
+        read_measurements(path)
     assert "\n" not in str(error.value)
-    assert str(error.value).endswith("save it again with kaitian-bench --json")
+    assert str(error.value).endswith("save it again with kaitian-plan --save")
 
 
 @pytest.mark.parametrize("key", ["version", "ranks", "allreduce", "gradient_bytes"])
-def test_errors_name_the_missing_key(bench_path, key):
-    content = json.loads(bench_path.read_text())
+def test_errors_name_the_missing_key(path, key):
+    content = json.loads(path.read_text())
     del content[key]
-    bench_path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"has no key '{key}'; save it again"):
-        read_bench(bench_path)
+        read_measurements(path)
 
 
-def test_a_rank_that_takes_no_time_is_an_error(bench_path):
-    content = json.loads(bench_path.read_text())
+def test_a_rank_that_takes_no_time_is_an_error(path):
+    content = json.loads(path.read_text())
     content["ranks"][1] |= {"alpha_sec": 0, "beta_sec_per_sample": 0.0}
-    bench_path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="needed more than 0 because alpha_sec is 0"):
-        read_bench(bench_path)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="must be above 0 because alpha_sec is 0"):
+        read_measurements(path)
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "null", '"bench"'])
 def test_json_of_something_else_is_rejected(tmp_path, content):
-    path = tmp_path / "bench.json"
+    path = tmp_path / "measured.json"
     path.write_text(content)
-    with pytest.raises(UserError, match="needed a JSON object"):
-        read_bench(path)
+    with pytest.raises(UserError, match="must be a JSON object"):
+        read_measurements(path)
 
 
 # The command.
@@ -204,7 +207,7 @@ def test_the_measured_world_is_forecast(run, tmp_path):
     assert [subset["kinds"] for subset in found["subsets"]] == [["gpu"], ["mlu"], ["gpu", "mlu"]]
     assert found["best"] == ["gpu", "mlu"]
     assert found["notes"] == []
-    assert "256 samples (the benchmark's 256 for 4 ranks, scaled)" in shown
+    assert "256 samples (256 on 4 measured ranks)" in shown
     assert "4 measured ranks (devices or their speed emulated)" in shown
     assert f"bottleneck: {top['bottleneck']}" in shown
     assert f"{top['samples_per_sec']:,.0f} samples/s, efficiency {top['efficiency']:.0%}" in shown
@@ -237,15 +240,15 @@ def test_ranks_without_a_sample_are_counted_by_kind(run):
     assert rows[1] == "| mlu | 16 | 0 | 0.00 | 16 of 16 |".split()
 
 
-def test_estimates_are_marked_and_names_printed_verbatim(run, bench_path):
+def test_estimates_are_marked_and_names_printed_verbatim(run, path):
     name = "[/cpu]:mlu:"  # which is markup to the library that prints tables
-    content = json.loads(bench_path.read_text())
+    content = json.loads(path.read_text())
     content["emulated"] = False
     content["ranks"].append(content["ranks"][3] | {"rank": 4, "kind": name})
     for kinds in ({name: 1}, {name: 1, "gpu": 2}, {name: 1, "mlu": 2}):
         link = {"ranks_per_kind": kinds, "latency_sec": 0.001, "sec_per_byte": 0}
         content["allreduce"].append(link)
-    bench_path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
     code, shown, _ = run("--world", f"2xgpu,4x{name}")
     assert code == 0
     assert "emulated" not in shown
@@ -261,19 +264,21 @@ def test_every_line_fits_the_terminal(run):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "the following arguments are required: --world"),
-        (["--world", ""], "--world: found '', needed a number of ranks"),
-        (["--world", "gpu"], "--world: found 'gpu', needed a number of ranks"),
-        (["--world", "2gpu"], "--world: found '2gpu'"),
-        (["--world", "0xgpu"], "--world: found '0xgpu', needed a number of ranks of 1 or more"),
-        (["--world=-2xgpu"], "--world: found '-2xgpu'"),
-        (["--world", "2xgpu,"], "--world: found ''"),
-        (["--world", "٣xgpu"], "--world: found '٣xgpu'"),
-        (["--world", "9999999999xgpu"], "--world: found '9999999999xgpu'"),
-        (["--world", "2xgpu,3xgpu"], "--world: found gpu twice"),
-        (["--world", "2xnpu"], "found kind 'npu', needed one that was measured: gpu, mlu"),
-        (["--world", "90000xgpu,10001xmlu"], "found 100,001 ranks, needed 100,000 at most"),
-        (["--world", "2xgpu", "--global-batch-size", "0"], "found 0, needed 1 to 1000000000"),
+        (["--world", ""], "--world: '' is not a number of ranks"),
+        (["--world", "gpu"], "--world: 'gpu' is not a number of ranks"),
+        (["--world", "2gpu"], "--world: '2gpu' is not"),
+        (["--world", "0xgpu"], "--world: '0xgpu' is not"),
+        (["--world=-2xgpu"], "--world: '-2xgpu' is not"),
+        (["--world", "2xgpu,"], "--world: '' is not"),
+        (["--world", "٣xgpu"], "--world: '٣xgpu' is not"),
+        (["--world", "9999999999xgpu"], "--world: '9999999999xgpu' is not"),
+        (["--world", "2xgpu,3xgpu"], "--world names gpu twice"),
+        (["--world", "2xnpu"], "kind 'npu' was not measured, only gpu, mlu"),
+        (["--world", "90000xgpu,10001xmlu"], "has 100,001 ranks; give at most 100,000"),
+        (["--world", "2xgpu", "--global-batch-size", "0"], "must be from 1 to 1000000000, not 0"),
+        (["--model", "cnn"], "--model cannot be combined with"),
+        (["--set", "check_every=3"], "--check-every cannot be combined with"),
+        (["--save", "again.json"], "--save cannot be combined with"),
         (["--world", "2xgpu", "--global-batch-size", "x"], "invalid int value: 'x'"),
         (["--world", "2xgpu", "--json", "/proc/none/out"], "cannot be written"),
         (["--world", "2xgpu", "--wrold", "2xgpu"], "unrecognized arguments: --wrold"),
@@ -295,19 +300,19 @@ def test_a_wrong_file_is_a_one_line_error_with_code_2(run, tmp_path):
     assert "none.json: cannot be read" in errors
 
 
-def test_help_needs_no_file(run, capsys):
+def test_help_needs_no_file(run):
     code, shown, _ = run("--help")
     assert code == 0
     assert "--world LIST" in shown
 
 
 @pytest.mark.serial
-def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
+def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(path):
     script = (
         "import sys; from kaitian_mpi.cli.plan import main; main(); "
         "sys.exit(3 if {'torch', 'mpi4py'} & sys.modules.keys() else 0)"
     )
-    command = [sys.executable, "-c", script, str(bench_path), "--world", "60000xgpu,40000xmlu"]
+    command = [sys.executable, "-c", script, str(path), "--world", "60000xgpu,40000xmlu"]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -319,29 +324,29 @@ def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(bench_path):
     ("kinds", "works"),
     [("cpu", False), ("cpu,cpu", True), ("gpu,mlu", True), ("gpu,gpu,mlu", True)],
 )
-def test_the_command_suggested_by_kaitian_bench_works(tmp_path, kinds, works):
+def test_the_command_that_it_suggests_works(tmp_path, kinds, works):
     """A command that would fail is not suggested."""
     names = kinds.split(",")
     cost = AllreduceCost(1e-5, 1e-9)
-    found = Bench(
+    found = Measurements(
         model="m",
         emulated=False,
         gradient_bytes=1000,
         global_batch_size=64,
         ranks=tuple(
-            BenchRank(rank, "h", kind, "cpu", RankCost(CostModel(1e-3, 1e-4)), 0.0)
+            MeasuredRank(rank, "h", kind, "cpu", RankCost(CostModel(1e-3, 1e-4)), 0.0)
             for rank, kind in enumerate(names)
         ),
-        measured=tuple(
+        allreduces=tuple(
             MeasuredAllreduce({kind: names.count(kind) for kind in subset}, cost)
             for subset in forecast.subsets(tuple(dict.fromkeys(names)))
         ),
     )
-    target = tmp_path / "bench.json"
-    save_json(target, bench_to_json(found))
-    text = report.advice(target, found)
+    target = tmp_path / "measured.json"
+    save_json(target, found.to_json())
+    text = plan.advice(target, found)
     if not works:
-        assert text == "to forecast a larger job with kaitian-plan, measure two ranks of each kind"
+        assert text == "to forecast a larger job from it, measure two ranks of each kind"
         return
     assert text == f"try kaitian-plan {target} --world 8x{names[0]}"
-    assert plan.plan_job(target, f"8x{names[0]}", None).world == {names[0]: 8}
+    assert plan.plan_job(read_measurements(target), {names[0]: 8}).world == {names[0]: 8}

@@ -50,12 +50,12 @@ def test_integer_shares_stay_unchanged() -> None:
 @pytest.mark.parametrize(
     ("total", "weights", "message"),
     [
-        (-1, [1], "total: found -1"),
-        (1, [1, -2], "found -2"),
-        (1, [math.nan], "found nan"),
-        (1, [math.inf], "found inf"),
-        (1, [0, 0], "at least one above 0"),
-        (1, [], "at least one above 0"),
+        (-1, [1], "total must be at least 0, not -1"),
+        (1, [1, -2], "at least 0, not -2"),
+        (1, [math.nan], "at least 0, not nan"),
+        (1, [math.inf], "at least 0, not inf"),
+        (1, [0, 0], "must have one above 0"),
+        (1, [], "must have one above 0"),
     ],
 )
 def test_invalid_input(total: int, weights: list[float], message: str) -> None:

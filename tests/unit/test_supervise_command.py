@@ -92,10 +92,10 @@ def test_options_before_mpirun_belong_to_the_wrapper():
         "mpirun",
         "mpirun -np",
         "mpirun -np 2 python train.py",
-        "mpirun -np 2 kaitian-bench",
+        "mpirun -np 2 kaitian-plan",
         "mpirun -np 2 kaitian-train.py",
         "mpirun -x kaitian-train python train.py",
-        "mpirun -np 2 python -m kaitian_mpi.cli.bench",
+        "mpirun -np 2 python -m kaitian_mpi.cli.plan",
     ],
 )
 def test_other_programs_are_rejected(line):

@@ -72,7 +72,7 @@ def test_the_weights_depend_on_the_seed_alone():
         ("two_losses", {}, r"Task: found a loss and a parity_loss, needed one of them"),
         ("raises", {}, r"--task my_tasks:raises: raised OSError: no file; --log-level"),
         ("wrong", {}, r"Task: found model of type int, needed a torch.nn.Module"),
-        ("number", {}, r"found an object of type int, needed a function"),
+        ("number", {}, r"is an object of type int; name a function"),
         ("absent", {}, r"module my_tasks has no attribute 'absent'"),
     ],
 )
@@ -127,19 +127,27 @@ def test_a_task_keeps_the_layout_of_its_tensors_unless_asked():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--task a:b --model cnn", "found --task and --model, needed only one of them"),
+        ("--task a:b --model cnn", "--model cannot be combined with --task"),
         (
             "--task a:b --dataset digits --lr 0.1 --no-nesterov",
-            "found --task and --dataset, --lr, --nesterov, needed only one of them",
+            "--dataset, --lr, --nesterov cannot be combined with --task",
         ),
-        ("--set x=1", "found --set without --task, needed --task module:function"),
-        ("--task a:b --set x", "--set: found 'x', needed key=value, such as --set lr=3e-4"),
-        ("--task a:b --set =1", "--set: found '=1', needed key=value"),
-        ("--task a:b --set x-y=1", "--set: found 'x-y=1', needed key=value"),
-        ("--task a:b --set bias=False", "--set bias=False: found a constant of Python's"),
+        ("--set x=1", "--set x: there is no such setting; .* requires --task"),
+        ("--task a:b --set x", "--set 'x' is not name=value; write it like --set lr=3e-4"),
+        ("--task a:b --set =1", "--set '=1' is not name=value"),
+        ("--task a:b --set x-y=1", "--set x-y: there is no such setting"),
+        (
+            "--task a:b --set bias=False",
+            "--set bias=False: values are read as TOML; write true or false",
+        ),
     ],
 )
 def test_flags_that_contradict_are_a_one_line_error(arguments, message):
     with pytest.raises(UserError, match=message) as caught:
         parse(*arguments.split())
     assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_is_also_an_argument_of_the_function_is_ambiguous():
+    with pytest.raises(UserError, match=r"--set width is ambiguous.* set\.width = \.\.\."):
+        build_task("my_tasks:build", {"width": 3}, 0, ["width"])

@@ -47,12 +47,12 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     samples = len(setup.train)
     if samples < found:
         raise AgreedError(
-            f"--dataset: found {samples} sample for training, needed at least {found}: the model "
-            "cannot train on a single sample (it may have batch norm)"
+            f"--dataset has {samples} sample for training, and the model cannot train on a single "
+            "one (it may have batch norm); give it more"
         )
     if 0 < config.micro_batch_size < found:
         raise AgreedError(
-            f"--micro-batch-size: found {config.micro_batch_size}, needed at least {found}: the "
+            f"--micro-batch-size must be at least {found}, not {config.micro_batch_size}: the "
             "model cannot train on a single sample (it may have batch norm)"
         )
     if found > 1:

@@ -129,9 +129,9 @@ def _check_fits(config: TrainingConfig, most: Sequence[int | None]) -> int:
     limits = [limit for limit in most if limit is not None]
     if len(limits) == len(most) and sum(limits) < config.global_batch_size:
         raise UserError(
-            f"--sync-bn: found --global-batch-size {config.global_batch_size}, of which the ranks' "
-            f"memory holds {sum(limits)} at once, needed no more, because there are no "
-            "micro-batches; give a smaller global batch, or start more ranks"
+            f"--sync-bn computes a step without micro-batches, but of --global-batch-size "
+            f"{config.global_batch_size} the ranks' memory holds {sum(limits)} samples; give a "
+            "smaller global batch, or start more ranks"
         )
     return config.global_batch_size
 
@@ -145,9 +145,9 @@ def _check_at_once(world: World, costs: Sequence[RankCost], shares: Sequence[int
     for info, cost, share in zip(world.infos, costs, shares, strict=True):
         if cost.micro_batches(share) > 1:
             raise UserError(
-                f"--sync-bn: found {share} samples a step on {info}, whose memory holds "
-                f"{cost.largest_micro_batch} at once, needed no more, because there are no "
-                "micro-batches; give a smaller batch, or start without that rank"
+                f"--sync-bn computes a step without micro-batches, but the memory of {info} holds "
+                f"{cost.largest_micro_batch} of its {share} samples; give a smaller batch, or "
+                "start without that rank"
             )
 
 

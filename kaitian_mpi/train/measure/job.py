@@ -1,0 +1,74 @@
+"""Measures the ranks of a job and the allreduces among its device kinds, for `kaitian-plan`."""
+
+from __future__ import annotations
+
+from kaitian_mpi.balance.communication import MeasuredAllreduce
+from kaitian_mpi.balance.forecast import forecast_subsets, subsets
+from kaitian_mpi.balance.measurements import MeasuredRank, Measurements
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import show_topology
+from kaitian_mpi.train.measure.allreduce import (
+    choose_allreduce,
+    gradient_buckets,
+    measure_allreduce,
+)
+from kaitian_mpi.train.measure.min_batch import find_min_batch
+from kaitian_mpi.train.measure.plan import equal_share, is_emulated
+from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, scores_of, show_benchmark
+from kaitian_mpi.train.measure.rank_timer import Workload
+from kaitian_mpi.train.setup import MakeTask, prepare_without_folder
+
+
+def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Measurements:
+    """Benchmark all ranks, and the allreduce among every combination of device kinds. Collective.
+
+    Prints the ranks' costs.
+
+    Args:
+        make_task: makes what is benchmarked.
+        config: the benchmark's settings.
+        world: the ranks of the default process group.
+
+    Raises:
+        AgreedError: a rank cannot load the model or data.
+    """
+    show_topology(world)
+    world.script_slowdown.pause()  # a benchmark slows down each of its steps itself
+    setup = prepare_without_folder(make_task, config, world)
+    slowdown = Slowdown(setup.slowdowns[world.rank])
+    min_batch = find_min_batch(config, world, setup)
+    results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
+    buckets = gradient_buckets(setup.task.model)
+    choose_allreduce(config.allreduce, world, buckets)
+    measured = Measurements(
+        model=setup.task.name,
+        emulated=is_emulated(world, setup),
+        gradient_bytes=sum(buckets),
+        global_batch_size=config.global_batch_size,
+        ranks=tuple(
+            MeasuredRank(info.world_rank, info.host, info.kind, info.device, r.cost, r.fit_error)
+            for info, r in zip(world.infos, results, strict=True)
+        ),
+        allreduces=tuple(_measure_subsets(config, world, buckets)),
+    )
+    planned = forecast_subsets(
+        measured.cohorts(), config.global_batch_size, buckets, measured.allreduces
+    ).whole
+    scores = scores_of(results, equal_share(config, world.size))
+    slowed = [describe_slowdown(setup.slowdowns[info.world_rank]) for info in world.infos]
+    show_benchmark(world, results, scores, planned.batch_sizes, slowed)
+    return measured
+
+
+def _measure_subsets(
+    config: TrainingConfig, world: World, buckets: list[int]
+) -> list[MeasuredAllreduce]:
+    measured = []
+    for kinds in subsets(tuple(dict.fromkeys(world.kinds))):
+        ranks = [rank for rank, kind in enumerate(world.kinds) if kind in kinds]
+        counts = {kind: world.kinds.count(kind) for kind in kinds}
+        cost = measure_allreduce(config.allreduce, world, ranks, buckets)
+        measured.append(MeasuredAllreduce(counts, cost))
+    return measured
