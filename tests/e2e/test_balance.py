@@ -135,7 +135,7 @@ def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(m
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--epoch 3", "unrecognized arguments: --epoch 3; see kaitian-plan --help"),
+        ("--epoch=3", "unrecognized arguments: --epoch=3; see kaitian-plan --help"),
         ("--epochs 0", "--epochs must be a whole number"),
         ("--save nowhere/m.json", "--save nowhere/m.json: there is no folder"),
     ],
