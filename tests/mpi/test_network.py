@@ -6,9 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.distributed.network.allreduce import ALGORITHMS, HostAllreduce, round_elements
-from kaitian_mpi.distributed.network.choice import LONG_BYTES, SHORT_BYTES, Choice, Route
-from kaitian_mpi.distributed.network.hosts import group_by_host
+from kaitian_mpi.distributed.network.allreduce import HostAllreduce, round_elements
+from kaitian_mpi.distributed.network.choice import (
+    LONG_BYTES,
+    SHORT_BYTES,
+    Choice,
+    Route,
+    group_by_host,
+)
+from kaitian_mpi.distributed.network.exchanges import EXCHANGES
 from kaitian_mpi.distributed.network.link import Link
 from kaitian_mpi.distributed.network.network import Network
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
@@ -64,7 +70,7 @@ def expected(dtype, name, size, elements):
 
 
 def routes_on(hosts):
-    return [Route(name, n) for name in ALGORITHMS for n in sorted({1, hosts.lanes})]
+    return [Route(name, n) for name in EXCHANGES for n in sorted({1, hosts.lanes})]
 
 
 def assert_reduced(allreduce, dtype, name, elements, route, size, rank):

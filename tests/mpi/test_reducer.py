@@ -264,8 +264,8 @@ def test_frozen_parameters_are_not_sent(world, reducer_of, sent):
 
 
 def test_channels_last_gradients_keep_their_strides(world, reducer_of):
-    layers = [nn.Conv2d(8, 16, 3), nn.Conv2d(16, 160, 1), nn.Conv2d(160, 16, 3)]
     torch.manual_seed(1)
+    layers = [nn.Conv2d(8, 16, 3), nn.Conv2d(16, 160, 1), nn.Conv2d(160, 16, 3)]
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last).double()
     alone = copy.deepcopy(model)
     reducer = reducer_of(model)

@@ -9,9 +9,9 @@ from kaitian_mpi.distributed.network.choice import (
     Choice,
     Route,
     choose,
+    group_by_host,
     routes,
 )
-from kaitian_mpi.distributed.network.hosts import group_by_host
 from kaitian_mpi.distributed.network.interfaces import found_interfaces, limit_to
 from kaitian_mpi.errors import UserError
 
@@ -80,13 +80,13 @@ def test_without_interfaces_nothing_is_set():
 @pytest.mark.parametrize("given", ["eth7", "eth0,eth7", "eth7,", "lo"])
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(given):
     missing = "lo" if given == "lo" else "eth7"
-    message = f"--network-interface: found no interface {missing} .*needed one of: docker0, eth0;"
+    message = f"--network-interface: no interface {missing} is up on .* choose from docker0, eth0,"
     with pytest.raises(UserError, match=message):
         limit_to(given, {}, ["eth0", "docker0"])
 
 
 def test_commas_alone_name_no_interface():
-    with pytest.raises(UserError, match="found ' , ', needed names, such as eth0"):
+    with pytest.raises(UserError, match="' , ' names no interface; give names such as eth0"):
         limit_to(" , ", {}, ["eth0"])
 
 

@@ -11,7 +11,7 @@ from kaitian_mpi.distributed.relay.chunking import (
     half_performance_bytes,
     longest_chunk,
 )
-from kaitian_mpi.distributed.relay.slots import COUNT, Slots
+from kaitian_mpi.distributed.relay.pipeline import COUNT, Slots
 
 MB = 1 << 20
 

@@ -18,8 +18,7 @@ from kaitian_mpi.distributed.collectives.staging import to_host
 from kaitian_mpi.distributed.relay import device_aware
 from kaitian_mpi.distributed.relay import relay as relay_module
 from kaitian_mpi.distributed.relay.copies import StreamCopies
-from kaitian_mpi.distributed.relay.pipeline import exchange_in_chunks
-from kaitian_mpi.distributed.relay.slots import COUNT, Slots
+from kaitian_mpi.distributed.relay.pipeline import COUNT, Slots, exchange_in_chunks
 from kaitian_mpi.distributed.sums import sum_gradients
 
 DEVICE = torch.device(fake_device.TYPE, 0)

@@ -8,8 +8,7 @@ import pytest
 from test_relay import BUS, COPY_SEC, DEVICE, relayed
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.relay.copies import StreamCopies
-from kaitian_mpi.distributed.relay.recording import RecordedCopies
+from kaitian_mpi.distributed.relay.copies import RecordedCopies, StreamCopies
 from kaitian_mpi.observe.timeline.collectives import NO_LABEL, recorded
 from kaitian_mpi.observe.timeline.recorder import (
     COPY_BACK,

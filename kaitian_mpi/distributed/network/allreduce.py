@@ -3,33 +3,28 @@
 The tensor is cut into rounds. In each, the ranks of a host are reduced to one of them, which
 exchanges the round with one rank of each other host and returns the result to its own host. So each
 byte crosses a host's link only as often as the exchange needs. With several lanes, the ranks of a
-host take turns, round by round, in doing that.
+host take turns, round by round, in doing that. Several rounds are in progress at once: while one
+waits for the network, others are reduced inside the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network import encoded, pairwise, ring
-from kaitian_mpi.distributed.network.choice import Route
-from kaitian_mpi.distributed.network.crossing import Crossing
+from kaitian_mpi.distributed.network import encoded
+from kaitian_mpi.distributed.network.choice import Hosts, Route
+from kaitian_mpi.distributed.network.exchanges import EXCHANGES, Crossing, Exchange, Round
 from kaitian_mpi.distributed.network.formats import BLOCK
-from kaitian_mpi.distributed.network.hosts import Hosts
 from kaitian_mpi.distributed.network.residual import Residual
-from kaitian_mpi.distributed.network.rounds import Round, run_rounds
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer
 from kaitian_mpi.runtime import tags
-
-Algorithm = Callable[[Crossing, Sequence[torch.Tensor]], Round]
-
-ALGORITHMS: dict[str, Algorithm] = {"pairwise": pairwise.allreduce, "ring": ring.allreduce}
-"""The exchanges between hosts, by name. Each is bandwidth-optimal: with H hosts, 2 (H - 1) / H of
-the bytes leave and enter each."""
+from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
 # A part is what one message carries, and not more than MPI sends without asking the receiver first
 # (`launcher.EAGER_BYTES`). Long ones amortise a message's fixed cost; with short ones the first
@@ -41,6 +36,10 @@ _LEAST_ROUNDS = 8
 _ROUNDS_AT_ONCE = 4  # by lane
 _ENCODED_PART = 256 * BLOCK  # elements: enough for a call to pay off, and few enough for the cache
 _WIDE_ELEMENTS = 4 << 20  # converted to a wider dtype at once: 16 MB of float32
+# The kernel goes on sending and receiving meanwhile, and several rounds are under way, so that
+# waking up a little late costs nothing; waking up often costs a core that other ranks need.
+_YIELD_SEC = 50e-6
+_NAP_SEC = 100e-6
 
 
 class HostAllreduce:
@@ -68,8 +67,8 @@ class HostAllreduce:
             return
         length = round_elements(tensor, self._hosts.size, route.lanes)
         chunks = enumerate(tensor.split(length))
-        algorithm = ALGORITHMS[_algorithm_for(tensor.dtype, route)]
-        rounds = (self._round(n, chunk, op, n % route.lanes, algorithm) for n, chunk in chunks)
+        exchange = EXCHANGES[_exchange_for(tensor.dtype, route)]
+        rounds = (self._round(n, chunk, op, n % route.lanes, exchange) for n, chunk in chunks)
         run_rounds(rounds, _ROUNDS_AT_ONCE * route.lanes)
 
     def sum_encoded(self, tensor: torch.Tensor, residual: Residual, start: int) -> None:
@@ -103,7 +102,7 @@ class HostAllreduce:
         chunk: torch.Tensor,
         op: Reduction,
         lane_number: int,
-        algorithm: Algorithm,
+        exchange: Exchange,
         unit: int = 1,
     ) -> Round:
         lane = self._hosts.lane(lane_number)
@@ -119,7 +118,7 @@ class HostAllreduce:
             yield from self._reduce_here(chunk, members, tag, op, scratch)
             parts = [chunk[host * share : (host + 1) * share] for host in range(len(lane))]
             crossing = Crossing(self._comm, lane, tag, op, scratch)
-            yield from algorithm(crossing, parts)
+            yield from exchange(crossing, parts)
         yield [self._comm.Isend(as_raw_buffer(chunk), rank, tag) for rank in members]
 
     def _reduce_here(
@@ -160,7 +159,49 @@ def round_elements(tensor: torch.Tensor, hosts: int, lanes: int = 1) -> int:
     return part // tensor.element_size() * hosts
 
 
-def _algorithm_for(dtype: torch.dtype, route: Route) -> str:
-    """Return the algorithm for a dtype: a ring would round 16-bit floats on each host."""
+def _exchange_for(dtype: torch.dtype, route: Route) -> str:
+    """Return the exchange for a dtype: a ring would round 16-bit floats on each host."""
     is_rounded = dtype.is_floating_point and dtype in ACCUMULATION_DTYPES
     return "pairwise" if is_rounded else route.algorithm
+
+
+class _Started:
+    """A round in progress."""
+
+    def __init__(self, steps: Round) -> None:
+        self._steps = steps
+        self._requests: Sequence[MPI.Request] | None = ()
+
+    @property
+    def is_done(self) -> bool:
+        return self._requests is None
+
+    def advance(self) -> bool:
+        """Continue if MPI is done with all requests; return whether it was."""
+        if self._requests is None or not MPI.Request.Testall(list(self._requests)):
+            return False
+        self._requests = next(self._steps, None)
+        return True
+
+
+def _advance(started: Sequence[_Started]) -> bool:
+    """Continue all rounds that can; return whether any could."""
+    return any([each.advance() for each in started])  # noqa: C419 - not only the first
+
+
+def run_rounds(rounds: Iterable[Round], at_once: int) -> None:
+    """Run rounds, of which at most `at_once` are in progress, and sleep while all of them wait.
+
+    They are started in order, so ranks that run the same rounds do not wait for each other in a
+    circle.
+    """
+    waiting = iter(rounds)
+    started = [_Started(steps) for steps in islice(waiting, at_once)]
+    try:
+        while started:
+            wait_until(partial(_advance, started), yield_sec=_YIELD_SEC, min_nap_sec=_NAP_SEC)
+            started = [each for each in started if not each.is_done]
+            started += [_Started(steps) for steps in islice(waiting, at_once - len(started))]
+    except BaseException:
+        keep_alive(started)  # MPI may still write to their buffers
+        raise

@@ -9,26 +9,21 @@ Every host takes what it sends as it arrives elsewhere, so the results are the s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from mpi4py import MPI
 
-from kaitian_mpi.distributed.network.crossing import Crossing
+from kaitian_mpi.distributed.network.exchanges import Crossing, Round
 from kaitian_mpi.distributed.network.formats import WireFormat
 from kaitian_mpi.distributed.network.residual import Residual
 
 
 def allreduce(
     crossing: Crossing, parts: Sequence[torch.Tensor], residual: Residual, start: int
-) -> Iterator[Sequence[MPI.Request]]:
-    """Sum the parts over all hosts, in place; there are as many as hosts.
+) -> Round:
+    """Sum flat float32 parts over all hosts, in place; there are as many as hosts.
 
-    Args:
-        crossing: the messages.
-        parts: flat, in float32.
-        residual: of the buffer that the parts are of.
-        start: where in it the first one begins; the others follow it.
+    They are of the residual's buffer, one after the other from `start` on.
     """
     starts = itertools.accumulate(map(len, parts[:-1]), initial=start)
     noted = []
@@ -44,7 +39,7 @@ def _between_two(
     parts: Sequence[torch.Tensor],
     wire: WireFormat,
     noted: Sequence[torch.Tensor],
-) -> Iterator[Sequence[MPI.Request]]:
+) -> Round:
     [other] = crossing.others
     arrived = [_room(wire, part) for part in parts]
     requests = [crossing.start_receive(room, other) for room in arrived]
@@ -60,7 +55,7 @@ def _among_many(
     parts: Sequence[torch.Tensor],
     wire: WireFormat,
     noted: Sequence[torch.Tensor],
-) -> Iterator[Sequence[MPI.Request]]:
+) -> Round:
     own = parts[crossing.host]
     arrived = {host: _room(wire, own) for host in sorted(crossing.others)}
     requests = [crossing.start_receive(room, host) for host, room in arrived.items()]

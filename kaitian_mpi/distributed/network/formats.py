@@ -24,7 +24,6 @@ class WireFormat(Protocol):
 
     def size(self, count: int) -> int:
         """Return the bytes of so many values."""
-        ...
 
     def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
         """Encode values, and replace them by what `decode` will return.
@@ -36,29 +35,24 @@ class WireFormat(Protocol):
         Returns:
             `size` bytes, a flat uint8 tensor.
         """
-        ...
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
         """Write what was encoded to a flat float32 tensor."""
-        ...
 
 
 class BFloat16:
     """Half the bytes: 8 bits of precision, the range of float32."""
 
     def size(self, count: int) -> int:
-        """Return the bytes of so many values."""
         return 2 * count
 
     def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-        """Encode values; see `WireFormat.encode`."""
         encoded = values.to(torch.bfloat16)
         torch.sub(values, encoded, out=lost)
         values.copy_(encoded)
         return encoded.view(torch.uint8)
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what was encoded to a flat float32 tensor."""
         values.copy_(encoded.view(torch.bfloat16))
 
 
@@ -71,18 +65,15 @@ class Blocks:
         self._largest = (1 << (bits - 1)) - 1
 
     def size(self, count: int) -> int:
-        """Return the bytes of so many values."""
         blocks = -(-count // BLOCK)
         return blocks * (BLOCK * self._bits // 8 + 4)
 
     def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-        """Encode values; see `WireFormat.encode`."""
         encoded = values.new_empty(self.size(values.numel()), dtype=torch.uint8)
         self._in_blocks(self._encode, encoded, values, lost)
         return encoded
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what was encoded to a flat float32 tensor."""
         self._in_blocks(self._decode, encoded, values)
 
     def _in_blocks(
@@ -139,11 +130,7 @@ FORMATS: dict[str, WireFormat] = {"bf16": BFloat16(), "int8": Blocks(8), "int4":
 
 
 def check_wire(name: str) -> None:
-    """Check the name of a format.
-
-    Raises:
-        UserError: there is none of this name.
-    """
+    """Raise a `UserError` if there is no format of this name."""
     names = ["fp32", *FORMATS]
     if name not in names:
-        raise UserError(f"wire: found {name!r}, needed one of {', '.join(names)}")
+        raise UserError(f"wire: {name!r} is not a format; choose one of {', '.join(names)}")

@@ -63,14 +63,13 @@ def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collecti
     if not names:
         if interfaces:
             raise UserError(
-                f"{FLAG}: found {interfaces!r}, needed names, such as eth0 or eth0,eth1"
+                f"{FLAG}: {interfaces!r} names no interface; give names such as eth0 or eth0,eth1"
             )
         return
     if missing := [name for name in names if name not in found]:
         raise UserError(
-            f"{FLAG}: found no interface {', '.join(missing)} that is up on "
-            f"{socket.gethostname()}, needed one of: {', '.join(sorted(found)) or '(none is up)'}; "
-            "see `ip addr`"
+            f"{FLAG}: no interface {', '.join(missing)} is up on {socket.gethostname()}; choose "
+            f"from {', '.join(sorted(found)) or '(none is up)'}, see `ip addr`"
         )
     listed = ",".join(names)
     environ[NETWORK_INTERFACES] = environ[_GLOO] = listed

@@ -11,17 +11,18 @@ from statistics import median
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network.allreduce import ALGORITHMS, HostAllreduce
+from kaitian_mpi.distributed.network.allreduce import HostAllreduce
 from kaitian_mpi.distributed.network.choice import (
     LONG_BYTES,
     MPI_ROUTE,
     SHORT_BYTES,
     Choice,
+    Hosts,
     Route,
     choose,
     routes,
 )
-from kaitian_mpi.distributed.network.hosts import Hosts
+from kaitian_mpi.distributed.network.exchanges import EXCHANGES
 from kaitian_mpi.distributed.network.residual import Residual
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
@@ -55,7 +56,7 @@ class Link:
         """
         self.choice: Choice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""
-        self.routes = routes(list(ALGORITHMS), hosts.lanes)
+        self.routes = routes(list(EXCHANGES), hosts.lanes)
         """What there is to choose from."""
         self._comm = comm
         self._hosts = hosts
@@ -79,13 +80,9 @@ class Link:
     def gradient_sum(
         self, residual: Residual, start: int
     ) -> Callable[[torch.Tensor, Reduction], None]:
-        """Return what sums the parts of a buffer of gradients, one after the other.
+        """Return a function that sums the parts of a buffer, from `start` on, one after the other.
 
-        What the buffer holds besides gradients crosses as it is.
-
-        Args:
-            residual: of the buffer.
-            start: where in it the first part begins.
+        Only the gradients in it are encoded.
         """
         position = start
 

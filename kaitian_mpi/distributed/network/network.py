@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from kaitian_mpi.distributed.network.hosts import group_by_host
+from kaitian_mpi.distributed.network.choice import group_by_host
 from kaitian_mpi.distributed.network.link import Link
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.topology import translate_ranks
@@ -25,7 +25,6 @@ class Network:
     """The links between hosts of one process group; within a host, MPI's own allreduce is used."""
 
     def __init__(self) -> None:
-        """Have no links."""
         self._links: dict[int, Link] = {}
 
     def add(

@@ -19,16 +19,11 @@ _COMPRESSED = torch.float32, torch.float16, torch.bfloat16
 class Residual:
     """What this rank has rounded off one buffer of gradients, to be sent with the next ones.
 
-    It changes by `keep` only, so a step that is repeated adds the same again.
+    It changes by `keep` only, so a step that is repeated adds the same again. The first `count`
+    values of the buffer are gradients, which cross as `wire`; the others cross exactly.
     """
 
     def __init__(self, wire: WireFormat, count: int) -> None:
-        """Begin with nothing rounded off.
-
-        Args:
-            wire: the format in which the gradients cross.
-            count: how many values of the buffer are gradients. What follows them crosses exactly.
-        """
         self.wire, self.count = wire, count
         self._kept: torch.Tensor | None = None
         self._next: torch.Tensor | None = None
@@ -63,31 +58,27 @@ class Residual:
 
 
 class Residuals:
-    """The residuals of a model's gradients, by parameter; whatever buffers these travel in."""
+    """The residuals of a model's gradients, by parameter; for any buffers these travel in.
+
+    Args:
+        wire: a name in `FORMATS`, or `fp32`: the gradients cross as they are.
+    """
 
     def __init__(self, wire: str = "fp32") -> None:
-        """Begin with nothing rounded off.
-
-        Args:
-            wire: a name in `FORMATS`, or `fp32`: the gradients cross as they are.
-        """
         self.wire = wire
         self._parts: list[tuple[Residual, Mapping[str, slice]]] = []
         self._waiting: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Let go of the buffers, and keep what their parameters' residuals are."""
+        """Forget the buffers, but not their parameters' residuals."""
         self._waiting, self._parts = self.state_dict(), []
 
     def add(self, buffer: torch.Tensor, places: Mapping[str, slice]) -> Residual | None:
-        """Return the residual of a buffer.
+        """Return the residual of a buffer; None if its values cross as they are, such as float64.
 
         Args:
             buffer: flat, of gradients, perhaps with other numbers behind them.
             places: where the parameters' gradients are, by name.
-
-        Returns:
-            None where its values cross as they are: those of float64, too.
         """
         if self.wire not in FORMATS or buffer.dtype not in _COMPRESSED:
             return None
@@ -111,7 +102,7 @@ class Residuals:
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned, on this rank or another."""
+        """Restore what `state_dict` returned, on this rank or another."""
         self._waiting = dict(state)
         for residual, places in self._parts:
             self._fill(residual, places)

@@ -4,7 +4,7 @@ The exchange of n bytes, with what the host does to start the copies, takes a + 
 chunks pay a often, with long ones the pipeline is filled and drained for long. Copies have no such
 a, so a copy out gains a on the exchange with every chunk, and each chunk may be a B longer than the
 one before it without being late; likewise at the end. So the lengths grow by a B, and shrink again:
-N bytes take about N / B + 2 sqrt(N a / B), where equal chunks take N / B + 2.8 sqrt(N a / B). The
+N bytes take about N / B + 2 sqrt(N a / B), while equal chunks take N / B + 2.8 sqrt(N a / B). The
 product a B is Hockney's half-performance length: the n at which a stage reaches half of B.
 """
 
@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from kaitian_mpi.distributed.relay.slots import COUNT
+from kaitian_mpi.distributed.relay.pipeline import COUNT
+from kaitian_mpi.mpi.exchange import gather_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,13 +25,13 @@ SIZES = 1 << 20, 4 << 20  # shorter ones stay in the cache, and so does the code
 """Bytes of the chunks that are timed."""
 REPEATS = 4  # the first one warms up
 
-_FALLBACK_BYTES = 256 << 10  # where a longer chunk took no longer, as under a passing load
+_FALLBACK_BYTES = 256 << 10  # if a longer chunk took no longer, as under a passing load
 _MIN_CHUNK_BYTES = 64 << 10
 _ALIGNMENT = 64  # a multiple of every dtype's size
 
 
 class Pace(NamedTuple):
-    """What all ranks of a communicator have agreed on."""
+    """The lengths on which all ranks of a communicator have agreed."""
 
     half_bytes: int
     """The half-performance length of the slowest stage."""
@@ -77,11 +76,7 @@ def longest_chunk(memory_mb: int) -> int:
 
 def agree_on_longest_chunk(comm: MPI.Comm, memory_mb: int) -> int:
     """Return the longest chunk for which every rank has the memory. Collective over `comm`."""
-    from mpi4py import MPI
-
-    agreed = np.array([longest_chunk(memory_mb)])
-    comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
-    return int(agreed[0])
+    return min(gather_values(comm, longest_chunk(memory_mb)))
 
 
 def agree_on_pace(
@@ -91,17 +86,13 @@ def agree_on_pace(
 
     Args:
         comm: the ranks that exchange the chunks.
-        memory_mb: what this rank's buffers may take together.
+        memory_mb: the limit of this rank's buffers together.
         stages: returns the stages for a chunk of so many bytes, each of which returns when it is
             done. Those that are collective must come in the same order on every rank.
     """
-    from mpi4py import MPI
-
     slowest = [max(map(_seconds, stages(size))) for size in SIZES]
-    agreed = np.array([*slowest, -longest_chunk(memory_mb)])
-    comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MAX)
-    small, large, limit = agreed.tolist()
-    return Pace(half_performance_bytes((small, large)), -int(limit))
+    small, large = map(max, zip(*gather_values(comm, slowest), strict=True))
+    return Pace(half_performance_bytes((small, large)), agree_on_longest_chunk(comm, memory_mb))
 
 
 def _seconds(stage: Callable[[], None]) -> float:

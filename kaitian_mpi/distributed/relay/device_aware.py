@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import Reduction, as_raw_buffer
+from kaitian_mpi.mpi.exchange import gather_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,14 +50,21 @@ def agree_on_direct(
         device: this rank's device.
         through_host: reduces a tensor over `comm` by the relay. Collective.
     """
-    if not _all(comm, device_of(device).is_host or mpi_supports(device)):
+    if not all(gather_values(comm, device_of(device).is_host or mpi_supports(device))):
         return False
-    if not _all(comm, moves_correctly(device)):
-        _warn(comm, "a message from this rank to itself arrived wrong")
-        return False
+    fault = ""
+    if not all(gather_values(comm, moves_correctly(device))):
+        fault = "a message from this rank to itself arrived wrong"
     tensor = torch.ones(TRIAL_BYTES // 4, device=device)
-    if not _all(comm, reduces_correctly(comm, tensor)):
-        _warn(comm, "a sum was wrong")
+    if not fault and not all(gather_values(comm, reduces_correctly(comm, tensor))):
+        fault = "a sum was wrong"
+    if fault:
+        if comm.rank == 0:
+            _log.warning(
+                "MPI says that it can access device memory, but %s on some rank: tensors go "
+                "through host memory; correct MPI's installation, or ignore this",
+                fault,
+            )
         return False
     direct = _slowest_sec(comm, tensor, lambda each: reduce_directly(comm, each))
     relayed = _slowest_sec(comm, tensor, through_host)
@@ -115,8 +122,6 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 def _slowest_sec(
     comm: MPI.Comm, tensor: torch.Tensor, reduce: Callable[[torch.Tensor], None]
 ) -> float:
-    from mpi4py import MPI
-
     seconds = []
     for _ in range(REPEATS):
         tensor.zero_()  # else it grows
@@ -125,23 +130,4 @@ def _slowest_sec(
         reduce(tensor)
         wait_for_device(tensor)
         seconds.append(time.perf_counter() - began)
-    slowest = np.array([min(seconds[1:])])
-    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-    return float(slowest[0])
-
-
-def _all(comm: MPI.Comm, is_so: bool) -> bool:
-    from mpi4py import MPI
-
-    agreed = np.array([is_so], dtype=np.int32)
-    comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
-    return bool(agreed[0])
-
-
-def _warn(comm: MPI.Comm, what: str) -> None:
-    if comm.rank == 0:
-        _log.warning(
-            "MPI says that it can access device memory, but %s on some rank: tensors go through "
-            "host memory; correct MPI's installation, or ignore this",
-            what,
-        )
+    return float(max(gather_values(comm, min(seconds[1:]))))

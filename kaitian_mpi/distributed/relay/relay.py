@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,16 +12,19 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.network.network import Network
 from kaitian_mpi.distributed.network.residual import Residual
 from kaitian_mpi.distributed.relay.chunking import Pace, agree_on_longest_chunk, agree_on_pace
-from kaitian_mpi.distributed.relay.copies import Copies, copies_of
+from kaitian_mpi.distributed.relay.copies import (
+    Copies,
+    RecordedCopies,
+    copies_of,
+    exchange_recorded,
+)
 from kaitian_mpi.distributed.relay.device_aware import (
     agree_on_direct,
     may_be_direct,
     wait_for_device,
 )
-from kaitian_mpi.distributed.relay.pipeline import Exchange, exchange_in_chunks
-from kaitian_mpi.distributed.relay.recording import RecordedCopies, recorded_exchange
+from kaitian_mpi.distributed.relay.pipeline import Exchange, Slots, exchange_in_chunks
 from kaitian_mpi.distributed.relay.rounds import Piece, act_in_rounds, part_bytes
-from kaitian_mpi.distributed.relay.slots import Slots
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
@@ -36,7 +40,7 @@ class Precision(NamedTuple):
     """What an all_reduce may round off its tensor; the same on every rank."""
 
     dtype: torch.dtype | None = None
-    """What the tensor crosses between device kinds as; None: as it is."""
+    """The dtype in which the tensor crosses between device kinds; None: its own."""
     residual: Residual | None = None
     """What slow links round off a buffer of gradients; None: nothing."""
 
@@ -112,9 +116,9 @@ class Relay:
             comm: the ranks that exchange the chunks.
             tensor: on any device.
             exchange: collective over `comm`; works on one chunk in host memory.
-            op: what `exchange` does; if that is MPI's alone, a chunk may be in device memory where
+            op: what `exchange` does; if that is MPI's alone, a chunk may be in device memory, if
                 MPI handles that well.
-            precision: what the tensor crosses as.
+            precision: the dtype in which the tensor crosses.
         """
         if self._is_direct(comm, tensor, op, precision):
             wait_for_device(tensor)
@@ -128,14 +132,15 @@ class Relay:
 
     def exchange_chunks(self, chunks: Sequence[torch.Tensor], exchange: Exchange) -> None:
         """Apply `exchange` to each of the chunks of a tensor, in host memory."""
-        if is_recorded():
-            exchange = recorded_exchange(exchange)
+        records = is_recorded()
+        if records:
+            exchange = partial(exchange_recorded, exchange)
         if chunks[0].is_cpu:
             for chunk in chunks:
                 exchange(chunk)
         else:
             copies, slots = self._path(chunks[0].device)
-            if is_recorded():
+            if records:
                 copies = RecordedCopies(copies)
             exchange_in_chunks(chunks, exchange, copies, slots)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kaitian_mpi.distributed.relay.slots import COUNT, Slots
+from kaitian_mpi.distributed.relay.pipeline import COUNT, Slots
 
 _ALIGNMENT = 64  # bytes: a multiple of every dtype's size
 
@@ -38,7 +38,7 @@ def act_in_rounds(
 ) -> None:
     """Call `act` with the pieces' parts in host memory, round by round.
 
-    A round's parts are elements of the same range of each piece; they are empty where a piece has
+    A round's parts are elements of the same range of each piece; they are empty if a piece has
     ended. Parts of host tensors are the tensors' own memory.
 
     Args:
@@ -49,7 +49,10 @@ def act_in_rounds(
     """
     longest = max((piece.tensor.nbytes for piece in pieces), default=0)
     for start in range(0, max(longest, 1), length):
-        parts = [_part(piece.tensor, start, length) for piece in pieces]
+        parts = [
+            tensor[start // (size := tensor.element_size()) : (start + length) // size]
+            for tensor, _, _ in pieces
+        ]
         hosts = _places(parts, slots_of)
         for piece, part, host in zip(pieces, parts, hosts, strict=True):
             if piece.is_read and host is not part:
@@ -62,20 +65,14 @@ def act_in_rounds(
                     part.copy_(host)  # blocking: the next round writes to the buffer
 
 
-def _part(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    size = tensor.element_size()
-    return tensor[start // size : (start + length) // size]
-
-
 def _places(
     parts: Sequence[torch.Tensor], slots_of: Callable[[torch.device], Slots]
 ) -> list[torch.Tensor]:
-    """Return where each part is in host memory: in the buffers, unless it is there already."""
+    """Return the host memory of each part: a place in the buffers, unless it is there already."""
     staged = [part for part in parts if not part.is_cpu and part.numel()]
     if not staged:
         return [part if part.is_cpu else torch.empty(0, dtype=part.dtype) for part in parts]
-    longest = max(part.nbytes for part in staged)
-    stride = -(-longest // _ALIGNMENT) * _ALIGNMENT
+    stride = -(-max(part.nbytes for part in staged) // _ALIGNMENT) * _ALIGNMENT
     per_slot = _per_slot(len(staged))
     memory = slots_of(staged[0].device).take_all(len(staged), stride * per_slot)
     free = iter(

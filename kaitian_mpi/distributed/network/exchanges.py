@@ -1,0 +1,136 @@
+"""The exchanges of one round between hosts: over which messages they reduce its parts.
+
+`pairwise`
+    Each host sums up one part, which the others send to it. Two messages' latency for any number of
+    hosts, and each part is rounded once. Each host sends to all others at once, so that the
+    switches between them have to carry all pairs.
+`ring`
+    Each host receives from the one before it alone, and sends to the one after it, which suits
+    switches that cannot carry all pairs at full speed. Every part passes through all hosts twice:
+    once to be summed up, once to be distributed (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from mpi4py import MPI
+
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
+
+Round = Iterator[Sequence[MPI.Request]]
+"""Does a part of its work between any two requests that it has to wait for."""
+
+
+class Crossing:
+    """The messages between one rank of each host, and the reduction of what they bring.
+
+    Everything that crosses between hosts passes through `start_send` and `start_receive`.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        lane: Sequence[int],
+        tag: int,
+        op: Reduction,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Store what the round uses.
+
+        Args:
+            comm: all ranks.
+            lane: the rank of each host that exchanges data in this round.
+            tag: for this round alone.
+            op: the reduction over all ranks of `comm`.
+            scratch: at least as long as the parts of all hosts together; flat.
+        """
+        self._comm, self._lane, self._tag = comm, lane, tag
+        self._op, self._scratch = op, scratch
+        self.host = lane.index(comm.rank)
+        """The number of this rank's host."""
+        self.size = len(lane)
+        """The number of hosts."""
+
+    @property
+    def others(self) -> list[int]:
+        """The other hosts, the next one first, so that not all start with the same one."""
+        return [(self.host + distance) % self.size for distance in range(1, self.size)]
+
+    def start_send(self, part: torch.Tensor, host: int) -> MPI.Request:
+        """Start sending a part to a host; an empty one is not sent."""
+        if not part.numel():
+            return MPI.REQUEST_NULL
+        return self._comm.Isend(as_raw_buffer(part), self._lane[host], self._tag)
+
+    def start_receive(self, part: torch.Tensor, host: int) -> MPI.Request:
+        """Start receiving a part from a host; an empty one is not sent."""
+        if not part.numel():
+            return MPI.REQUEST_NULL
+        return self._comm.Irecv(as_raw_buffer(part), self._lane[host], self._tag)
+
+    def room_for(self, part: torch.Tensor, number: int = 0) -> torch.Tensor:
+        """Return scratch memory for a part; different memory for each number below `size`."""
+        length = part.numel()
+        return self._scratch[number * length : (number + 1) * length]
+
+    def combine(self, part: torch.Tensor, arrived: Sequence[torch.Tensor]) -> None:
+        """Reduce a part with what has arrived, in this order; 16-bit floats are rounded once."""
+        wide = ACCUMULATION_DTYPES.get(part.dtype) if part.is_floating_point() else None
+        total = part if wide is None or not arrived else part.to(wide)
+        for each in arrived:
+            self._op.combine(total, each, out=total)
+        if total is not part:
+            part.copy_(total)
+
+    def divide_average(self, part: torch.Tensor) -> None:
+        """For an average, divide the sum over all ranks."""
+        self._op.divide_average(part, self._comm.size)
+
+
+def pairwise(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
+    """Reduce the parts over all hosts, in place; part h is summed on host h."""
+    own = parts[crossing.host]
+    arrived = [crossing.room_for(own, number) for number in range(crossing.size - 1)]
+    received = [
+        crossing.start_receive(room, host)
+        for room, host in zip(arrived, crossing.others, strict=True)
+    ]
+    sent = [crossing.start_send(parts[host], host) for host in crossing.others]
+    yield received
+    crossing.combine(own, arrived)
+    crossing.divide_average(own)
+    yield sent  # what has been sent is overwritten now
+    received = [crossing.start_receive(parts[host], host) for host in crossing.others]
+    yield [*received, *[crossing.start_send(own, host) for host in crossing.others]]
+
+
+def ring(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
+    """Reduce the parts over all hosts, in place; the sum of part h is complete on host h - 1."""
+    host, size = crossing.host, crossing.size
+    before, after = (host - 1) % size, (host + 1) % size
+    sent = []
+    for step in range(size - 1):
+        part = parts[(host - step - 1) % size]
+        arrived = crossing.room_for(part)
+        received = crossing.start_receive(arrived, before)
+        sent.append(crossing.start_send(parts[(host - step) % size], after))
+        yield [received]
+        crossing.combine(part, [arrived])
+    crossing.divide_average(parts[after])
+    yield sent  # what has been sent is overwritten now
+    sent = []
+    for step in range(size - 1):
+        received = crossing.start_receive(parts[(host - step) % size], before)
+        sent.append(crossing.start_send(parts[(after - step) % size], after))
+        yield [received]
+    yield sent
+
+
+Exchange = Callable[[Crossing, Sequence[torch.Tensor]], Round]
+
+EXCHANGES: dict[str, Exchange] = {"pairwise": pairwise, "ring": ring}
+"""The exchanges between hosts, by name. Each is bandwidth-optimal: with H hosts, 2 (H - 1) / H of
+the bytes leave and enter each."""
