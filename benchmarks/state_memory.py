@@ -144,6 +144,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
 
     import kaitian_mpi
     from kaitian_mpi.observe.run_folder import DiskFolder
+    from kaitian_mpi.train import begin_loop
     from kaitian_mpi.train.checkpoint.policy import Checkpointing
     from kaitian_mpi.train.checkpoint.snapshots import Pace
     from kaitian_mpi.train.run import Run
@@ -162,7 +163,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
         data=torch.randn(64, WIDTH),
         loss=lambda model, batch: model(batch).square().mean(),
     )
-    original = Run.restore_state
+    original = begin_loop._restore_state
     restored = 0
 
     def restore_state(run: Run, *arguments: Any) -> None:
@@ -174,7 +175,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
         if job == "resume" or run.membership.losses:
             meter.record(job, peak=meter.peak(before))
 
-    Run.restore_state = restore_state  # type: ignore[method-assign]
+    begin_loop._restore_state = restore_state
     if job == "save":
         meter.watch(Checkpointing, "save", lambda: "checkpoint", wait_for_writers)
         meter.watch(DiskFolder, "save_model", lambda: "model.pt")

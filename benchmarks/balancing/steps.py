@@ -28,16 +28,17 @@ from kaitian_mpi.recipes.datasets.sources import DataSource, load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.train.begin_loop import make_balancing
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.follow_up import StepFollowUp
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan, make_plan, profile_of
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
 from kaitian_mpi.train.measure.rank_timer import Workload
 from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.trainer import Trainer
 
 FACTOR = 3.0
 WARM_UP = 3
@@ -61,17 +62,17 @@ class Repeated(Dataset):
 
 
 class Run:
-    """A trainer with the balancing that follows each step."""
+    """A loop with the balancing that follows each step."""
 
-    def __init__(self, trainer: Trainer, follow_up: StepFollowUp) -> None:
-        self.sampler, self.balancing = trainer.sampler, follow_up.balancing
-        self.close = follow_up.close
-        self._trainer, self._follow_up = trainer, follow_up
+    def __init__(self, loop: Loop, balancing: Balancing) -> None:
+        self.sampler, self.balancing, self.close = loop.sampler, balancing, loop.close
+        self._loop = loop
+        loop.observers.append(balancing)
 
     def steps(self) -> Iterator[None]:
         """Train one step per iteration."""
-        for step in self._trainer.steps():
-            self._follow_up.step_done(step)
+        while (parts := self._loop.fetch()) is not None:
+            self._loop.step_done(self._loop.train(parts))
             yield
 
 
@@ -124,8 +125,8 @@ class Bench:
         steps = count_steps(config, len(self.data), config.global_batch_size)
         state = State(setup.task, self.computation(), steps)
         loader = ShareLoader(setup.train, config.workers, pin_memory=False)
-        trainer = Trainer(config, self.world, setup, state, plan, slowdown, loader)
-        return Run(trainer, StepFollowUp(config, self.world, setup.folder, trainer, plan))
+        loop = Loop(config, self.world, setup, state, plan, slowdown, loader)
+        return Run(loop, make_balancing(config, self.world, setup.folder, loop, plan))
 
     def computation(self) -> Computation:
         """Return the computation settings shared by all runs."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from trainers import endless, make_config, make_trainer, timed
+from trainers import endless, make_config, make_loop, timed
 
 import kaitian_mpi
 from kaitian_mpi.mpi.exchange import gather_values
@@ -59,11 +59,11 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Alternate blocks of steps. Collective."""
     config, membership = make_config(options.model, options.batch), Membership(world)
     commit = Stopwatch(membership.commit)
-    ready, plain = make_trainer(config, world, commit), make_trainer(config, world)
-    state = ready[0].state
+    ready, plain = make_loop(config, world, commit), make_loop(config, world)
+    state = ready.state
     copy = Stopwatch(state.save)
     state.save = copy  # type: ignore[method-assign]
-    steps = (endless(*plain), endless(*ready))
+    steps = (endless(plain), endless(ready))
     for run in steps:
         timed(world, run, WARM_UP)
     commit.seconds.clear()
@@ -72,8 +72,8 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.pairs):
         for index in (0, 1) if number % 2 else (1, 0):
             blocks[index].append(timed(world, steps[index], options.steps))
-    for _, follow_up in (ready, plain):
-        follow_up.close()
+    for loop in (ready, plain):
+        loop.close()
     return summarise(world, blocks, commit.seconds, copy.seconds)
 
 

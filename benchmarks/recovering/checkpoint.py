@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from trainers import endless, make_config, make_trainer, timed
+from trainers import endless, make_config, make_loop, timed
 
 import kaitian_mpi
 from kaitian_mpi.config import TrainConfig
@@ -26,17 +26,17 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import profile_unmeasured
-from kaitian_mpi.train.trainer import Trainer
 
 WARM_UP = 4
 
 
-def metadata_of(config: TrainConfig, trainer: Trainer) -> RunMetadata:
+def metadata_of(config: TrainConfig, loop: Loop) -> RunMetadata:
     """Return the run metadata that is saved with the state."""
-    places = [info.place for info in trainer.world.infos]
+    places = [info.place for info in loop.world.infos]
     profiles = {place: profile_unmeasured(config) for place in places}
-    shares = trainer.sampler.batch_sizes
+    shares = loop.sampler.batch_sizes
     return RunMetadata(config, profiles, [], "direct", places, shares, [], "")
 
 
@@ -49,15 +49,15 @@ def is_writing(world: World) -> bool:
 def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Save every few steps and return the times. Collective."""
     config = make_config(options.model, options.batch)
-    trainer, follow_up = make_trainer(config, world)
-    metadata, checkpoints = metadata_of(config, trainer), Checkpointing(config, folder)
-    steps = endless(trainer, follow_up)
+    loop = make_loop(config, world)
+    metadata, checkpoints = metadata_of(config, loop), Checkpointing(config, folder)
+    steps = endless(loop)
     timed(world, steps, WARM_UP)
     saves, written, normal, after = [], [], [], []
     for _ in range(options.saves):
         sleeping_barrier(world.comm)
         began, clock = time.perf_counter(), time.time()
-        checkpoints.save(world, trainer.state, metadata)
+        checkpoints.save(world, loop.state, metadata)
         saves.append(time.perf_counter() - began)
         after.append(timed(world, steps, 1))
         while is_writing(world):
@@ -66,7 +66,7 @@ def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str
         written.append(newest - clock)
         normal += [timed(world, steps, 1) for _ in range(options.steps)]
     checkpoints.close()
-    follow_up.close()
+    loop.close()
     by_rank = gather_values(world.comm, saves)
     size = max((path.stat().st_size for path in folder.rglob("*.pt")), default=0)
     step = statistics.median(normal)

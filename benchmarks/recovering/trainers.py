@@ -1,4 +1,4 @@
-"""Trainers for measurements, on ranks that mpirun has started."""
+"""Loops for measurements, on ranks that mpirun has started."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.recipes.datasets.sources import load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.train.begin_loop import make_balancing
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.follow_up import StepFollowUp
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
+from kaitian_mpi.train.metrics import Metrics
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step
-from kaitian_mpi.train.trainer import Trainer
 
 
 def make_config(model: str, batch: int) -> TrainConfig:
@@ -41,10 +43,10 @@ def make_config(model: str, batch: int) -> TrainConfig:
     )
 
 
-def make_trainer(
+def make_loop(
     config: TrainConfig, world: World, commit: Callable[[bool], None] | None = None
-) -> tuple[Trainer, StepFollowUp]:
-    """Return a trainer with equal batch sizes and its own model. Collective."""
+) -> Loop:
+    """Return a loop with equal batch sizes and its own model. Collective."""
     data = load_data(config)
     torch.manual_seed(0)
     task = classify(config, build_model(config.model, data.num_classes), data)
@@ -55,18 +57,22 @@ def make_trainer(
     steps = count_steps(config, len(setup.train), config.global_batch_size)
     state = State(task, computation, steps)
     loader = ShareLoader(setup.train, config.workers, pin_memory=False)
-    trainer = Trainer(config, world, setup, state, plan, Slowdown(()), loader, commit)
-    return trainer, StepFollowUp(config, world, setup.folder, trainer, plan)
+    loop = Loop(config, world, setup, state, plan, Slowdown(()), loader, commit)
+    metrics = Metrics(config, world, Sinks(), loop.clock, state, len(setup.train), {})
+    loop.observers += [make_balancing(config, world, setup.folder, loop, plan), metrics]
+    return loop
 
 
-def endless(trainer: Trainer, follow_up: StepFollowUp) -> Iterator[Step]:
+def endless(loop: Loop) -> Iterator[Step]:
     """Train one step per iteration, epoch after epoch."""
     while True:
-        for step in trainer.steps():
-            follow_up.step_done(step)
+        while (parts := loop.fetch()) is not None:
+            step = loop.train(parts)
+            loop.step_done(step)
             yield step
-        follow_up.epoch_done()
-        trainer.progress.epoch_done(epochs=10**9)
+        for observer in loop.observers:
+            observer.epoch_ends()
+        loop.progress.epoch_done(epochs=10**9)
 
 
 def timed(world: World, steps: Iterator[Step], count: int) -> float:

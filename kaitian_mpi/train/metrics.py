@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_exchange import StepReports
 
 
 class RankSums(NamedTuple):
@@ -31,7 +33,7 @@ class RankSums(NamedTuple):
     elapsed: float
 
 
-class Metrics:
+class Metrics(StepObserver):
     """Sums this rank's losses and times, and gathers those of all ranks every few steps.
 
     From each reading all ranks derive the step of the next one, so that the steps in between need
@@ -39,7 +41,14 @@ class Metrics:
     """
 
     def __init__(
-        self, config: TrainingConfig, world: World, sinks: Sinks, clock: StepClock, samples: int
+        self,
+        config: TrainingConfig,
+        world: World,
+        sinks: Sinks,
+        clock: StepClock,
+        state: State,
+        samples: int,
+        logged: dict[str, float],
     ) -> None:
         """Start with empty sums.
 
@@ -48,8 +57,11 @@ class Metrics:
             world: the ranks.
             sinks: take the readings; empty on ranks other than the first.
             clock: measures this rank's steps.
+            state: of the run.
             samples: samples in an epoch.
+            logged: the script's own figures, which the next reading takes.
         """
+        self._state, self._logged = state, logged
         self._samples_per_epoch = samples
         self._clock = clock
         self.compute_sec = [0.0] * world.size
@@ -59,37 +71,32 @@ class Metrics:
         self._config, self._world, self._sinks = config, world, sinks
         # Summed on the losses' device, so that a step does not wait for it.
         self._loss_sum = torch.zeros((), device=world.device)
-        self._recorded: dict[str, float] = {}
         self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
         self._batch_sizes: list[int] = []
         self._next_reading = 0
         self._since = time.perf_counter()
 
-    def restart(self) -> None:
+    def epoch_begins(self) -> None:
         """Exclude the time since the last reading, which was not spent training."""
         self._since = time.perf_counter()
 
-    def observe(self, step: Step, progress: Progress) -> None:
-        """Add a step. Collective if a reading is due.
-
-        Args:
-            step: this rank's step.
-            progress: including this step.
-        """
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Add a step, and read if that is due."""
         self._loss_sum = self._loss_sum + step.mean_loss * step.samples
         self._data_sec += step.data_sec
         self._add_times(step.times)
         self._samples += step.samples
         self._batch_sizes = step.batch_sizes
         self._steps += 1
-        if progress.step >= self._next_reading:
-            self.read(progress)
+        if self._state.progress.step >= self._next_reading:
+            self.epoch_ends()
 
-    def read(self, progress: Progress) -> None:
-        """Gather the ranks' sums, and give them to the sinks. Collective."""
+    def epoch_ends(self) -> None:
+        """Gather the ranks' sums, and give them to the sinks."""
         if self._steps == 0:
             return
+        progress = self._state.progress
         loss = self._loss_sum.item() / self._samples  # the same on all ranks
         sums = self._gather()
         elapsed = max(each.elapsed for each in sums)
@@ -100,23 +107,18 @@ class Metrics:
         steps_between = round(self._config.log_interval * self._steps / elapsed)
         self._next_reading = progress.step + max(1, steps_between)
         self._loss_sum = torch.zeros_like(self._loss_sum)
-        self._recorded = {}
+        self._logged.clear()
         self._data_sec = self._compute = self._wait = 0.0
         self._samples = self._steps = 0
-        self.restart()
+        self._since = time.perf_counter()
 
-    def record(self, values: Mapping[str, float]) -> None:
-        """Add figures to the next line. Not collective."""
-        self._recorded.update(values)
-
-    def flush(self, progress: Progress) -> None:
-        """Give the sinks figures for which no reading came any more. Not collective."""
-        if self._recorded:
+    def close(self, together: bool) -> None:
+        """Give the sinks figures that no reading has taken."""
+        if self._logged:
+            progress, values = self._state.progress, dict(self._logged)
             step, epoch = progress.step, progress.epoch
-            self._sinks.logged(
-                Logged(step=step, epoch=epoch, time=time.time(), values=self._recorded)
-            )
-            self._recorded = {}
+            self._sinks.logged(Logged(step=step, epoch=epoch, time=time.time(), values=values))
+            self._logged.clear()
 
     def _add_times(self, times: StepTimes) -> None:
         self._compute += times.computed
@@ -164,5 +166,5 @@ class Metrics:
             forward_time_sec=by_rank["forward"],
             backward_time_sec=by_rank["backward"],
             optimizer_time_sec=by_rank["optimizer"],
-            logged=self._recorded,
+            logged=dict(self._logged),
         )

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.abort import write_labelled
 from kaitian_mpi.runtime.watchdog import Phase, Watchdog
+from kaitian_mpi.train.step import StepObserver
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Presence:
+class Presence(StepObserver):
     """Exchanges signs of life with the other ranks, in a thread. Not collective.
 
     A rank that has been in a phase without a limit for half a step's limit sends each other rank a
@@ -41,7 +42,7 @@ class Presence:
         self._thread = threading.Thread(target=self._run, name="kaitian-presence", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, together: bool) -> None:
         """End the exchange; waits for this rank's own thread only."""
         self._end.set()
         self._thread.join()

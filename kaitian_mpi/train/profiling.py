@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import profiler
 
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.profile import ProfileWindow, parse_profile
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -22,6 +23,9 @@ from kaitian_mpi.observe.files import replacing
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import wait_request
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_exchange import StepReports
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,83 +36,84 @@ _PREFIX = "kaitian-profile-"
 _log = logging.getLogger(__name__)
 
 
-def check_profile(text: str, world: World) -> None:
+def check_profile(config: TrainingConfig, world: World) -> None:
     """Check that the job has the ranks that `--profile` names; the same on every rank.
 
     Raises:
         AgreedError: the value is malformed, or names a rank that the job does not have.
     """
-    if text:
+    if config.profile:
         try:
-            parse_profile(text).check_ranks(world.size)
+            parse_profile(config.profile).check_ranks(world.size)
         except UserError as error:
             raise AgreedError(str(error)) from error
 
 
-class ProfiledSteps:
+class ProfiledSteps(StepObserver):
     """The steps of `--profile`, on some ranks; does nothing without it.
 
     Each chosen rank writes its trace to a file of its own host, compressed; then it is sent to rank
     0, for hosts need not share a file system.
     """
 
-    def __init__(self, text: str, world: World, folder: Path | None) -> None:
+    def __init__(self, text: str, world: World, folder: Path | None, state: State) -> None:
         """Prepare, without starting the profiler. Not collective.
 
         Args:
             text: the value of `--profile`; empty for none.
             world: the ranks that train.
-            folder: the run folder; None where nothing is written.
+            folder: the run folder; None if nothing is written.
+            state: of the run.
         """
         self._window: ProfileWindow | None = parse_profile(text) if text else None
-        self._world, self._folder = world, folder
+        self._world, self._folder, self._state = world, folder, state
         self._first: int | None = None
         self._profile: Any = None
 
-    def begin(self, step: int) -> None:
-        """Start the profiler before a step, if that is the first of them. Not collective."""
+    def step_begins(self, number: int) -> None:
+        """Start the profiler before the first of the steps."""
         window = self._window
-        if window is None or self._first is not None or not window.includes_step(step):
+        if window is None or self._first is not None or not window.includes_step(number):
             return
-        self._first = step
+        self._first = number
         if window.includes_rank(self._world.info.world_rank):
             enter_phase("starting the profiler", limited=False)
             self._profile = _start(self._world)
 
-    def step_done(self, step: int) -> None:
-        """Gather the traces after the last of the steps. Collective."""
-        if self._window is not None and step >= self._window.last_step:
-            self.collect(step)
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Gather the traces after the last of the steps."""
+        if self._window is not None and step.number >= self._window.last_step:
+            self._collect()
 
-    def collect(self, step: int) -> None:
-        """Gather the traces in the run folder, if steps were profiled. Collective.
-
-        Args:
-            step: the last step that is done.
-        """
-        first, self._first = self._first, None
-        if self._window is None or first is None:
+    def close(self, together: bool) -> None:
+        """Gather the traces of the steps so far; drop them if a rank may be lost."""
+        if together:
+            self._collect()
             return
-        self._window = None
-        enter_phase("writing the profile", limited=False)
-        with ExitStack() as stack:
-            self._gather(self._export(stack), f"steps-{first}-{step}")
-
-    def abandon(self) -> None:
-        """Stop the profiler and drop its trace, because a rank is lost. Not collective."""
         profile, self._profile, self._first = self._profile, None, None
         if profile is not None:
             with suppress(Exception):
                 profile.stop()
 
-    def report_missing(self, step: int) -> None:
-        """Log that the run ended before the steps, if it did. Not collective."""
+    def run_finished(self) -> None:
+        """Log that the run ended before the steps, if it did."""
+        step = self._state.progress.step
         if self._window is not None and step < self._window.first_step:
             print_rank_0(
                 self._world,
                 f"--profile: the run ended after step {step}, before step "
                 f"{self._window.first_step}: nothing was profiled",
             )
+
+    def _collect(self) -> None:
+        """Gather the traces in the run folder, if steps were profiled."""
+        first, self._first = self._first, None
+        if self._window is None or first is None:
+            return
+        self._window = None
+        enter_phase("writing the profile", limited=False)
+        with ExitStack() as stack:
+            self._gather(self._export(stack), f"steps-{first}-{self._state.progress.step}")
 
     def _export(self, stack: ExitStack) -> Path | None:
         """Stop the profiler; return its trace, in a folder that `stack` removes, or None."""

@@ -34,6 +34,11 @@ class Progress:
     is_done: bool = False
     """Whether nothing is left to train, and the final model has been evaluated."""
 
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether all steps are done, so that only the results may be missing."""
+        return self.step >= self.total_steps
+
     def step_done(self, samples: int) -> None:
         """Count a step with this many samples over all ranks."""
         self.step += 1

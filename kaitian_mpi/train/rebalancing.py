@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_exchange import StepReports
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ _LINK_REPEATS = 8
 _SLOW_FACTOR = 2.0
 
 
-class Balancing:
+def _ignore(batch_sizes: list[int]) -> None:
+    pass
+
+
+class Balancing(StepObserver):
     """Tracks every rank's speed; all ranks reach the same decisions from the same reports."""
 
     def __init__(
@@ -43,6 +48,9 @@ class Balancing:
         batch_sizes: list[int],
         costs: list[RankCost] | None,
         adaptive: bool,
+        *,
+        set_plan: Callable[[list[int]], None] = _ignore,
+        own_steps_ahead: int = 0,
         steps_ahead: int = 0,
         min_batch: int = 1,
         has_micro_batches: bool = True,
@@ -52,14 +60,15 @@ class Balancing:
 
         Args:
             world: the ranks.
-            folder: where plans are written.
+            folder: for the lines about plans.
             batch_sizes: the plan.
             costs: the ranks' costs; None without a benchmark.
             adaptive: whether to propose new plans; without `costs`, they are learned first.
-            steps_ahead: for how many steps batches are fetched in advance, which a new plan cannot
-                change.
+            set_plan: applies new batch sizes to the steps that this rank has not fetched yet.
+            own_steps_ahead: for how many steps this rank fetches batches in advance.
+            steps_ahead: the largest of these numbers. All ranks apply a plan at the same step.
             min_batch: the smallest batch size in a plan.
-            has_micro_batches: whether a batch that does not fit the memory is split; if it is not,
+            has_micro_batches: whether a batch that does not fit the memory is split; otherwise
                 plans only grow step by step.
             sinks: take the events; None: nothing does.
         """
@@ -71,6 +80,23 @@ class Balancing:
         self._rebalancer = self._make_rebalancer(costs, batch_sizes) if adaptive and costs else None
         self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
+        self._set_plan, self._delay = set_plan, steps_ahead - own_steps_ahead
+        self._waiting: list[tuple[int, list[int]]] = []
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Apply the plans that are due after this step."""
+        plan = None if reports is None else self.observe(step.number, reports)
+        if plan is not None:
+            self._waiting.append((step.number + self._delay, plan))
+        self._apply_plans(step.number)
+
+    def epoch_ends(self) -> None:
+        """Apply all plans: no batch of the next epoch is fetched yet."""
+        self._apply_plans(math.inf)
+
+    def _apply_plans(self, step: float) -> None:
+        while self._waiting and self._waiting[0][0] <= step:
+            self._set_plan(self._waiting.pop(0)[1])
 
     def observe(self, step: int, reports: StepReports) -> list[int] | None:
         """Add the ranks' reports of a step; return new batch sizes if they are worth the change.

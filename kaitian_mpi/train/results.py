@@ -1,14 +1,22 @@
-"""Writes a run's results; until they are on disk, the run is not finished."""
+"""The results of a run: written at its end, and loaded by a job that finds it finished."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import StorageError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.run_folder import NoFolder, RunFolder
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.resume import restore
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.resumption import EarlierJob
+from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary
 from kaitian_mpi.train.weight_files import export_weights
@@ -70,3 +78,24 @@ def _keep(
     if name:
         return f"step {step} is kept in this host's memory: {again} --snapshots {name}"
     return f"there is no room in /dev/shm either: {again}, from the last checkpoint"
+
+
+def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> State:
+    """Give every rank's model the weights of a finished run; export them if asked to. Collective.
+
+    Raises:
+        AgreedError: they cannot be exported.
+    """
+    computation = Computation(world.device, "fp32", "contiguous")
+    state = State(setup.task, computation, earlier.found.progress["step"])
+    restore(world, state, earlier.found, config.seed)
+    with agree_on_errors(world.comm):
+        if world.rank == 0 and config.export:
+            try:
+                export_weights(config.export, setup.task.model)
+            except StorageError as error:
+                raise StorageError(f"{error}; make room, and run the same command again") from error
+    if config.export:
+        print_rank_0(world, f"exported the weights to {config.export}")
+    setup.folder.confirm(NAME)  # for kaitian-supervise
+    return state

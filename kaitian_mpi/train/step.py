@@ -1,4 +1,4 @@
-"""A global step: what is known of it while it is made, and what it was once it is done."""
+"""A global step: in progress, done, and what observes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.step_exchange import StepReport
+from kaitian_mpi.train.evaluation import Evaluation
+from kaitian_mpi.train.step_exchange import StepReport, StepReports
 from kaitian_mpi.train.task import Task
 
 
@@ -53,6 +54,47 @@ class Step:
         return StepReport(
             self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
         )
+
+
+class StepObserver:
+    """Follows the steps of a loop on its ranks; the methods do nothing here.
+
+    The loop calls its observers in order. Every method is collective, unless stated otherwise.
+    """
+
+    def epoch_begins(self) -> None:
+        """Prepare for an epoch, or for the rest of one. Not collective."""
+
+    def step_begins(self, number: int) -> None:
+        """Prepare for a step, counted from 1. Not collective."""
+
+    def wants_checkpoint(self) -> bool:
+        """Return whether this rank requests a checkpoint. Not collective."""
+        return False
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Handle a step.
+
+        Args:
+            step: the step that all ranks have just done.
+            reports: of all ranks about the step before; None after the loop's first one.
+        """
+
+    def epoch_ends(self) -> None:
+        """Handle the end of an epoch, before its evaluation."""
+
+    def evaluated(self, result: Evaluation, epoch: int) -> None:
+        """Handle the evaluation at the end of an epoch, counted from 0."""
+
+    def close(self, together: bool) -> None:
+        """End with the loop.
+
+        Args:
+            together: False if a rank may be lost: then no rank may be waited for.
+        """
+
+    def run_finished(self) -> None:
+        """Handle the end of the run, after `close`."""
 
 
 class StepInProgress:

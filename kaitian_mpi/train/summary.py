@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 if TYPE_CHECKING:
     from kaitian_mpi.mpi.world import World
-    from kaitian_mpi.train.evaluation import Evaluation
-    from kaitian_mpi.train.follow_up import StepFollowUp
     from kaitian_mpi.train.measure.plan import Plan
     from kaitian_mpi.train.membership import RankLoss
     from kaitian_mpi.train.state import State
-    from kaitian_mpi.train.trainer import Trainer
 
 NAME = "summary.json"
 
@@ -117,29 +114,6 @@ class Summary:
             scores=plan.scores,
             parameters=sum(p.numel() for p in state.model.parameters()),
             torch_version=world.info.torch_version,
-        )
-
-    def with_epoch(self, trainer: Trainer, follow_up: StepFollowUp, result: Evaluation) -> Summary:
-        """Return this with the results after an epoch."""
-        metrics, progress = follow_up.metrics, trainer.progress
-        steps = max(1, metrics.steps)
-        return replace(
-            self,
-            relay=trainer.world.relay.describe() if self.relay else None,
-            steps=progress.step,
-            epochs=progress.epoch,
-            bad_steps=progress.bad_steps,
-            batch_sizes=trainer.sampler.batch_sizes,
-            plans=follow_up.balancing.plans,
-            slow_ranks=follow_up.balancing.slow_ranks(),
-            samples_per_sec=progress.samples / progress.training_sec,
-            step_time_sec=progress.training_sec / progress.step,
-            compute_time_sec=[seconds / steps for seconds in metrics.compute_sec],
-            wait_time_sec=[seconds / steps for seconds in metrics.wait_sec],
-            training_time_sec=progress.training_sec,
-            validation=dict(result.means) or None,
-            val_loss=result.means.get("loss"),
-            val_accuracy=result.means.get("accuracy"),
         )
 
 

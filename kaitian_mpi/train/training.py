@@ -1,46 +1,78 @@
-"""Any training on unlike devices: `Training`, which scripts and `kaitian-train` use alike."""
+"""Any training on different devices: `Training`, for scripts and `kaitian-train` alike."""
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.startup import init
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World, current_world
+from kaitian_mpi.observe.console import set_quiet
 from kaitian_mpi.observe.sink import MetricsSink
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
+from kaitian_mpi.observe.timeline.sampling import Sampling
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.attempt import Attempt
+from kaitian_mpi.runtime.signals import handle_signals, is_handled
+from kaitian_mpi.runtime.watchdog import (
+    current_watchdog,
+    enter_phase,
+    setup_limit,
+    start_watchdog,
+    stop_watchdog,
+)
+from kaitian_mpi.train.begin_loop import begin_loop
+from kaitian_mpi.train.computation import check_loss
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.elastic_run import ElasticRun
-from kaitian_mpi.train.open_step import OpenStep
+from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.membership import Membership
+from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.sinks import check_own_sinks
+from kaitian_mpi.train.start import start
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task
 
+Result = TypeVar("Result")
+
 _open: list[Training] = []
 
 
+@dataclass
+class _OpenStep:
+    """A step of the open form, from its batch on."""
+
+    loop: Loop
+    batch: Any
+    has_gradient: bool = False
+    is_finished: bool = False
+    failure: Exception | None = None
+    """The loss of a rank, after which nothing more is done until the next batch."""
+
+
 class Training:
-    """Trains a task on all ranks of the job: fast on unlike devices, exact, and surviving losses.
+    """Trains a task on all ranks of the job: fast on different devices, exact, surviving losses.
 
     It benchmarks the task on every rank, gives each rank the samples that make the step shortest,
     follows the ranks' speed, and saves, resumes and recovers what it trains. The gradient is that
     of the global batch, however it is divided: sum over the ranks of w_i / sum(w) times the rank's
-    mean gradient, with w_i its samples, or what `Task.weight` says.
+    mean gradient, with w_i its samples, or what `Task.weight` returns.
 
-    In the closed form it trains a step each time that it is asked for the next one::
+    In the closed form it trains a step for each iteration::
 
         for step in training:
             print(step.number, step.loss)
@@ -52,15 +84,15 @@ class Training:
             training.backward(loss)
             training.step()
 
-    Everything is collective over all ranks, except where it says otherwise. Use it as a context,
-    or call `close`: so ranks on standby are released wherever the loop ends.
+    Everything is collective over all ranks, unless stated otherwise. Use it as a context manager,
+    or call `close`, so that ranks on standby are released however the loop ends.
 
     Args:
         task: what is trained; or a function that makes it, whose errors all ranks then share.
         config: the settings; None: those given by name.
         sinks: take what is measured, beside metrics.jsonl: one on each rank, of which that of the
-            rank that writes the files is used, in a thread of its own. One that raises is not used
-            any more, and one that is slow does not slow down the training.
+            rank that writes the files is used, in a thread of its own. One that raises is no longer
+            used, and one that is slow does not slow down the training.
         settings: fields of `TrainingConfig`, which are flags of `kaitian-train` as well.
 
     Raises:
@@ -76,18 +108,29 @@ class Training:
         **settings: Any,
     ) -> None:
         if _open:
-            raise UserError("found a Training that is still open, needed it closed; call close()")
+            raise UserError("another Training is open; call close() first")
         is_task_or_function = isinstance(task, Task) or callable(task)
         if isinstance(task, nn.Module) or not is_task_or_function:
-            raise UserError(f"Training: found a {type(task).__name__}, needed a Task")
+            raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
         config = _make_config(config, settings)
         check_own_sinks(sinks)
         world = current_world() or init()
-        self._open_step: OpenStep | None = None
+        slowdown = config.emulate_slowdown or world.emulation.slowdown
+        self._config = replace(config, emulate_slowdown=slowdown)
+        self._make_task, self._own_sinks = partial(_as_task, task), sinks
+        self._membership = Membership(world)
+        self._script_slowdown = world.script_slowdown
+        self._run: Run | None = None
+        self._loop: Loop | None = None
+        self._saving: Saving | None = None
+        self._open_step: _OpenStep | None = None
         self._last_step: Step | None = None
-        self._run = ElasticRun(partial(_as_task, task), config, world, self._closed, sinks)
+        self._logged: dict[str, float] = {}
+        self._evaluated: dict[str, float] = {}
+        self._is_done = self._is_closed = self._owns_watchdog = False
         _open.append(self)
         register_close(self.close, ends_work=True)
+        self._start()
 
     def __enter__(self) -> Self:
         return self
@@ -98,56 +141,54 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A loop is left by sys.exit() as well, or with the generator that it is in.
+        # sys.exit() leaves a loop as well, and so does closing the generator that it is in.
         is_left = isinstance(error, GeneratorExit) or (
             isinstance(error, SystemExit) and not error.code and not _is_raised_inside(trace)
         )
         if error is None or is_left:
             self.close()
         else:
-            self._run.leave(error)
+            self._end(error)
 
     def __iter__(self) -> Iterator[Step]:
-        """Train, and yield each step once it is done; after the last one, the results are written.
+        """Train, and yield each step once it is done; after the last one, write the results.
 
-        On a rank that stands by, nothing is yielded until it replaces a lost one.
+        On a rank on standby, nothing is yielded until it replaces a lost one.
 
         Raises:
-            UserError: the task has no loss, or the training is over.
+            UserError: the task has no loss, or the training is closed.
         """
-        self._check_open()
-        if self._run.task.loss is None:
+        if self._start().setup.task.loss is None:
             raise UserError(
-                "found a Task without loss, needed one to iterate over its Training; give "
-                "Task(loss=...), or iterate over training.batches()"
+                "iterating over a Training requires Task(loss=...); give it, or iterate over "
+                "training.batches()"
             )
-        while (share := self._run.next_share()) is not None:
-            step = self._run.guarded(self._train, share)
+        while (share := self._next_share()) is not None:
+            step = self._guarded(self._train, share)
             if step is not None:
-                # Done for every rank, and so it stays if one is lost in what follows.
-                self._run.guarded(self._attempt.step_done, step)
+                # All ranks have done it, also if one is lost in what follows.
+                self._guarded(self._current_loop.step_done, step)
                 self._enter_script()
                 yield step
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's share of each global batch, on its device.
 
-        `backward` and `step` are to be called for each. After a `step` that returned False, the
-        same samples come again, divided among the surviving ranks.
+        Call `backward` and `step` for each. After a `step` that returned False, the same samples
+        are repeated, divided among the surviving ranks.
 
         Raises:
-            UserError: the task has a loss, or the training is over, or no step was made of the
-                batch before.
+            UserError: the task has a loss, or the training is closed, or `step` was not called for
+                the batch before.
         """
-        self._check_open()
-        if self._run.task.loss is not None:
+        if self._start().setup.task.loss is not None:
             raise UserError(
-                "found a Task with a loss, needed one without for training.batches(); iterate over "
-                "the Training itself, or leave Task(loss=...) out"
+                "training.batches() is for a Task without a loss; iterate over the Training "
+                "itself, or omit Task(loss=...)"
             )
         self._end_open_step()
-        while (share := self._run.next_share()) is not None:
-            step = self._run.guarded(OpenStep, self._run, share)
+        while (share := self._next_share()) is not None:
+            step = self._guarded(self._begin_open_step, share)
             if step is None:
                 continue
             self._open_step = step
@@ -157,30 +198,31 @@ class Training:
             except GeneratorExit:  # the loop was left; another one may be open by now
                 if self._open_step is step:
                     self._open_step = None
-                step.abandon()
+                if not step.is_finished and self._loop is step.loop:
+                    step.loop.undo()
                 raise
             self._open_step = None
-            if not step.recover():
-                step.check_finished()
+            if not self._recover_open_step(step):
+                _check_finished(step)
 
     @property
     def model(self) -> nn.Module:
         """The model, which is trained in place: the same object before and after a loss."""
-        return self._run.task.model
+        return self._started.setup.task.model
 
     @property
     def world(self) -> World:
-        """All surviving ranks."""
-        return self._run.membership.all_ranks
+        """All surviving ranks. Not collective."""
+        return self._membership.all_ranks
 
     @property
     def summary(self) -> Summary:
-        """How the run stands, as in summary.json. Not collective."""
-        return self._run.summary
+        """The state of the run, as in summary.json. Not collective."""
+        return Summary() if self._run is None else self._run.summary
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and a loss in the training's precision."""
-        return self._run.computation.autocast()
+        return self._started.state.computation.autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradient of this rank's share, and sum it over the ranks, in the open form.
@@ -189,28 +231,45 @@ class Training:
             loss: the mean over the batch that `batches` yielded.
 
         Raises:
-            UserError: the loss is no tensor of one element, or there is no batch to call this for.
+            UserError: the loss is not a tensor of one element, or there is no batch for it.
         """
-        self._needed_step("backward").backward(loss)
+        step = self._current_open_step("backward")
+        if step.has_gradient:
+            raise UserError(
+                "training.backward() was called twice for one batch; add the losses, and call it "
+                "once"
+            )
+        checked = check_loss(loss, step.loop.counts)
+        step.has_gradient = True
+        self._try(step, step.loop.backward, checked)
         self._enter_script()
 
     def step(self) -> bool:
         """Apply the gradient: clip it, step optimizers and schedulers, zero it, in the open form.
 
         Returns:
-            Whether the step is done; False where a rank was lost: then the samples come again.
+            False if a rank was lost: nothing was changed, and the samples are repeated.
 
         Raises:
             UserError: there is no gradient to apply.
         """
-        done = self._needed_step("step").finish()
-        self._last_step = done or self._last_step
+        step = self._current_open_step("step")
+        if step.is_finished:
+            raise UserError("training.step() was called twice for one batch; call it once")
+        if not step.has_gradient:
+            raise UserError("call training.backward(loss) before training.step()")
+        step.is_finished = True
+        enter_phase("the sum of gradients", waits=True)
+        done = self._try(step, step.loop.finish)
+        if done is not None:
+            self._last_step = done
+            self._try(step, step.loop.step_done, done)
         self._enter_script()
         return done is not None
 
     @property
     def last_step(self) -> Step | None:
-        """The step that was done last; None before the first. Not collective."""
+        """The last step that is done; None before the first. Not collective."""
         return self._last_step
 
     def evaluate(self) -> dict[str, float]:
@@ -222,13 +281,18 @@ class Training:
         Raises:
             UserError: the task has no validation data, or no loss and no metrics.
         """
-        self._check_open()
-        task = self._run.task
-        if task.validation is None or (task.metrics is None and task.loss is None):
-            missing = "validation data" if task.validation is None else "metrics"
-            raise UserError(f"found a Task without {missing}, needed it to evaluate")
+        task = self._start().setup.task
+        if task.validation is None:
+            raise UserError("evaluate() requires Task(validation=...)")
+        if task.metrics is None and task.loss is None:
+            raise UserError("evaluate() requires Task(metrics=...)")
         self._end_open_step()
-        means = self._run.evaluate()
+        means = None
+        while means is None and not self._is_done:
+            means = self._guarded(self._evaluate)
+        if means is None:
+            finished = self.summary.finished
+            means = dict((self.summary.validation or {}) if finished else self._evaluated)
         self._enter_script()
         return means
 
@@ -240,46 +304,274 @@ class Training:
         """
         self._check_open()
         try:
-            figures = {name: float(value) for name, value in values.items()}
+            self._logged.update({name: float(value) for name, value in values.items()})
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"found training.log({', '.join(values)}) with {error}, needed numbers or tensors "
-                "of one element"
+                f"training.log({', '.join(values)}) takes numbers or tensors of one element: "
+                f"{error}"
             ) from error
-        self._run.record(figures)
 
     def close(self) -> None:
         """End the training, wherever it is; if it has a run folder, `resume="auto"` continues it.
 
         Does nothing after the first call.
         """
-        if self._open_step is not None and not self._run.is_closed:
-            self._open_step.recover()
-        self._run.stop()
-        self._run.leave()
+        if self._open_step is not None and not self._is_closed:
+            self._recover_open_step(self._open_step)
+        while not (self._is_closed or self._is_done or self._run is None):
+            self._guarded(self._stop)
+        self._end()
+
+    def _start(self) -> Run:
+        """Check that the training is open; at its first use, prepare the first step."""
+        self._check_open()
+        if self._run is not None:
+            return self._run
+        try:
+            set_quiet(self._config.quiet)
+            self._script_slowdown.pause()  # the loop slows down each of its steps itself
+            self._owns_watchdog = _watch_process(self._config)
+            if self._config.timeline:
+                start_recording(Recorder(Sampling(self._config.timeline_every)))
+            self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
+        except BaseException:
+            self._end()
+            raise
+        self._is_done = self._run.is_finished
+        return self._run
+
+    @property
+    def _started(self) -> Run:
+        return self._start() if self._run is None else self._run
+
+    @property
+    def _current_loop(self) -> Loop:
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def _current_saving(self) -> Saving:
+        assert self._saving is not None
+        return self._saving
+
+    def _next_share(self) -> Sequence[MicroBatch] | None:
+        """Return this rank's share of the next step; None if the run is done.
+
+        Raises:
+            AgreedError: it is done, but its results could not be written.
+        """
+        while not self._is_done:
+            share = self._guarded(self._advance)
+            if share is not None:
+                return share
+        return None
+
+    def _advance(self) -> Sequence[MicroBatch] | None:
+        loop = self._ready_loop()
+        if loop is not None and self._current_saving.save_for_restart():
+            loop.close()
+            self._release_standby(is_active=True)
+            return None
+        share = None if loop is None else loop.next_share()
+        if share is None:
+            self._finish(loop)
+        return share
+
+    def _ready_loop(self) -> Loop | None:
+        """Return the loop of the active ranks; None if the work is done without this rank."""
+        if self._loop is None:
+            world = self._membership.wait_until_active()
+            if world is not None:
+                self._loop, self._saving = begin_loop(self._started, world, self._logged)
+        return self._loop
 
     def _train(self, share: Sequence[MicroBatch]) -> Step:
-        self._last_step = self._attempt.trainer.train(share)
+        self._last_step = self._current_loop.train(share)
         return self._last_step
+
+    def _evaluate(self) -> dict[str, float] | None:
+        loop = self._ready_loop()
+        if loop is None:
+            self._finish(None)
+            return None
+        self._evaluated = dict(loop.evaluate().means)
+        return self._evaluated
+
+    def _finish(self, loop: Loop | None) -> None:
+        """Write the results, and release the ranks on standby."""
+        if loop is not None:
+            loop.close()
+            self._current_saving.write_results()
+            loop.run_finished()
+        self._release_standby(is_active=loop is not None)
+
+    def _stop(self) -> None:
+        """Save the run as it stands, for another job; finish it if its last step is done."""
+        is_active = self._membership.wait_until_active() is not None
+        if is_active and (self._loop is not None or self._membership.losses):
+            loop = self._ready_loop()
+            assert loop is not None
+            if loop.progress.has_all_steps:  # the script's loop asked for no more than there are
+                self._advance()
+                return
+            loop.undo()
+            self._current_saving.save_and_stop()
+            loop.close()
+        self._release_standby(is_active)
+
+    def _release_standby(self, is_active: bool) -> None:
+        """End the job's work, with that of the ranks on standby.
+
+        Raises:
+            AgreedError: the error by which the active ranks have ended; raised on all ranks.
+        """
+        membership, run = self._membership, self._started
+        if is_active:
+            membership.commit()
+        membership.release()
+        run.loader.close()
+        if membership.has_standby and not membership.is_abandoned:
+            self._share_results(run)
+            membership.commit()
+        self._is_done = True
+        if run.fault is not None:
+            raise run.fault
+
+    def _share_results(self, run: Run) -> None:
+        """Give the ranks that were on standby the weights and the summary, for the script."""
+        world = self._membership.all_ranks
+        fault = run.fault and (str(run.fault), run.fault.exit_code)
+        own = run.summary.to_json(), self._evaluated, fault
+        summaries, evaluated, faults = zip(*gather_values(world.comm, own), strict=True)
+        run.fault = next((AgreedError(*fault) for fault in faults if fault), None)
+        if run.fault is None:
+            run.state.sync_to_latest(world)
+        self._evaluated = next(filter(None, evaluated), {})
+        finished = (summary for summary in summaries if summary.get("finished"))
+        run.summary = Summary.from_json(next(finished, summaries[world.rank]))
+
+    def _guarded(self, work: Callable[..., Result], *arguments: object) -> Result | None:
+        """Do something collective; after a loss, regroup and return None."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            failure = error
+        self._recover(failure)  # outside the handler, which would keep what the error refers to
+        return None
+
+    def _recover(self, failure: Exception) -> None:
+        """Close the loop, and regroup with the surviving ranks.
+
+        Raises:
+            Exception: the failure, if no rank is lost; then the training is closed.
+        """
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close(together=False)
+        if recorder.current is not None:
+            recorder.current.enter_phase("recovery", None)
+        try:
+            self._membership.recover(failure)
+        except Exception:
+            self._fail(failure)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        """Close the training because of an error; collective only for an `AgreedError`.
+
+        Ranks on standby raise that as well: they would wait forever.
+        """
+        if isinstance(error, AgreedError) and self._run is not None:
+            self._run.fault = self._run.fault or error
+            while not self._is_done:
+                self._guarded(self._release_standby, False)
+        self._end(error)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """Release all resources. Not collective: no rank is waited for."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if error is not None:
+            self._explain(error)
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close(together=False)
+        run = self._run
+        if run is not None:
+            if error is not None and not self._is_done:
+                self._membership.abandon()
+            if error is not None and not run.summary.finished:
+                lines = str(error).strip().splitlines() or [""]
+                text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+                run.sinks.event("stop", run.state.progress.step, text)
+            run.close()
+        stop_recording()
+        if self._owns_watchdog:
+            stop_watchdog()
+        set_quiet(False)
+        self._script_slowdown.resume()
+        unregister_close(self.close)
+        if self in _open:
+            _open.remove(self)
+
+    def _explain(self, error: BaseException) -> None:
+        world = self._membership.all_ranks
+        if world.device_kind.is_out_of_memory(error):
+            error.add_note(
+                f"{world.info} is out of memory. Set a smaller micro_batch_size, or leave it to "
+                "the benchmark (balance adaptive, micro_batch_size 0); or a smaller global batch, "
+                "precision bf16, or other devices; see 'A device that is too small' in "
+                "docs/balance.md"
+            )
 
     def _enter_script(self) -> None:
         """Begin the phase of the script's own code, which may last."""
         done = self._last_step.number if self._last_step is not None else 0
         enter_phase("the script's own code", step=done, limited=False)
 
-    @property
-    def _attempt(self) -> Attempt:
-        assert self._run.attempt is not None
-        return self._run.attempt
-
-    def _closed(self) -> None:
-        unregister_close(self.close)
-        if self in _open:
-            _open.remove(self)
-
     def _check_open(self) -> None:
-        if self._run.is_closed:
-            raise UserError("found a Training that is closed, needed an open one; make a new one")
+        if self._is_closed:
+            raise UserError("this Training is closed; make a new one")
+
+    def _current_open_step(self, method: str) -> _OpenStep:
+        self._check_open()
+        if self._open_step is None:
+            raise UserError(
+                f"call training.{method}() once for each batch, in a loop over training.batches()"
+            )
+        return self._open_step
+
+    def _begin_open_step(self, share: Sequence[MicroBatch]) -> _OpenStep:
+        loop = self._current_loop
+        loop.begin(share)
+        return _OpenStep(loop, loop.place(share[0]))
+
+    def _try(
+        self, step: _OpenStep, work: Callable[..., Result], *arguments: object
+    ) -> Result | None:
+        """Do something collective in a step of the open form; after a loss, return None.
+
+        The ranks regroup once the script has asked for the next batch.
+        """
+        if step.failure is not None:
+            return None
+        try:
+            return work(*arguments)
+        except Exception as error:
+            if not self._membership.may_be_loss(error):
+                self._fail(error)
+                raise
+            step.failure = error
+            return None
+
+    def _recover_open_step(self, step: _OpenStep) -> bool:
+        """Regroup if a rank was lost in a step of the open form; return whether one was."""
+        failure, step.failure = step.failure, None
+        if failure is None:
+            return False
+        self._recover(failure)
+        return True
 
     def _end_open_step(self) -> None:
         """Regroup if a rank was lost in a step of the open form, before what comes next.
@@ -288,17 +580,28 @@ class Training:
             UserError: the step is not finished.
         """
         if self._open_step is not None:
-            self._open_step.check_finished()
-            self._open_step.recover()
+            _check_finished(self._open_step)
+            self._recover_open_step(self._open_step)
 
-    def _needed_step(self, method: str) -> OpenStep:
-        self._check_open()
-        if self._open_step is None:
-            raise UserError(
-                f"found training.{method}() without a batch, needed it in a loop over "
-                "training.batches(), once for each batch"
-            )
-        return self._open_step
+
+def _check_finished(step: _OpenStep) -> None:
+    if not step.is_finished:
+        raise UserError(
+            "call training.backward(loss) and training.step() for each batch before what comes next"
+        )
+
+
+def _watch_process(config: TrainingConfig) -> bool:
+    """Watch this rank and handle its signals, unless its program does so already.
+
+    Returns:
+        Whether a watchdog has been started.
+    """
+    if not is_handled():
+        handle_signals(Path(sys.argv[0]).name or "python")
+    if current_watchdog() is not None:
+        return False
+    return start_watchdog(setup_limit(config.step_timeout)) is not None
 
 
 def _is_raised_inside(trace: TracebackType | None) -> bool:
@@ -315,8 +618,7 @@ def _as_task(task: Task | Callable[[], Task]) -> Task:
     made = task if isinstance(task, Task) else task()
     if not isinstance(made, Task):
         raise UserError(
-            f"Training: found a function that returned a {type(made).__name__}, needed "
-            "one that returns a Task"
+            f"Training: the function returned a {type(made).__name__}; it must return a Task"
         )
     return made
 
@@ -325,9 +627,7 @@ def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> Tra
     names = [field.name for field in fields(TrainingConfig)]
     for name in settings:
         if name not in names:
-            raise UserError(
-                f"Training: found a setting {name!r}, needed one of {', '.join(sorted(names))}"
-            )
+            raise UserError(f"Training has no setting {name!r}; it has {', '.join(sorted(names))}")
     if config is None:
         return TrainingConfig(**settings)
     if not isinstance(config, TrainingConfig):

@@ -1,6 +1,6 @@
 """A step or an evaluation that does not come about is done again, and leaves no trace.
 
-What refuses here is the commit: it raises on every rank, as it does after a loss, and a new trainer
+What refuses here is the commit: it raises on every rank, as it does after a loss, and a new loop
 goes on from the same state.
 """
 
@@ -17,6 +17,7 @@ from test_trainer import (
     make_state,
     note_samples,
     reverse,
+    steps_of,
     uneven,
 )
 from torch import nn
@@ -25,9 +26,9 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(3)
 
@@ -62,7 +63,7 @@ def make_model(with_norm):
 
 
 class Run:
-    """A run of two epochs, by as many trainers as needed."""
+    """A run of two epochs, by as many loops as needed."""
 
     def __init__(self, world, commit=None, with_norm=False, workers=0, micro_batch_size=None):
         self.world, self.commit = world, commit
@@ -81,22 +82,22 @@ class Run:
 
     def train(self, shares, other_shares=None):
         while not self.state.progress.is_done:
-            trainer = self._make_trainer(shares)
+            loop = self._make_loop(shares)
             try:
                 while not self.state.progress.is_done:
-                    for _ in trainer.steps():
+                    for _ in steps_of(loop):
                         pass
-                    self.results.append(trainer.evaluate())
+                    self.results.append(loop.evaluate())
                     self.state.progress.epoch_done(EPOCHS)
             except RefusedError:
                 self.refusals += 1
                 shares = other_shares or shares
             finally:
-                trainer.close()
+                loop.close()
         self.loader.close()
         return self
 
-    def _make_trainer(self, shares):
+    def _make_loop(self, shares):
         plan = Plan(
             shares,
             [1.0] * self.world.size,
@@ -106,9 +107,9 @@ class Run:
             micro_batch_size=self.micro_batch_size,
         )
         own = self.setup, self.state, plan, Slowdown(), self.loader, self.commit
-        trainer = Trainer(self.config, self.world, *own)
-        note_samples(trainer, self.taken)
-        return trainer
+        loop = Loop(self.config, self.world, *own)
+        note_samples(loop, self.taken)
+        return loop
 
     def weights(self):
         return torch.cat([p.detach().flatten() for p in self.state.model.parameters()])

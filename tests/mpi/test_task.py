@@ -116,7 +116,7 @@ def shares_of_step(world, step):
 
 
 def change_shares(training, world, step):
-    training._attempt.trainer.sampler.set_plan(shares_of_step(world, step))
+    training._loop.sampler.set_plan(shares_of_step(world, step))
 
 
 def train(world, task, loss=None, uneven=True, **settings):
@@ -384,7 +384,7 @@ def test_schedulers_step_once_per_step(world, scheduler):
 @ALSO_ALONE
 def test_a_scheduler_is_told_the_steps_of_the_ranks_that_train(world, monkeypatch):
     """Before that, they were counted with ranks that are spares now."""
-    monkeypatch.setattr("kaitian_mpi.train.session.count_steps", lambda *_: 2)
+    monkeypatch.setattr("kaitian_mpi.train.start.count_steps", lambda *_: 2)
     told = []
     task = language(scheduler=lambda o, steps: told.append(steps) or OneCycleLR(o, 0.1, steps))
     with Training(task, **QUIET) as training:
@@ -417,7 +417,7 @@ def test_only_trainable_parameters_are_sent_and_unused_ones_stay(world):
     sent = []
     with Training(task, **{**QUIET, "max_steps": 2}) as training:
         for _ in training:
-            sent += [p.shape for p in training._attempt.trainer._gradients._parameters]
+            sent += [p.shape for p in training._loop._gradients._parameters]
     assert torch.equal(task.model.unused.weight, unused)
     assert torch.equal(task.model.frozen.weight, frozen)
     state = made[-1].state
@@ -544,7 +544,7 @@ def test_a_rank_without_samples_leaves_no_trace(world, is_open):
                     training.backward(squares(training.model, item))
                     assert training.step()
                     item = training.last_step
-                training._attempt.trainer.sampler.set_plan(shares)
+                training._loop.sampler.set_plan(shares)
         return weights_of(task.model)
 
     # The last rank's own samples never count: whatever it computes instead leaves nothing.
@@ -597,7 +597,7 @@ def test_evaluation_counts_every_sample_once(world, shares):
     with Training(task, **{**QUIET, "max_steps": 3}) as training:
         for step in training:
             if world.size == 3:
-                training._attempt.trainer.sampler.set_plan(shares)
+                training._loop.sampler.set_plan(shares)
             if step.number == 2:
                 break
         found = training.evaluate()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, sto
 from kaitian_mpi.observe.timeline.sampling import Sampling
 from kaitian_mpi.observe.timeline.timeline_file import NAME
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.timeline import Timeline, align_clocks
 
 SECONDS_OFF = 1000.0  # by rank
@@ -58,7 +60,8 @@ def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock
     start_recording(recorder)
     try:
         folder = tmp_path if world.rank == 0 else None
-        timeline = Timeline(world, folder, step=0)
+        state = SimpleNamespace(progress=Progress(2))
+        timeline = Timeline(world, folder, recorder, state)
         for step in (1, 2):
             for _ in range(3):
                 sleeping_barrier(world.comm)
@@ -67,8 +70,9 @@ def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock
                 dist.all_reduce(torch.ones(1 << 16))
                 time.sleep(0.01)
             dist.all_reduce(torch.ones(4), async_op=True).wait()
-            timeline.share(step)
-        timeline.finish(2)
+            state.progress.step = step
+            timeline.share()
+        timeline.run_finished()
     finally:
         stop_recording()
     if world.rank == 0:

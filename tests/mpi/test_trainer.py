@@ -19,16 +19,17 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets.sources import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.batch_norm import RunningStatistics
+from kaitian_mpi.train.begin_loop import make_balancing
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
-from kaitian_mpi.train.follow_up import StepFollowUp
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
+from kaitian_mpi.train.step import StepObserver
 from kaitian_mpi.train.step_exchange import StepExchange, StepReport
-from kaitian_mpi.train.trainer import Trainer
 
 pytestmark = pytest.mark.sizes(1, 3)
 
@@ -47,9 +48,15 @@ def make_state(world, setup, steps=10):
     return State(setup.task, Computation(world.device, "fp32", "contiguous"), steps)
 
 
-def note_samples(trainer, taken):
+def steps_of(loop):
+    """Train the steps of an epoch."""
+    while (parts := loop.fetch()) is not None:
+        yield loop.train(parts)
+
+
+def note_samples(loop, taken):
     """Append this rank's samples of each completed step."""
-    train_on = trainer.train
+    train_on = loop.train
 
     def noted(parts):
         step = train_on(parts)
@@ -57,12 +64,10 @@ def note_samples(trainer, taken):
         taken.append(list(itertools.chain(*numbers)) if parts[0].samples else [])
         return step
 
-    trainer.train = noted
+    loop.train = noted
 
 
-def make_trainer(
-    world, shares, micro_batch_size=None, workers=0, layers=(), min_batch=1, **settings
-):
+def make_loop(world, shares, micro_batch_size=None, workers=0, layers=(), min_batch=1, **settings):
     config = TrainConfig(
         global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1, **settings
     )
@@ -72,20 +77,20 @@ def make_trainer(
     plan = make_plan(world, shares, micro_batch_size, min_batch)
     state = make_state(world, setup, count_steps(config, LENGTH, BATCH))
     loader = ShareLoader(setup.train, workers, pin_memory=False)
-    return Trainer(config, world, setup, state, plan, Slowdown(), loader)
+    return Loop(config, world, setup, state, plan, Slowdown(), loader)
 
 
-def train(trainer, plans=None):
+def train(loop, plans=None):
     """Train two epochs, setting plans by step. Return this rank's samples, and the weights."""
     taken = []
-    note_samples(trainer, taken)
+    note_samples(loop, taken)
     for _ in range(2):
-        for step in trainer.steps():
+        for step in steps_of(loop):
             if step.number in (plans or {}):
-                trainer.sampler.set_plan(plans[step.number])
-        trainer.progress.epoch_done(2)
-    trainer.close()
-    weights = torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
+                loop.sampler.set_plan(plans[step.number])
+        loop.progress.epoch_done(2)
+    loop.close()
+    weights = torch.cat([p.detach().flatten() for p in loop.state.model.parameters()])
     return taken, weights
 
 
@@ -100,14 +105,14 @@ def test_the_loss_travels_with_the_gradients_unless_these_are_rounded(
             module, name, lambda *a, call=sums_of, **k: calls.append(a) or call(*a, **k)
         )
     shares = shares_of(world, [1, 3, 0][: world.size])
-    trainer = make_trainer(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
+    loop = make_loop(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
     own = []
-    loss_of = trainer._computation.loss
-    trainer._computation.loss = lambda task, model, batch, counts: (
+    loss_of = loop._computation.loss
+    loop._computation.loss = lambda task, model, batch, counts: (
         own.append((len(batch[0]), loss_of(task, model, batch, counts))) or own[-1][1]
     )
-    step = next(trainer.steps())
-    trainer.close()
+    step = next(steps_of(loop))
+    loop.close()
     assert len(calls) == sums
     losses = gather_values(world.comm, [(n, loss.item()) for n, loss in own if n])
     counted = [pair for rank, pairs in enumerate(losses) if shares[rank] for pair in pairs]
@@ -138,9 +143,9 @@ def by_step(world, taken):
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.sizes(3))])
 def test_changing_plans_in_mid_epoch_loses_and_repeats_no_sample(world, workers):
     steps = math.ceil(LENGTH / BATCH)
-    expected, weights = train(make_trainer(world, uneven(world)))
+    expected, weights = train(make_loop(world, uneven(world)))
     plans = {2: reverse(world), 5: uneven(world), steps + 1: reverse(world)}
-    taken, other = train(make_trainer(world, uneven(world), workers=workers), plans)
+    taken, other = train(make_loop(world, uneven(world), workers=workers), plans)
     assert by_step(world, taken) == by_step(world, expected)
     for epoch in range(2):
         of_epoch = by_step(world, taken)[epoch * steps : (epoch + 1) * steps]
@@ -156,15 +161,15 @@ def test_changing_plans_in_mid_epoch_loses_and_repeats_no_sample(world, workers)
 
 @pytest.mark.parametrize("micro_batch_size", [1, 5, 7])
 def test_micro_batches_sum_to_exactly_the_shares_gradient(world, micro_batch_size):
-    _, weights = train(make_trainer(world, uneven(world)))
-    _, other = train(make_trainer(world, uneven(world), micro_batch_size))
+    _, weights = train(make_loop(world, uneven(world)))
+    _, other = train(make_loop(world, uneven(world), micro_batch_size))
     assert (other - weights).abs().max() < 1e-12
 
 
 def test_a_rank_without_samples_takes_part(world):
     shares = [BATCH] + [0] * (world.size - 1)
-    _, weights = train(make_trainer(world, uneven(world)))
-    _, other = train(make_trainer(world, shares, micro_batch_size=5))
+    _, weights = train(make_loop(world, uneven(world)))
+    _, other = train(make_loop(world, shares, micro_batch_size=5))
     assert (other - weights).abs().max() < 1e-12
 
 
@@ -197,12 +202,12 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     assert steps == 2 * (2 if rest < 2 else 3)
     state = make_state(world, setup, steps)
     loader = ShareLoader(setup.train, 0, pin_memory=False)
-    trainer = Trainer(config, world, setup, state, plan, Slowdown(), loader)
+    loop = Loop(config, world, setup, state, plan, Slowdown(), loader)
     taken = []
-    note_samples(trainer, taken)
-    assert [step.number for step in trainer.steps()] == list(range(1, steps // 2 + 1))
-    result = trainer.evaluate()
-    assert (trainer.progress.position, trainer.progress.step) == (length, steps // 2)
+    note_samples(loop, taken)
+    assert [step.number for step in steps_of(loop)] == list(range(1, steps // 2 + 1))
+    result = loop.evaluate()
+    assert (loop.progress.position, loop.progress.step) == (length, steps // 2)
     assert math.isfinite(result.means["loss"])
     assert 2 <= min(model.trained)
     assert max(model.trained) <= max(micro_batch_size or 99, 3)
@@ -230,33 +235,41 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
 
 
 def test_a_requested_checkpoint_is_due_after_the_same_step_on_all_ranks(world):
-    trainer, plan = make_trainer(world, uneven(world)), make_plan(world, uneven(world))
-    config = TrainConfig(global_batch_size=BATCH, log_interval=60)
-    with StepFollowUp(config, world, NoFolder(), trainer, plan) as follow_up:
-        due = [
-            follow_up.step_done(step, wants_checkpoint=world.rank == 0 and step.number == 3)
-            for step in trainer.steps()
-        ]
+    loop = make_loop(world, uneven(world))
+    due = []
+
+    class Requests(StepObserver):
+        def wants_checkpoint(self):
+            return world.rank == 0 and loop.progress.step == 3
+
+        def step_done(self, step, reports):
+            due.append(reports is not None and any(reports.wants_checkpoint))
+
+    loop.observers.append(Requests())
+    for step in steps_of(loop):
+        loop.step_done(step)
+    loop.close()
     assert [number for number, is_due in enumerate(due, 1) if is_due] == [4]
 
 
 @pytest.mark.ranks(3)
 def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
     """A rank without workers waits until those with some have used up what they fetched ahead."""
-    trainer = make_trainer(world, uneven(world), workers=world.rank % 2)
-    config = replace(trainer._config, balance="adaptive")
+    loop = make_loop(world, uneven(world), workers=world.rank % 2)
+    config = replace(loop._config, balance="adaptive")
     plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
     taken = []
-    note_samples(trainer, taken)
+    note_samples(loop, taken)
     plan = make_plan(world, uneven(world))
-    with StepFollowUp(config, world, NoFolder(), trainer, plan) as follow_up:
-        follow_up.balancing.observe = lambda number, reports: plans.get(number)
-        for _ in range(2):
-            for step in trainer.steps():
-                follow_up.step_done(step)
-            follow_up.epoch_done()
-            trainer.progress.epoch_done(2)
-    trainer.close()
+    balancing = make_balancing(config, world, NoFolder(), loop, plan)
+    balancing.observe = lambda number, reports: plans.get(number)
+    loop.observers.append(balancing)
+    for _ in range(2):
+        for step in steps_of(loop):
+            loop.step_done(step)
+        balancing.epoch_ends()
+        loop.progress.epoch_done(2)
+    loop.close()
     steps = by_step(world, taken)
     half = len(steps) // 2
     for epoch in (steps[:half], steps[half:]):
@@ -266,17 +279,17 @@ def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
 
 def running_mean(world, shares, micro_batch_size=None, plans=None):
     """Return the running mean of the inputs after two epochs."""
-    trainer = make_trainer(world, shares, micro_batch_size)
+    loop = make_loop(world, shares, micro_batch_size)
     norm = nn.BatchNorm1d(3, momentum=0.2).double()
 
     def see(model, inputs):
         if model.training:  # not for ranks without samples, which only take part in the sum
             norm.running_mean += norm.momentum * (inputs[0].mean(0) - norm.running_mean)
 
-    trainer.state.model.register_forward_pre_hook(see)
-    trainer.state.statistics = RunningStatistics(nn.Sequential(norm))
-    train(trainer, plans)
-    trainer.state.statistics.pool(0.0)
+    loop.state.model.register_forward_pre_hook(see)
+    loop.state.statistics = RunningStatistics(nn.Sequential(norm))
+    train(loop, plans)
+    loop.state.statistics.pool(0.0)
     return norm.running_mean
 
 
@@ -292,14 +305,14 @@ def test_an_evaluation_uses_statistics_of_the_current_weights(world, micro_batch
     shares = [BATCH - 4] + [0] * (world.size - 2) + [4] if world.size > 1 else [BATCH]
     norm = nn.BatchNorm1d(16)
     layers = (norm, nn.Dropout())
-    trainer = make_trainer(world, shares, micro_batch_size, layers=layers, min_batch=2)
-    for _ in trainer.steps():
+    loop = make_loop(world, shares, micro_batch_size, layers=layers, min_batch=2)
+    for _ in steps_of(loop):
         pass
     random_state = torch.get_rng_state()
-    trainer.evaluate()
+    loop.evaluate()
     assert torch.equal(torch.get_rng_state(), random_state)
     inputs, _ = Points()[list(range(LENGTH))]
-    expected = trainer.state.model[0](inputs).mean(0)
+    expected = loop.state.model[0](inputs).mean(0)
     assert (norm.running_mean - expected).abs().max() < 1e-12
 
 

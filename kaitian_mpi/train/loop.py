@@ -1,4 +1,4 @@
-"""Trains and evaluates on some ranks, step by step."""
+"""The loop: trains and evaluates on one set of ranks, step by step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices import device_of
@@ -26,19 +27,21 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepInProgress, StepParticipation
-from kaitian_mpi.train.update import apply_step, set_learning_rates
+from kaitian_mpi.train.step import Step, StepInProgress, StepObserver, StepParticipation
+from kaitian_mpi.train.step_exchange import StepExchange
+from kaitian_mpi.train.task import Task
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 _SAMPLES_OF_STATISTICS = 256
 _STEPS_TO_WARN = 5
 
 
-class Trainer:
-    """Trains on some ranks from the state's current step on.
+class Loop:
+    """Trains on one set of ranks, from the state's current step on, until one of them is lost.
 
-    Every method is collective. A step is `fetch`, `begin`, `backward` once for each micro-batch,
-    and `finish`; `train` does all but the first.
+    A step is `fetch`, `begin`, `backward` once for each micro-batch, and `finish`; `train` does all
+    but the first. Then `step_done` lets the observers follow it. The state and the loader outlive
+    the loop. Every method is collective, unless stated otherwise.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Trainer:
         loader: ShareLoader,
         commit: Callable[[bool], None] | None = None,
     ) -> None:
-        """Build the sampler and DDP for these ranks, around a state that outlives them.
+        """Prepare the model's gradients, the sampler and the exchange of reports for these ranks.
 
         Args:
             config: the settings.
@@ -61,10 +64,11 @@ class Trainer:
             state: the same on every rank.
             plan: the ranks' batch sizes.
             slowdown: this rank's emulated slowdown.
-            loader: of the training data; it outlives these ranks as well.
+            loader: of the training data.
             commit: called before a step or evaluation takes effect, with whether this rank has done
                 it; raises if some rank has not.
         """
+        self._exchange = StepExchange(world.comm)
         self.world, self.state = world, state
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._slowdown = state.computation, slowdown
@@ -92,6 +96,8 @@ class Trainer:
         self._step = StepInProgress()
         self._sync_bn = StepParticipation(self.clock, slowdown, lambda: self._step)
         participate(state.model, self._sync_bn)
+        self.observers: list[StepObserver] = []
+        self._is_in_epoch = False
 
     @property
     def has_micro_batches(self) -> bool:
@@ -120,16 +126,62 @@ class Trainer:
         """The progress of the run."""
         return self.state.progress
 
-    def close(self) -> None:
-        """Let go of the model; its gradients are no longer summed. Not collective."""
+    def close(self, together: bool = True) -> None:
+        """Stop training on these ranks.
+
+        Args:
+            together: False if a rank may be lost: then no rank is waited for.
+        """
         self._loading = None
         self._gradients.close()
         participate(self.state.model, None)
+        for observer in self.observers:
+            observer.close(together)
+        self._exchange.close(together)
 
-    def steps(self) -> Iterator[Step]:
-        """Train a step per iteration, until the end of the epoch or `--max-steps`."""
-        while (parts := self.fetch()) is not None:
-            yield self.train(parts)
+    def run_finished(self) -> None:
+        """Let the observers handle the end of the run, after `close`."""
+        for observer in self.observers:
+            observer.run_finished()
+
+    def next_share(self) -> list[MicroBatch] | None:
+        """Return this rank's share of the next step; epochs that end on the way are evaluated.
+
+        Returns:
+            None if the run is done.
+        """
+        while not self.progress.is_done:
+            if not self._is_in_epoch:
+                self._is_in_epoch = True
+                for observer in self.observers:
+                    observer.epoch_begins()
+            for observer in self.observers:
+                observer.step_begins(self.progress.step + 1)
+            parts = self.fetch()
+            if parts is not None:
+                return parts
+            self._end_epoch()
+        return None
+
+    def step_done(self, step: Step) -> None:
+        """Let the observers follow a step."""
+        wants_checkpoint = any(each.wants_checkpoint() for each in self.observers)
+        reports = self._exchange.swap(step.report(wants_checkpoint))
+        for observer in self.observers:
+            observer.step_done(step, reports)
+
+    def _end_epoch(self) -> None:
+        enter_phase("the end of the epoch", waits=True)
+        self._is_in_epoch = False
+        for observer in self.observers:
+            observer.epoch_ends()
+        result, epoch = self.evaluate(), self.progress.epoch
+        if self.progress.position >= len(self._setup.train):
+            self.progress.epoch_done(self._config.epochs)
+        else:
+            self.progress.stopped()
+        for observer in self.observers:
+            observer.evaluated(result, epoch)
 
     def fetch(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next global batch, on the host.
@@ -191,8 +243,8 @@ class Trainer:
         self._slowdown.start()
         enter_phase("forward", step=self.progress.step + 1)
 
-    def abandon(self) -> None:
-        """Undo what was begun of a step; its samples come again. Not collective."""
+    def undo(self) -> None:
+        """Undo what was begun of a step; its samples are repeated. Not collective."""
         self._loading = None
         self._gradients.reset()
         self.state.restore()
@@ -371,3 +423,57 @@ class Trainer:
         self.clock.bucket_ready()
         if is_last:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
+
+
+def set_learning_rates(
+    config: TrainingConfig, state: State, samples: int, epoch_samples: int
+) -> None:
+    """Let the schedulers set the learning rates of the next step. Not collective.
+
+    Args:
+        config: the run's epochs and steps.
+        state: whose schedulers and optimizers.
+        samples: samples in that step.
+        epoch_samples: samples in an epoch.
+    """
+    progress = state.progress
+    for scheduler in state.schedulers:
+        if hasattr(scheduler, "before_step"):
+            scheduler.before_step(progress.fraction_done(config, samples, epoch_samples))
+    progress.learning_rate = float(state.optimizers[0].param_groups[0]["lr"])
+
+
+def apply_step(task: Task, state: State, is_finite: bool, samples: int) -> None:
+    """Apply a step to the state; every rank does so with the same gradient. Not collective.
+
+    Args:
+        task: how gradients are clipped.
+        state: with the sums of the gradients, which are used up.
+        is_finite: whether these are finite; if not, the weights stay as they are.
+        samples: samples in the step, of all ranks.
+    """
+    scaler = state.computation.scaler
+    with state.lock:
+        optimizers = state.optimizers
+        if scaler.is_enabled():  # it accepts none without a gradient
+            optimizers = [each for each in optimizers if _has_gradient(each)]
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        if is_finite:
+            if task.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(state.model.parameters(), task.clip_norm)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            state.residuals.keep()
+            for scheduler in state.schedulers:
+                if hasattr(scheduler, "step"):
+                    scheduler.step()
+        if optimizers:
+            scaler.update()
+        state.zero_gradients()
+        state.progress.step_done(samples)
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    return any(parameter.grad is not None for group in groups for parameter in group["params"])

@@ -1,7 +1,7 @@
-"""All that comes before the first step of a run; reads top to bottom like a recipe.
+"""Everything before the first step of a run, from top to bottom in `start`.
 
 Each stage is a function from frozen results to a frozen result, collective over the ranks that it
-is given, and is repeated on the surviving ranks where a rank is lost meanwhile.
+is given. If a rank is lost meanwhile, the stage is repeated on the surviving ranks.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown
-from kaitian_mpi.errors import StorageError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import print_rank_0, show_topology
+from kaitian_mpi.observe.console import show_topology
 from kaitian_mpi.observe.run_folder import check_run_folder
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
-from kaitian_mpi.train.checkpoint.resume import hand_over, restore
+from kaitian_mpi.train.checkpoint.resume import hand_over
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
@@ -39,17 +38,14 @@ from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.profiling import check_profile
 from kaitian_mpi.train.progress import Progress, count_steps
+from kaitian_mpi.train.results import load_finished
 from kaitian_mpi.train.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.setup import MakeTask, Setup, prepare, start_from_file
 from kaitian_mpi.train.sinks import check_sinks
 from kaitian_mpi.train.standby import plan_standby
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.summary import NAME, Summary
-from kaitian_mpi.train.task import Task
-from kaitian_mpi.train.weight_files import check_export, check_initial_file, export_weights
-
-Result = TypeVar("Result")
+from kaitian_mpi.train.weight_files import check_export, check_initial_file
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class Selection:
     """Which ranks train, and the algorithm by which they sum gradients."""
 
     allreduce_algorithm: str
-    """The algorithm that sums gradients across device kinds."""
     excluded: Mapping[RankInfo, str]
     """The ranks without which the job is faster, and why."""
 
@@ -67,13 +62,13 @@ class Selection:
         return [info.world_rank for info in self.excluded]
 
 
-def open_run(
+def start(
     make_task: MakeTask,
     config: TrainingConfig,
     membership: Membership,
     own_sinks: Sequence[MetricsSink] = (),
-) -> tuple[Task, Run | None, Summary]:
-    """Do all that comes before the first step. Collective.
+) -> Run:
+    """Do everything that comes before the first step. Collective.
 
     Args:
         make_task: makes what is to be trained.
@@ -82,8 +77,7 @@ def open_run(
         own_sinks: the script's own sinks of metrics.
 
     Returns:
-        The task, its run, and what is known of that; no run where an earlier job has finished it,
-        with whose weights the model is left.
+        The run. If an earlier job has finished it (`run.is_finished`), the model has its weights.
 
     Raises:
         AgreedError: a rank cannot make what is asked for, and nothing has been trained.
@@ -91,36 +85,23 @@ def open_run(
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
-    _check_request(config, membership)
+    for check in _CHECKS:  # these need neither device, data nor model
+        membership.attempt(partial(check, config))
     on_all = partial(_on_all_ranks, membership)
     startup_clock.begin("data and model")
     job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
-    with ExitStack() as unless_opened:
+    with ExitStack() as unless_started:
         setup: Setup = on_all(partial(prepare, make_task, config, job))
-        unless_opened.callback(setup.folder.close)
+        unless_started.callback(setup.folder.close)
         earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
         if earlier.is_finished:
-            membership.attempt(partial(load_finished, config, setup, earlier))
-            return setup.task, None, earlier.summary
-        if config.resume and earlier.found.metadata is None:
-            membership.attempt(partial(start_from_file, config, setup.task.model))
-        run = _make_run(config, world, membership, setup, earlier, own_sinks)
-        unless_opened.pop_all()
-    return setup.task, run, run.summary
-
-
-def _check_request(config: TrainingConfig, membership: Membership) -> None:
-    """Check what needs neither device, data nor model. Collective.
-
-    Raises:
-        AgreedError: a rank cannot do what is asked for, or is asked for something else.
-    """
-    membership.attempt(partial(check_settings, config))
-    membership.attempt(partial(check_run_folder, config))
-    membership.attempt(partial(check_initial_file, config))
-    membership.attempt(partial(check_export, config))
-    membership.attempt(partial(check_profile, config.profile))
-    membership.attempt(partial(check_sinks, config))
+            run = _finished_run(config, membership, setup, earlier)
+        else:
+            if config.resume and earlier.found.metadata is None:
+                on_all(partial(start_from_file, config, setup.task.model))
+            run = _new_run(config, world, membership, setup, earlier, own_sinks)
+        unless_started.pop_all()
+    return run
 
 
 def check_settings(config: TrainingConfig, world: World) -> None:
@@ -132,13 +113,23 @@ def check_settings(config: TrainingConfig, world: World) -> None:
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
 
 
+_CHECKS = (
+    check_settings,
+    check_run_folder,
+    check_initial_file,
+    check_export,
+    check_profile,
+    check_sinks,
+)
+
+
 def _agree_on_job(world: World) -> str:
     """Return an ID of the job, the same on every rank. Collective."""
     own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
     return gather_values(world.comm, own)[0]
 
 
-def _make_run(
+def _new_run(
     config: TrainingConfig,
     started_with: World,
     membership: Membership,
@@ -163,13 +154,20 @@ def _make_run(
     startup_clock.begin("benchmark")
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
-    agrees = membership.attempt(
-        partial(check_parity, config, setup, profiles, selection.excluded_ranks)
-    )
+    excluded = selection.excluded_ranks
+    agrees = membership.attempt(partial(check_parity, config, setup, profiles, excluded))
     startup_clock.begin("first step")
     state: State = on_all(partial(make_state, config, setup, profiles, earlier))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
-    membership.put_on_standby(config.spares, selection.excluded_ranks)
+    membership.put_on_standby(config.spares, excluded)
+    summary = replace(
+        earlier.summary,
+        emulated=is_emulated(started_with, setup),
+        excluded=[
+            {"rank": info.world_rank, "reason": why} for info, why in selection.excluded.items()
+        ],
+        parity=agrees,
+    )
     return Run(
         config=config,
         membership=membership,
@@ -182,14 +180,34 @@ def _make_run(
         loader=ShareLoader(setup.train, config.workers, started_with.device_kind.pins_memory),
         checkpoints=Checkpointing(config, setup.path),
         own_sinks=own_sinks,
-        summary=replace(summary_of(started_with, setup, earlier, selection), parity=agrees),
+        summary=summary,
     )
 
 
-def _on_all_ranks(membership: Membership, stage: Callable[[World], Result]) -> Result:
+def _finished_run(
+    config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
+) -> Run:
+    """Load a run that an earlier job has finished, on all ranks. Collective."""
+    state: State = _on_all_ranks(membership, partial(load_finished, config, setup, earlier))
+    return Run(
+        config=config,
+        membership=membership,
+        setup=setup,
+        earlier=earlier,
+        profiles=Profiles({}),
+        allreduce_algorithm="",
+        excluded_places=[],
+        state=state,
+        loader=ShareLoader(setup.train, 0, pin_memory=False),
+        checkpoints=Checkpointing(config, setup.path),
+        summary=earlier.summary,
+    )
+
+
+def _on_all_ranks(membership: Membership, stage: Callable[[World], Any]) -> Any:
     """Run a stage while no rank is on standby."""
     result = membership.attempt(stage)
-    assert result is not None
+    assert membership.active is not None
     return result
 
 
@@ -259,30 +277,6 @@ def make_state(
     return state
 
 
-def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> None:
-    """Give every rank's model the weights of a run that is finished, and export them if asked to.
-
-    Raises:
-        AgreedError: they cannot be exported.
-    """
-    computation = Computation(world.device, "fp32", "contiguous")
-    state = State(setup.task, computation, earlier.found.progress["step"])
-    restore(world, state, earlier.found, config.seed)
-    with agree_on_errors(world.comm):
-        if world.rank == 0 and config.export:
-            _export_again(config.export, setup)
-    if config.export:
-        print_rank_0(world, f"exported the weights to {config.export}")
-    setup.folder.confirm(NAME)  # for kaitian-supervise
-
-
-def _export_again(path: str, setup: Setup) -> None:
-    try:
-        export_weights(path, setup.task.model)
-    except StorageError as error:
-        raise StorageError(f"{error}; make room, and run the same command again") from error
-
-
 def hand_over_checkpoint(
     config: TrainingConfig,
     earlier: EarlierJob,
@@ -294,11 +288,3 @@ def hand_over_checkpoint(
     standby = plan_standby(world.infos, config.spares, selection.excluded_ranks)
     first = standby.active(world.infos)[0]
     return replace(earlier, found=hand_over(world, earlier.found, first, state))
-
-
-def summary_of(world: World, setup: Setup, earlier: EarlierJob, selection: Selection) -> Summary:
-    """Return the summary before training: what is known, and an earlier job's results."""
-    excluded = [
-        {"rank": info.world_rank, "reason": reason} for info, reason in selection.excluded.items()
-    ]
-    return replace(earlier.summary, emulated=is_emulated(world, setup), excluded=excluded)

@@ -1,0 +1,238 @@
+"""Begins to train a run on one set of ranks: at the start, and again after each loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import lost_line, print_rank_0, warn_rank_0
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolder
+from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
+from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
+from kaitian_mpi.train.data.loader import steps_ahead
+from kaitian_mpi.train.divergence import WeightCheck, repair_divergence
+from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
+from kaitian_mpi.train.measure.exclusion import excluded_line
+from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_allreduce, record_plan
+from kaitian_mpi.train.membership import RankLoss
+from kaitian_mpi.train.metrics import Metrics
+from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord
+from kaitian_mpi.train.presence import Presence
+from kaitian_mpi.train.profiling import ProfiledSteps
+from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.rebalancing import Balancing
+from kaitian_mpi.train.resumption import begin_branch, begin_or_resume
+from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.saving import Saving
+from kaitian_mpi.train.sinks import open_sinks
+from kaitian_mpi.train.step import StepObserver
+from kaitian_mpi.train.timeline import Timeline
+
+
+def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
+    """Begin a loop on these ranks, from wherever the run is. Collective over them.
+
+    Args:
+        run: the run, which learns of it.
+        world: the ranks.
+        logged: the script's own figures, for the next reading.
+
+    Returns:
+        The loop, and the observer that saves the run.
+    """
+    _assign_files(run, world)
+    _choose_allreduce_again(run, world)
+    plan = _plan(run, world)
+    _restore_state(run, world, plan)
+    run.checkpoints.restart_timer()
+    commit = run.membership.commit if run.membership.survives else None
+    slowdown = Slowdown(run.setup.slowdowns[world.info.world_rank])
+    loop = Loop(run.config, world, run.setup, run.state, plan, slowdown, run.loader, commit)
+    try:
+        _report_start(run, world, plan)
+        run.earlier = begin_branch(
+            run.config,
+            run.earlier,
+            world,
+            run.checkpoints,
+            run.state,
+            run.metadata(world, loop.sampler.batch_sizes),
+        )
+        loop.observers += _observers(run, world, loop, plan, logged)
+        saving = Saving(run, world, loop.sampler)
+        loop.observers.append(saving)
+    except Exception:
+        loop.close(together=False)
+        raise
+    return loop, saving
+
+
+def _observers(
+    run: Run, world: World, loop: Loop, plan: Plan, logged: dict[str, float]
+) -> Iterator[StepObserver]:
+    """Yield what follows each step, in this order, besides saving. Collective."""
+    config, state, folder, sinks = run.config, run.state, run.setup.folder, run.sinks
+    yield BadSteps(config, world, folder, sinks, state, loop.sampler)
+    yield (balancing := make_balancing(config, world, folder, loop, plan, sinks))
+    metrics = Metrics(config, world, sinks, loop.clock, state, len(run.setup.train), logged)
+    yield metrics
+    yield Milestones(run, world)
+    yield WeightCheck(world, state, sinks, config.check_every)
+    yield ProfiledSteps(config.profile, world, run.setup.path, state)
+    if recorder.current is not None:
+        yield Timeline(world, run.setup.path, recorder.current, state)
+    yield RunRecord(run, world, loop.sampler, metrics, balancing)
+    watchdog = current_watchdog()
+    if watchdog is not None and world.size > 1:
+        yield Presence(world.comm, watchdog, setup_limit(config.step_timeout))
+
+
+def make_balancing(
+    config: TrainingConfig,
+    world: World,
+    folder: RunFolder,
+    loop: Loop,
+    plan: Plan,
+    sinks: Sinks | None = None,
+) -> Balancing:
+    """Return what balances a loop that has begun with this plan. Collective."""
+    most_workers = max(gather_values(world.comm, config.workers))
+    return Balancing(
+        world,
+        folder,
+        plan.batch_sizes,
+        plan.costs,
+        config.balance == "adaptive",
+        set_plan=loop.sampler.set_plan,
+        own_steps_ahead=steps_ahead(config.workers),
+        steps_ahead=steps_ahead(most_workers),
+        min_batch=plan.min_batch,
+        has_micro_batches=loop.has_micro_batches,
+        sinks=sinks,
+    )
+
+
+def _assign_files(run: Run, world: World) -> None:
+    """Make the first active rank the one that writes the files."""
+    if world.rank != 0:
+        run.setup.folder.close()
+        run.setup = replace(run.setup, folder=NoFolder())
+        run.sinks.close(finished=False)
+        run.writes_metrics = False
+        return
+    if not run.owns_files and run.setup.path is not None:
+        folder = DiskFolder(run.setup.path)
+        folder.claim(run.setup.job)
+        run.setup = replace(run.setup, folder=folder)
+        print_rank_0(world, f"{world.info} now writes the files")
+    if not run.writes_metrics:
+        infos, emulated = run.membership.all_ranks.infos, bool(run.summary.emulated)
+        run.sinks = open_sinks(run.config, run.setup.folder, infos, emulated, run.own_sinks)
+        run.writes_metrics = True
+
+
+def _choose_allreduce_again(run: Run, world: World) -> None:
+    """Set the allreduce algorithm for these ranks, if possible the one chosen before."""
+    if not run.membership.has_changed:
+        return
+    chosen = run.allreduce_algorithm
+    request = run.config.allreduce if chosen == "direct" else chosen
+    choice = choose_allreduce(request, world, gradient_buckets(run.setup.task.model))
+    record_allreduce(run.setup, choice.seconds)
+    # If only one kind is left, the name of what was used before is kept.
+    if choice.algorithm != "direct" or not run.membership.losses:
+        run.allreduce_algorithm = choice.algorithm
+
+
+def _plan(run: Run, world: World) -> Plan:
+    """Plan the batch sizes from the latest costs of these ranks."""
+    run.profiles = run.profiles.learn(world, run.costs)
+    plan = run.profiles.plan(run.config, world)
+    metadata = run.earlier.remembered(Invalidated.PLAN)
+    if metadata is None or run.membership.losses:
+        return plan
+    is_same = metadata.active_places == [info.place for info in world.infos]
+    if is_same and min(metadata.batch_sizes) >= plan.min_batch:
+        return replace(plan, batch_sizes=metadata.batch_sizes)
+    return plan
+
+
+def _restore_state(run: Run, world: World, plan: Plan) -> None:
+    """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
+    state, has_lost = run.state, bool(run.membership.losses)
+    if any(gather_values(world.comm, state.is_begun)):
+        state.sync_to_latest(world)
+    else:
+        run.earlier = begin_or_resume(run.config, run.setup, run.earlier, world, state, has_lost)
+    if has_lost:
+        run.membership.share_history(world)
+        repair_divergence(world, state, run.sinks)
+    progress = state.progress
+    # Earlier steps may have had another global batch size.
+    samples, batch = len(run.setup.train), sum(plan.batch_sizes)
+    steps = count_steps(run.config, samples, batch, plan.min_batch, progress)
+    state.set_total_steps(steps)
+    has_results = all(gather_values(world.comm, run.summary.steps == progress.step))
+    progress.is_done = progress.is_done and progress.has_all_steps and has_results
+
+
+def _report_start(run: Run, world: World, plan: Plan) -> None:
+    """Report the plan, the ranks that train, and those that were lost; write the summary."""
+    step = run.state.progress.step
+    losses = run.membership.begin_step(step + 1)
+    if not (run.has_started or run.earlier.was_on_standby):
+        _report_first_start(run, world)
+    run.has_started = True
+    if losses:
+        reason = _report_losses(run, world, losses)
+    elif step:
+        reason = "as resumed"
+    elif run.profiles.measured:
+        reason = FROM_BENCHMARK
+        run.profiles.show(world, run.setup, plan)
+    else:
+        reason = "equal shares"
+    record_plan(world, run.setup, plan, step, reason, run.sinks)
+    run.summary = run.summary.with_ranks(world, run.state, plan, run.allreduce_algorithm)
+    run.write_summary()
+
+
+def _report_first_start(run: Run, world: World) -> None:
+    """Report that this job starts or resumes the run, and the ranks that it excludes."""
+    step = run.state.progress.step
+    since = {"start_time": startup_clock.started_at(), "emulated": run.summary.emulated}
+    ranks = [info.world_rank for info in world.infos]
+    if step:
+        name = run.earlier.found.name
+        text = f"resuming from step {step} ({name})"
+        run.sinks.event("resume", step, text, ranks, checkpoint=name, **since)
+    else:
+        run.sinks.event("start", step, "starting from scratch", ranks, **since)
+    infos = {info.world_rank: info for info in run.membership.all_ranks.infos}
+    for entry in run.summary.excluded or ():
+        rank, reason = entry["rank"], entry["reason"]
+        if rank in infos:
+            text = excluded_line(infos[rank], reason)
+            run.sinks.event("exclusion", step, text, [rank], reason=reason)
+
+
+def _report_losses(run: Run, world: World, losses: list[RankLoss]) -> str:
+    """Report which ranks were lost and which continue; return the reason for a new plan."""
+    step = run.state.progress.step
+    reason = lost_line([info for loss in losses for info in loss.lost])
+    left = "1 rank continues" if world.size == 1 else f"{world.size} ranks continue"
+    warn_rank_0(world, f"{reason} at step {step}; {left}")
+    remaining = [info.world_rank for info in world.infos]
+    for loss in losses:
+        text = f"{lost_line(loss.lost)} at step {step}"
+        lost = [info.world_rank for info in loss.lost]
+        run.sinks.event("loss", step, text, lost, at=loss.noticed_at, remaining=remaining)
+    return reason

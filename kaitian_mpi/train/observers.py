@@ -1,0 +1,143 @@
+"""Small observers of a run: skipped steps, milestones, and the results of each epoch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
+from kaitian_mpi.observe.reading import Evaluated
+from kaitian_mpi.observe.run_folder import RunFolder
+from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.evaluation import Evaluation
+from kaitian_mpi.train.metrics import Metrics
+from kaitian_mpi.train.rebalancing import Balancing
+from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_exchange import StepReports
+
+
+class BadSteps(StepObserver):
+    """Records skipped steps, whose gradient is not finite; too many in a row end the run."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        world: World,
+        folder: RunFolder,
+        sinks: Sinks,
+        state: State,
+        sampler: LoadAdaptiveSampler,
+    ) -> None:
+        self._limit = config.max_bad_steps
+        self._world, self._folder, self._sinks = world, folder, sinks
+        self._state, self._sampler = state, sampler
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Count a step that is skipped.
+
+        Raises:
+            AgreedError: too many steps in a row had no finite gradient.
+        """
+        progress = self._state.progress
+        if step.is_finite:
+            progress.consecutive_bad_steps = 0
+            return
+        progress.bad_steps += 1
+        progress.consecutive_bad_steps += 1
+        samples = self._sampler.indices(progress.position - step.samples, step.samples)
+        line = {"step": step.number, "epoch": progress.epoch, "samples": samples}
+        self._folder.append("bad_steps.jsonl", line)
+        text = (
+            f"step {step.number} is skipped: its gradient is not finite (bad_steps.jsonl lists its "
+            "samples)"
+        )
+        warn_rank_0(self._world, text)
+        self._sinks.event("bad_step", step.number, text)
+        if self._limit and progress.consecutive_bad_steps >= self._limit:
+            raise AgreedError(
+                f"the gradients of {self._limit} steps in a row were not finite, the last at step "
+                f"{step.number}; lower --lr, look at the samples in bad_steps.jsonl, or raise "
+                "--max-bad-steps"
+            )
+
+
+class Milestones(StepObserver):
+    """Reports, once each, the end of the start-up, of a recovery and of writing a checkpoint."""
+
+    def __init__(self, run: Run, world: World) -> None:
+        self._run, self._world = run, world
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Report what has ended with this step."""
+        run = self._run
+        seconds = startup_clock.finish()
+        if seconds is not None:
+            print_rank_0(self._world, startup_clock.describe(seconds))
+            run.summary = replace(run.summary, startup_sec=seconds)
+        recovered = run.membership.newly_recovered()
+        for loss in recovered:
+            text = (
+                f"step {step.number} is done, {loss.recovery_sec:.2f} s after the loss was noticed"
+            )
+            print_rank_0(self._world, text)
+            ranks = [info.world_rank for info in loss.lost]
+            run.sinks.event("recovery", step.number, text, ranks, recovery_sec=loss.recovery_sec)
+        if recovered:
+            run.write_summary()
+
+
+class RunRecord(StepObserver):
+    """Records the results of each epoch, and what the ranks' steps cost, for later loops."""
+
+    def __init__(
+        self,
+        run: Run,
+        world: World,
+        sampler: LoadAdaptiveSampler,
+        metrics: Metrics,
+        balancing: Balancing,
+    ) -> None:
+        self._run, self._world, self._sampler = run, world, sampler
+        self._metrics, self._balancing = metrics, balancing
+
+    def evaluated(self, result: Evaluation, epoch: int) -> None:
+        """Record the results of an epoch."""
+        run, progress = self._run, self._run.state.progress
+        where = (progress.epoch, progress.position, progress.step)
+        print_rank_0(self._world, result_line(*where, result.means))
+        if result.means:
+            now, step = time.time(), progress.step
+            run.sinks.evaluated(Evaluated(step=step, epoch=epoch, time=now, values=result.means))
+        run.setup.folder.save_model(run.state.weights())
+        steps = max(1, self._metrics.steps)
+        run.write_summary(
+            relay=self._world.relay.describe() if run.summary.relay else None,
+            steps=progress.step,
+            epochs=progress.epoch,
+            bad_steps=progress.bad_steps,
+            batch_sizes=self._sampler.batch_sizes,
+            plans=self._balancing.plans,
+            slow_ranks=self._balancing.slow_ranks(),
+            samples_per_sec=progress.samples / progress.training_sec,
+            step_time_sec=progress.training_sec / progress.step,
+            compute_time_sec=[seconds / steps for seconds in self._metrics.compute_sec],
+            wait_time_sec=[seconds / steps for seconds in self._metrics.wait_sec],
+            training_time_sec=progress.training_sec,
+            validation=dict(result.means) or None,
+            val_loss=result.means.get("loss"),
+            val_accuracy=result.means.get("accuracy"),
+        )
+
+    def close(self, together: bool) -> None:
+        """Keep the costs that were estimated on these ranks."""
+        costs = self._balancing.costs()
+        if costs is not None:
+            places = [info.place for info in self._world.infos]
+            self._run.costs = dict(zip(places, costs, strict=True))

@@ -1,0 +1,187 @@
+"""Saves a run: when it is due, at signals, at a supervisor's request, and at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.errors import AgreedError, StorageError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
+from kaitian_mpi.observe.outcome import resume_line
+from kaitian_mpi.observe.reading import Event
+from kaitian_mpi.observe.run_folder_sink import RunFolderSink
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.checkpoint.exit_save import ExitSave
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.evaluation import Evaluation
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.restart_request import RestartRequest
+from kaitian_mpi.train.results import write_results
+from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_exchange import StepReports
+
+
+class Saving(StepObserver):
+    """Saves the run while these ranks train it. Every method is collective."""
+
+    def __init__(self, run: Run, world: World, sampler: LoadAdaptiveSampler) -> None:
+        """Handle signals from now on, until `close`."""
+        self._run, self._world, self._sampler = run, world, sampler
+        self._checkpoints = run.checkpoints
+        self._restart = RestartRequest(run.setup.path if run.owns_files else None)
+        self._signals = ExitStack()
+        self._signals.enter_context(self._saved_at_signals())
+        self._is_to_restart = False
+
+    def wants_checkpoint(self) -> bool:
+        """Return whether a checkpoint is due by time, or requested by a signal or a supervisor."""
+        return self._checkpoints.wants_checkpoint() or self._restart.is_made()
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Save a checkpoint and a snapshot, if they are due."""
+        requested = reports is not None and bool(reports.wants_checkpoint.any())
+        self._is_to_restart = requested and self._is_restart_due()
+        if not self._is_to_restart:
+            if self._checkpoints.is_due(step.number, requested):
+                enter_phase("saving a checkpoint", waits=True, limited=False)
+                self._checkpoints.save(self._world, self._run.state, self._metadata())
+            self._checkpoints.snapshot(self._world, self._run.state, self._metadata)
+        self._report_written()
+
+    def evaluated(self, result: Evaluation, epoch: int) -> None:
+        """Save a checkpoint at the end of an epoch."""
+        self._checkpoints.save(self._world, self._run.state, self._metadata(), result.quality)
+
+    def close(self, together: bool) -> None:
+        """Leave signals alone."""
+        self._signals.close()
+
+    def save_and_stop(self) -> None:
+        """Save a checkpoint between two steps, with which another job continues."""
+        enter_phase("saving a checkpoint", waits=True, limited=False)
+        self._checkpoints.save(self._world, self._run.state, self._metadata())
+        self._checkpoints.wait()
+        self._report_written()
+        progress, path = self._progress, self._run.setup.path
+        self._event("stop", f"the training is closed after step {progress.step}")
+        self._run.write_summary(
+            steps=progress.step, epochs=progress.epoch, bad_steps=progress.bad_steps
+        )
+        if path is not None:
+            warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, str(path)))
+
+    def save_for_restart(self) -> bool:
+        """Save the state between two steps, on disk and in every host's memory, if asked to end.
+
+        Returns:
+            Whether it is in either and the job is to end; the same on every rank.
+        """
+        if not self._is_to_restart:
+            return False
+        enter_phase("saving a checkpoint", waits=True, limited=False)
+        self._is_to_restart = False
+        step = self._progress.step
+        if self._checkpoints.save_for_restart(self._world, self._run.state, self._metadata()):
+            self._restart.fulfil()
+            text = f"step {step} is saved; ending, to be started again"
+            print_rank_0(self._world, text)
+            self._report_written()
+            self._event("stop", text)
+            return True
+        self._restart.refuse()
+        warn_rank_0(self._world, f"step {step} could not be saved: the job goes on as it is")
+        return False
+
+    def write_results(self) -> None:
+        """Bring the results to disk, after `close`; without them the run is not finished."""
+        run, world, fault = self._run, self._world, ""
+        enter_phase("writing the last checkpoint", limited=False)
+        with self._saved_at_signals():
+            if world.rank == 0:
+                summary = replace(run.summary, failures=run.failures())
+                try:
+                    write_results(
+                        *(run.setup.folder, run.checkpoints, run.state, self._metadata, summary),
+                        export=run.config.export,
+                    )
+                except StorageError as error:
+                    fault = str(error)
+            sleeping_barrier(world.comm)
+            fault = gather_values(world.comm, fault)[0]
+            if fault:
+                run.fault = AgreedError(fault, StorageError.exit_code)
+            else:
+                self._report_finish()
+
+    def _report_finish(self) -> None:
+        run, progress, epochs = self._run, self._progress, self._progress.epoch
+        self._checkpoints.close()
+        run.summary = replace(run.summary, finished=True)
+        self._report_written()
+        text = f"finished after {epochs} epoch{'s' * (epochs != 1)}, {progress.step} steps"
+        ranks, validation = run.summary.ranks or (), run.summary.validation
+        run.sinks.event("finish", progress.step, text, ranks, validation=validation)
+        if run.setup.path is not None:
+            print_rank_0(self._world, f"results in {run.setup.path}")
+        if run.config.export:
+            print_rank_0(self._world, f"exported the weights to {run.config.export}")
+
+    @property
+    def _progress(self) -> Progress:
+        return self._run.state.progress
+
+    def _metadata(self) -> RunMetadata:
+        return self._run.metadata(self._world, self._sampler.batch_sizes)
+
+    def _is_restart_due(self) -> bool:
+        """Return whether to save and end now; after the last step, only the results are missing."""
+        asked = any(gather_values(self._world.comm, self._restart.is_made()))
+        return asked and not self._progress.has_all_steps
+
+    def _event(self, kind: str, text: str) -> None:
+        self._run.sinks.event(kind, self._progress.step, text)
+
+    def _report_written(self) -> None:
+        """Report the checkpoint written in the background since the last call, if any."""
+        step = self._checkpoints.newly_written()
+        if step is not None:
+            self._run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
+
+    @contextmanager
+    def _saved_at_signals(self) -> Iterator[None]:
+        """Save the state when a signal ends the job or requests it in the block. Not collective."""
+        state, checkpoints = self._run.state, self._checkpoints
+        exit_save = ExitSave(
+            state.lock,
+            self._save_at_exit,
+            None
+            if device_of(state.computation.device).is_host
+            else partial(checkpoints.prepare_exit, state),
+            after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
+        )
+        callbacks = (exit_save.run, exit_save.interrupt) if self._run.owns_files else (lambda: "",)
+        with (
+            on_exit_signal(*callbacks, reports=self._world.rank == 0),
+            on_checkpoint_request(checkpoints.request),
+        ):
+            yield
+
+    def _save_at_exit(self) -> str:
+        """Save the state, in a forked process that outlives this one; return what was saved."""
+        text = self._checkpoints.save_at_exit(self._run.state, self._metadata())
+        # Only to the run folder: the other sinks belong to the parent process.
+        event = Event(step=self._progress.step, time=time.time(), kind="stop", text=text)
+        RunFolderSink(self._run.setup.folder).happened(event)
+        return text
