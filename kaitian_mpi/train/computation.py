@@ -83,12 +83,12 @@ def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
             else (f"a {type(loss).__name__}")
         )
         raise UserError(
-            f"loss: found {found}, needed a tensor of one element: the mean loss over the batch"
+            f"the loss is {found}; it must be a tensor of one element, the mean over the batch"
         )
     if needs_gradient and torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(
-            "loss: found a loss without a gradient, needed one that was computed from the model's "
-            "parameters, without no_grad or detach"
+            "the loss has no gradient; compute it from the model's parameters, without no_grad or "
+            "detach"
         )
     loss = loss.reshape(())
     return loss if loss.dtype == torch.float64 else loss.float()

@@ -59,8 +59,8 @@ def check_own_sinks(sinks: Sequence[MetricsSink]) -> None:
         if missing or isinstance(sink, type):
             found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
             raise UserError(
-                f"Training(sinks=...): found {found}, needed an instance of a subclass of "
-                "kaitian_mpi.MetricsSink"
+                "Training(sinks=...) takes instances of subclasses of kaitian_mpi.MetricsSink, not "
+                f"{found}"
             )
 
 

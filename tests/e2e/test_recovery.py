@@ -362,7 +362,7 @@ def test_too_many_nan_steps_end_the_run_with_one_line(tmp_path):
     assert ended.code == 2, ended.text
     errors = [line for line in ended.err.splitlines() if line.startswith("kaitian-train: error")]
     assert len(errors) == 1, ended.text
-    assert "no finite gradient in 3 steps in a row, the last of them step 6" in errors[0]
+    assert "gradients of 3 steps in a row were not finite, the last at step 6" in errors[0]
     assert "Traceback" not in ended.text
     bad = read_lines(tmp_path / "run" / "bad_steps.jsonl")
     assert [line["step"] for line in bad] == [4, 5, 6]

@@ -146,5 +146,5 @@ def test_a_mistake_in_a_script_is_one_line(mpirun, tmp_path):
     assert ended.code == 2, ended.text
     errors = [line for line in ended.err.splitlines() if "error: " in line]
     assert len(errors) == 1, ended.text
-    assert errors[0].startswith("script.py: error: loss: found a tensor of shape [4, 1], needed")
+    assert errors[0].startswith("script.py: error: the loss is a tensor of shape [4, 1]; it must")
     assert "Traceback" not in ended.text

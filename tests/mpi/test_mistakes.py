@@ -131,15 +131,15 @@ MISTAKES = {
     ),
     "a loss per sample": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean(1)),
-        "found a tensor of shape [4], needed a tensor of one element: the mean loss",
+        "the loss is a tensor of shape [4]; it must be a tensor of one element",
     ),
     "a loss that is a number": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean().item()),
-        "found a float, needed a tensor of one element",
+        "the loss is a float; it must be a tensor of one element",
     ),
     "a detached loss": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean().detach()),
-        "found a loss without a gradient",
+        "the loss has no gradient",
     ),
     "a weight below 0": (lambda: train(weight=lambda _: -2), "weight returned -2, needed a number"),
     "a weight that is NaN": (
@@ -159,16 +159,19 @@ MISTAKES = {
         lambda: evaluate(validation=DATA, metrics=lambda model, batch: 1.0),
         "metrics returned a float, needed a dict",
     ),
-    "nothing to evaluate on": (evaluate, "found a Task without validation data"),
-    "no task": (lambda: Training(nn.Linear(2, 3), **QUIET), "found a Linear, needed a Task"),
-    "no task at all": (lambda: Training(3, **QUIET), "found a int, needed a Task"),
+    "nothing to evaluate on": (evaluate, "evaluate() requires Task(validation=...)"),
+    "no task": (
+        lambda: Training(nn.Linear(2, 3), **QUIET),
+        "takes a Task, not a Linear",
+    ),
+    "no task at all": (lambda: Training(3, **QUIET), "Training() takes a Task, not a int"),
     "a function without a task": (
         lambda: Training(lambda: 3, **QUIET),
-        "found a function that returned a int, needed one that returns a Task",
+        "the function returned a int; it must return a Task",
     ),
     "an unknown setting": (
         lambda: set_to(globalbatch=4),
-        "found a setting 'globalbatch', needed one of allreduce, balance,",
+        "Training has no setting 'globalbatch'; it has allreduce, balance,",
     ),
     "a setting of another type": (
         lambda: set_to(epochs="3"),
@@ -176,44 +179,44 @@ MISTAKES = {
     ),
     "a setting out of range": (lambda: set_to(epochs=0), "--epochs"),
     "a setting that is no choice": (lambda: set_to(precision="fp8"), "--precision must be"),
-    "two trainings at once": (two_trainings, "found a Training that is still open"),
+    "two trainings at once": (two_trainings, "another Training is open; call close() first"),
     "a loop after the end": (
         lambda: next(iter(closed_training())),
-        "found a Training that is closed, needed an open one",
+        "this Training is closed; make a new one",
     ),
     "batches after the end": (
         lambda: next(closed_training().batches()),
-        "found a Training that is closed",
+        "this Training is closed",
     ),
     "figures after the end": (
         lambda: closed_training().log(a=1.0),
-        "found a Training that is closed",
+        "this Training is closed",
     ),
     "an evaluation after the end": (
         lambda: closed_training().evaluate(),
-        "found a Training that is closed",
+        "this Training is closed",
     ),
     "batches of a task with a loss": (
         batches_of_a_task_with_a_loss,
-        "found a Task with a loss, needed one without for training.batches()",
+        "training.batches() is for a Task without a loss",
     ),
     "a loop over a task without a loss": (
         lambda: train(loss=None),
-        "found a Task without loss, needed one to iterate",
+        "iterating over a Training requires Task(loss=...)",
     ),
     "a step without a gradient": (
         lambda: loop(lambda training, loss: training.step()),
-        "found training.step() without a gradient, needed training.backward(loss) before it",
+        "call training.backward(loss) before training.step()",
     ),
     "two gradients of one batch": (
         lambda: loop(twice_backward),
-        "found a second training.backward() for one batch",
+        "training.backward() was called twice for one batch",
     ),
     "a batch without a step": (
         lambda: loop(lambda training, loss: training.backward(loss)),
-        "found a batch of which no step was made",
+        "call training.backward(loss) and training.step() for each batch",
     ),
-    "a step without a batch": (steps_without_a_batch, "found training.step() without a batch"),
+    "a step without a batch": (steps_without_a_batch, "call training.step() once for each batch"),
     "two steps of one batch": (
         lambda: loop(
             lambda training, loss: (training.backward(loss), training.step(), training.step())
@@ -225,7 +228,7 @@ MISTAKES = {
         "LBFGS computes the loss several times a step",
     ),
     "a dict for the settings": (lambda: set_to(config={}), "config is a dict and must be a"),
-    "a figure that is none": (logs_text, "needed numbers or tensors of one element"),
+    "a figure that is none": (logs_text, "takes numbers or tensors of one element"),
 }
 
 

@@ -213,7 +213,7 @@ def test_a_users_mistake_on_one_rank_is_an_error_on_all(world):
     def on_odd(model, batch):
         return model(batch[0]) if world.rank % 2 else loss(model, batch)
 
-    with pytest.raises(AgreedError, match=r"rank 1: loss: found a tensor of shape \[4, 3\]"):
+    with pytest.raises(AgreedError, match=r"rank 1: the loss is a tensor of shape \[4, 3\]"):
         run(world, Network(), on_odd)
 
 

@@ -225,7 +225,7 @@ def test_an_invalid_project_name_is_rejected(name):
 
 def test_only_sinks_are_accepted_as_sinks():
     check_own_sinks([Collecting(), MetricsSink()])
-    with pytest.raises(UserError, match=r"found the class Collecting, needed an instance"):
+    with pytest.raises(UserError, match=r"not the class Collecting"):
         check_own_sinks([Collecting])
-    with pytest.raises(UserError, match="found object, needed"):
+    with pytest.raises(UserError, match="not object"):
         check_own_sinks([object()])
