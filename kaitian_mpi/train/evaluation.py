@@ -25,7 +25,7 @@ _MAX_READ_SEC = 0.1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation has found, by name: the means over a whole dataset."""
+    """The means of an evaluation over a whole dataset, by name."""
 
     means: Mapping[str, float]
 
@@ -51,7 +51,7 @@ def evaluate(
     """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
 
     Args:
-        task: its metrics; where it has none, its loss.
+        task: its metrics; if it has none, its loss.
         model: the same on every rank.
         data: returns a batch when indexed by a list of sample indices.
         computation: how this rank computes.
@@ -104,13 +104,13 @@ def _measure(
         weight = task.weigh(batch, len(indices))
         return {"loss": (loss * weight if weight else 0.0, weight)}
     with computation.autocast():
-        found = task.metrics(model, placed)
-    if not isinstance(found, Mapping):
+        metrics = task.metrics(model, placed)
+    if not isinstance(metrics, Mapping):
         raise UserError(
-            f"Task: metrics returned a {type(found).__name__}, needed a dict of sums, or of pairs "
-            "(sum, count), by name"
+            f"Task: metrics returned a {type(metrics).__name__}; it must return a dict of sums, or "
+            "of pairs (sum, count), by name"
         )
-    return {str(name): _pair(str(name), value, len(indices)) for name, value in found.items()}
+    return {str(name): _pair(str(name), value, len(indices)) for name, value in metrics.items()}
 
 
 def _pair(name: str, value: Any, samples: int) -> tuple[float, float]:
@@ -119,7 +119,7 @@ def _pair(name: str, value: Any, samples: int) -> tuple[float, float]:
         return float(total), float(count)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"Task: metrics returned {name}={value!r}, needed a sum over the batch, or a pair "
+            f"Task: metrics returned {name}={value!r}; it must be a sum over the batch, or a pair "
             "(sum, count), of numbers or tensors of one element"
         ) from error
 

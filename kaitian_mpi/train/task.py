@@ -46,7 +46,7 @@ class Task:
     `workers`, each data-loading process keeps a copy from the first step on, and only `set_epoch`
     reaches it."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
-    """`loss(model, batch)`: the mean loss over the batch, a tensor of one element. None where the
+    """`loss(model, batch)`: the mean loss over the batch, a tensor of one element. None if the
     script computes it in its own loop, with `Training.batches`."""
     parity_loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The same for a task without `loss`, for the comparison of device kinds before training: it
@@ -59,7 +59,7 @@ class Task:
     scheduler: Callable[..., Any] | None = None
     """Makes a learning rate scheduler of what `optimizer` returned, or a list of them; their
     `step` is called after every step. A function with two parameters is also given the number of
-    steps of the whole run; where that or a setting of the optimizer changes, it is called again,
+    steps of the whole run; if that or a setting of the optimizer changes, it is called again,
     and the schedulers are brought to the step at which the run is. An object with `before_step`
     instead is called before every step with the fraction of the run, in samples, that is done in
     the middle of it."""
@@ -79,49 +79,46 @@ class Task:
     def __post_init__(self) -> None:
         install_abort_hook()  # a script may make its task before it calls `init`
         if not isinstance(self.model, nn.Module):
-            raise _wrong("model", self.model, "a torch.nn.Module")
+            raise _wrong("model", "be a torch.nn.Module", self.model)
         if not self.name:
             object.__setattr__(self, "name", type(self.model).__name__)
         if any(is_lazy(parameter) for parameter in self.model.parameters()):
             raise UserError(
-                "Task: found a model with parameters that have no shape yet, needed an initialized "
-                "one; run a batch through it first"
+                "Task: parameters of the model have no shape yet; run a batch through it first"
             )
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise UserError(
-                "Task: found a model with no parameter that requires a gradient, needed one or "
-                "more; unfreeze some"
-            )
+            raise UserError("Task: no parameter of the model requires a gradient; unfreeze some")
         for name in _FUNCTIONS:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name != "optimizer"):
-                raise _wrong(name, value, "a function")
+                raise _wrong(name, "be a function", value)
         if self.loss is not None and self.parity_loss is not None:
             raise UserError(
-                "Task: found a loss and a parity_loss, needed one of them; the loss is compared"
+                "Task: loss and parity_loss exclude each other; leave out parity_loss: the loss is "
+                "compared"
             )
         self._check_data("data", self.data)
         if self.validation is not None:
             self._check_data("validation", self.validation)
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UserError(f"Task: found clip_norm={self.clip_norm}, needed a number above 0")
+            raise UserError(f"Task: clip_norm must be above 0, not {self.clip_norm}")
         for value in self.extra_objects().values():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise _wrong("extra_state", value, "objects with state_dict and load_state_dict")
+                raise _wrong("extra_state", "have state_dict and load_state_dict", value)
 
     def _check_data(self, name: str, data: Any) -> None:
         if isinstance(data, IterableDataset):
             raise _wrong(
                 name,
+                "be a dataset with __len__ and __getitem__, so that any rank can take a sample by "
+                "its index",
                 data,
-                "a dataset with __len__ and __getitem__: a sample is looked up by its index, so "
-                "that any rank can take it",
             )
         mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if not mapped or isinstance(data, Mapping | str):
-            raise _wrong(name, data, "a dataset with __len__ and __getitem__")
+            raise _wrong(name, "be a dataset with __len__ and __getitem__", data)
         if len(data) == 0:
-            raise UserError(f"Task: found no sample in {name}, needed at least 1")
+            raise UserError(f"Task: {name} has no samples; give at least 1")
 
     def collate_samples(self, samples: list[Any]) -> Any:
         """Return a batch of these samples."""
@@ -137,12 +134,12 @@ class Task:
         made = self.optimizer(model)
         optimizers = [made] if isinstance(made, Optimizer) else made
         if not isinstance(optimizers, list | tuple) or not optimizers:
-            raise _wrong("optimizer", made, "a function that returns one or more optimizers")
+            raise _wrong("optimizer", "return one or more optimizers", made)
         own = {id(parameter) for parameter in model.parameters()}
         seen: set[int] = set()
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise _wrong("optimizer", optimizer, "a function that returns optimizers")
+                raise _wrong("optimizer", "return optimizers", optimizer)
             if _needs_closure(optimizer):
                 raise UserError(
                     f"Task: {type(optimizer).__name__} computes the loss several times a step, by "
@@ -152,12 +149,12 @@ class Task:
                 ids = [id(parameter) for parameter in group["params"]]
                 if not own.issuperset(ids):
                     raise UserError(
-                        "Task: found an optimizer of parameters that are not the model's, needed "
-                        "those of the model that the function optimizer is given"
+                        "Task: the optimizer has parameters that are not the model's; make it of "
+                        "the model that the function is given"
                     )
                 if not seen.isdisjoint(ids):
                     raise UserError(
-                        "Task: found a parameter in two optimizers, needed it in at most one"
+                        "Task: two optimizers have the same parameter; give it to one of them"
                     )
                 seen.update(ids)
         return list(optimizers)
@@ -168,7 +165,7 @@ class Task:
         return self.scheduler is not None and _takes_two(self.scheduler)
 
     def make_schedulers(self, optimizers: Sequence[Optimizer], total_steps: int) -> list[Any]:
-        """Return the learning rate schedulers of these optimizers; none where none is wanted.
+        """Return the learning rate schedulers of these optimizers; none if none is wanted.
 
         Args:
             optimizers: as `make_optimizers` returned them.
@@ -183,13 +180,11 @@ class Task:
         schedulers = list(made) if isinstance(made, list | tuple) else [made]
         for scheduler in schedulers:
             if not (hasattr(scheduler, "step") or hasattr(scheduler, "before_step")):
-                raise _wrong("scheduler", scheduler, "a function that returns schedulers")
+                raise _wrong("scheduler", "return schedulers", scheduler)
             if isinstance(scheduler, ReduceLROnPlateau):
-                raise _wrong(
-                    "scheduler",
-                    scheduler,
-                    "one that steps without a metric; give it to extra_state, and step it after "
-                    "each evaluation",
+                raise UserError(
+                    "Task: ReduceLROnPlateau steps with a metric; give it to extra_state, and step "
+                    "it after each evaluation"
                 )
         return schedulers
 
@@ -216,8 +211,8 @@ class Task:
             value = -1.0
         if not 0 <= value < float("inf"):
             raise UserError(
-                f"Task: weight returned {weight!r}, needed a number of at least 0: how many terms "
-                "the batch's mean is over"
+                f"Task: weight returned {weight!r}; it must return a number of at least 0: how "
+                "many terms the batch's mean is over"
             )
         return value
 
@@ -242,5 +237,5 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len(positional) == 2
 
 
-def _wrong(name: str, found: object, needed: str) -> UserError:
-    return UserError(f"Task: found {name} of type {type(found).__name__}, needed {needed}")
+def _wrong(name: str, must: str, value: object) -> UserError:
+    return UserError(f"Task: {name} must {must}, not a {type(value).__name__}")

@@ -30,7 +30,7 @@ _WRAPPERS = ("model", "state_dict", "model_state_dict")
 """Keys under which checkpoints, this package's too, have a model's weights beside other things."""
 _OF_DDP = "module."
 _OF_COMPILED = "_orig_mod."  # torch.compile wraps a module and gives its weights this prefix
-_FITTING = "give weights of this very model, or load what fits where the model is made"
+_FITTING = "give weights of this very model, or load those that fit in your own code"
 
 
 def check_initial_file(config: TrainingConfig, world: World) -> None:
@@ -63,8 +63,8 @@ def load_initial_weights(config: TrainingConfig, model: nn.Module, world: World)
 def _check_file(path: str) -> None:
     if not os.path.isfile(path):  # unlike Path.is_file, it never raises
         raise UserError(
-            f"--init: found no file {path}, needed a model's weights, a .pt file of torch.save or "
-            f"a {SAFETENSORS} file, on rank 0's host"
+            f"--init: there is no file {path} on rank 0's host; give a model's weights, a .pt file "
+            f"of torch.save or a {SAFETENSORS} file"
         )
     if path.endswith(SAFETENSORS):
         check_safetensors("--init", path)
@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, path: str) -> None:
         result = model.load_state_dict(given, strict=False)
     except Exception as error:  # also of a module's own loading code, which may raise anything
         reason = " ".join(str(error).split())
-        raise UserError(f"--init {path}: found other weights ({reason}); {_FITTING}") from error
+        raise UserError(f"--init {path}: the weights do not fit ({reason}); {_FITTING}") from error
     repeated = repeated_names(own, given)
     missing = [
         name
@@ -98,11 +98,11 @@ def load_weights(model: nn.Module, path: str) -> None:
     ]
     faults = []
     if result.unexpected_keys:
-        faults.append(f"{_list(result.unexpected_keys)}, which the model does not have")
+        faults.append(f"the model does not have {_list(result.unexpected_keys)}")
     if missing:
-        faults.append(f"no {_list(missing)}, which the model has")
+        faults.append(f"the file lacks {_list(missing)}")
     if faults:
-        raise UserError(f"--init {path}: found {'; '.join(faults)}; {_FITTING}")
+        raise UserError(f"--init {path}: {', and '.join(faults)}; {_FITTING}")
 
 
 def _read(path: str) -> Any:
@@ -117,7 +117,7 @@ def _read(path: str) -> Any:
         ) from error
     except UnusableError as error:
         raise UserError(
-            f"--init {path}: found no weights in it ({error}), needed what "
+            f"--init {path}: it has no weights ({error}); give what "
             f"torch.save(model.state_dict(), ...) writes, or a {SAFETENSORS} file"
         ) from error
 
@@ -128,8 +128,8 @@ def _find_state(path: str, content: Any) -> dict[str, Any]:
         parts = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
         if len(parts) > 1:
             raise UserError(
-                f"--init {path}: found {' and '.join(map(repr, parts))}, needed one of them; save "
-                "the weights to start from in a file of their own"
+                f"--init {path}: it has {' and '.join(map(repr, parts))}; save the weights to "
+                "start from in a file of their own"
             )
         if parts:
             content = content[parts[0]]
@@ -137,7 +137,7 @@ def _find_state(path: str, content: Any) -> dict[str, Any]:
         if is_state and all(isinstance(name, str) for name in content):
             return dict(content)
     raise UserError(
-        f"--init {path}: found a {type(content).__name__} without tensors by name, needed what "
+        f"--init {path}: it holds a {type(content).__name__} without tensors by name; give what "
         "torch.save(model.state_dict(), ...) writes"
     )
 
@@ -156,20 +156,18 @@ def _renamed(given: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 def _check_tensors(path: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Check the shapes and types of weights that both have."""
     wrong = []
-    for name, needed in own.items():
-        found = given.get(name)
-        if not isinstance(found, torch.Tensor) or not isinstance(needed, torch.Tensor):
+    for name, target in own.items():
+        value = given.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(target, torch.Tensor):
             continue
-        if found.shape != needed.shape:
-            wrong.append((name, f"shape {tuple(found.shape)}", f"{tuple(needed.shape)}"))
-        elif not torch.can_cast(found.dtype, needed.dtype):
-            wrong.append((name, f"type {found.dtype}", f"{needed.dtype}"))
+        if value.shape != target.shape:
+            shapes = f"shape {tuple(value.shape)}, the model's has {tuple(target.shape)}"
+            wrong.append(f"{name!r} has {shapes}")
+        elif not torch.can_cast(value.dtype, target.dtype):
+            wrong.append(f"{name!r} has type {value.dtype}, the model's has {target.dtype}")
     if wrong:
-        name, found, needed = wrong[0]
         more = f" ({len(wrong) - 1} more do not fit)" if len(wrong) > 1 else ""
-        raise UserError(
-            f"--init {path}: found {name!r} of {found}, needed {needed}{more}; {_FITTING}"
-        )
+        raise UserError(f"--init {path}: {wrong[0]}{more}; {_FITTING}")
 
 
 def _list(names: Sequence[str]) -> str:
@@ -208,8 +206,8 @@ def check_exportable(config: TrainingConfig, model: nn.Module) -> None:
         except Exception as error:  # safetensors raises several types
             kind = f"{str(value.layout).partition('.')[2]} tensor of type {value.dtype}"
             raise UserError(
-                f"--export {config.export}: found {name!r}, a {kind}, which a .safetensors file "
-                "cannot hold; leave --export out: the run folder has checkpoints/model.pt"
+                f"--export {config.export}: {name!r} is a {kind}, which a .safetensors file cannot "
+                "hold; leave --export out: the run folder has checkpoints/model.pt"
             ) from error
 
 
@@ -251,8 +249,7 @@ def _check_target(path: str, run_dir: str) -> None:
             if run_dir and target.is_relative_to(os.path.realpath(run_dir)):
                 return  # the run folder is made, and checked, later
             raise UserError(
-                f"--export {path}: found no folder {target.parent}, needed one that exists; "
-                "create it, or name another"
+                f"--export {path}: there is no folder {target.parent}; create it, or name another"
             )
         partial = target.with_name(f"{target.name}.partial")  # as when it is written
         partial.open("ab").close()

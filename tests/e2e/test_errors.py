@@ -34,9 +34,9 @@ LATER = {
     "--devices cuda:7,cuda:7": "asks for cuda:7, but",
     "--model planted:differing": "the model differs between ranks:",
     "--model planted:raise_error": "its parameters are (); add num_classes",
-    "--init nosuch.pt": "--init: found no file nosuch.pt, needed a model's weights",
-    "--init used/config.json": "--init used/config.json: found no weights in it (it holds",
-    "--export nowhere/model.safetensors": "found no folder ",
+    "--init nosuch.pt": "--init: there is no file nosuch.pt on rank 0's host",
+    "--init used/config.json": "--init used/config.json: it has no weights (it holds",
+    "--export nowhere/model.safetensors": "there is no folder ",
     "--run-dir used": "--run-dir used: found the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
 }

@@ -103,31 +103,31 @@ def twice_the_same(model):
 
 
 MISTAKES = {
-    "a stream": (lambda: train(data=Stream()), "found data of type Stream, needed a dataset with"),
-    "no sample": (lambda: train(data=DATA[:0]), "found no sample in data, needed at least 1"),
+    "a stream": (lambda: train(data=Stream()), "data must be a dataset with __len__"),
+    "no sample": (lambda: train(data=DATA[:0]), "data has no samples; give at least 1"),
     "no held-out sample": (
         lambda: train(validation=DATA[:0]),
-        "found no sample in validation, needed at least 1",
+        "validation has no samples; give at least 1",
     ),
     "a model that is none": (
         lambda: train(model=lambda x: x),
-        "found model of type function, needed a torch.nn.Module",
+        "model must be a torch.nn.Module, not a function",
     ),
     "a frozen model": (
         lambda: train(model=nn.Linear(2, 3).requires_grad_(False)),
-        "no parameter that requires a gradient, needed one or more; unfreeze some",
+        "no parameter of the model requires a gradient; unfreeze some",
     ),
     "an optimizer, not a function": (
         lambda: train(optimizer=SGD(nn.Linear(2, 3).parameters(), lr=0.1)),
-        "found optimizer of type SGD, needed a function",
+        "optimizer must be a function, not a SGD",
     ),
     "an optimizer of another model": (
         lambda: train(optimizer=of_another_model),
-        "found an optimizer of parameters that are not the model's",
+        "the optimizer has parameters that are not the model's",
     ),
     "two optimizers of one parameter": (
         lambda: train(optimizer=twice_the_same),
-        "found a parameter in two optimizers",
+        "two optimizers have the same parameter",
     ),
     "a loss per sample": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean(1)),
@@ -141,23 +141,26 @@ MISTAKES = {
         lambda: train(loss=lambda model, batch: model(batch).square().mean().detach()),
         "the loss has no gradient",
     ),
-    "a weight below 0": (lambda: train(weight=lambda _: -2), "weight returned -2, needed a number"),
+    "a weight below 0": (
+        lambda: train(weight=lambda _: -2),
+        "returned -2; it must return a number",
+    ),
     "a weight that is NaN": (
         lambda: train(weight=lambda _: float("nan")),
-        "weight returned nan, needed a number of at least 0",
+        "weight returned nan; it must return a number of at least 0",
     ),
     "a weight per sample": (
         lambda: train(weight=lambda batch: batch[:, 0]),
-        "needed a number of at least 0: how many terms",
+        "must return a number of at least 0: how many terms",
     ),
-    "no clipping": (lambda: train(clip_norm=0), "found clip_norm=0, needed a number above 0"),
+    "no clipping": (lambda: train(clip_norm=0), "clip_norm must be above 0, not 0"),
     "extra state without a state": (
         lambda: train(extra_state={"ema": 1.0}),
-        "needed objects with state_dict and load_state_dict",
+        "must have state_dict and load_state_dict",
     ),
     "metrics without names": (
         lambda: evaluate(validation=DATA, metrics=lambda model, batch: 1.0),
-        "metrics returned a float, needed a dict",
+        "metrics returned a float; it must return a dict",
     ),
     "nothing to evaluate on": (evaluate, "evaluate() requires Task(validation=...)"),
     "no task": (

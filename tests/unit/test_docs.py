@@ -36,7 +36,7 @@ MESSAGES = {
         "another Training is open; call close() first",
         "a tensor of shape",
         "Task: weight returned",
-        "Task: found an optimizer of parameters that are not the model's",
+        "Task: the optimizer has parameters that are not the model's",
     ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
 }

@@ -125,8 +125,8 @@ def sparse():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (complex128, "found 'weight', a strided tensor of type torch.complex128, which a"),
-        (sparse, "found 'adjacent', a sparse_coo tensor of type torch.float32, which a .safet"),
+        (complex128, "'weight' is a strided tensor of type torch.complex128, which a"),
+        (sparse, "'adjacent' is a sparse_coo tensor of type torch.float32, which a .safet"),
     ],
 )
 def test_a_model_that_does_not_fit_the_format_is_rejected_before_training(make, message):
@@ -147,8 +147,8 @@ def alone(monkeypatch):
     ("path", "why"),
     [
         ("folder.safetensors", "Is a directory; name a file"),
-        ("nowhere/m.safetensors", "found no folder .*nowhere, needed one that exists"),
-        ("file/m.safetensors", "found no folder .*file, needed one"),
+        ("nowhere/m.safetensors", "there is no folder .*nowhere; create it"),
+        ("file/m.safetensors", "there is no folder .*file; create it"),
         (f"{'m' * 300}.safetensors", "File name too long; name a file"),
     ],
 )

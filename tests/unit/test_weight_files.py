@@ -105,40 +105,40 @@ def test_extra_state_may_be_missing_and_is_restored_where_it_is_not(tmp_path):
 WRONG = {
     "another head": (
         lambda: Language(7).state_dict(),
-        r"found 'embedding.weight' of shape \(7, 4\), needed \(5, 4\) \(1 more do not fit\); give",
+        r"'embedding.weight' has shape \(7, 4\), the model's has \(5, 4\) \(1 more do not fit",
     ),
     "another architecture": (
         lambda: nn.Linear(3, 3).state_dict(),
-        r"found 'weight' and 1 more, which the model does not have; no 'embedding.weight' and 5 "
-        r"more, which the model has; give weights of this very model, or load what fits",
+        r"the model does not have 'weight' and 1 more, and the file lacks "
+        r"'embedding.weight' and 5 more; give weights of this very model",
     ),
     "both tied weights missing": (
         lambda: without("embedding.weight", "head.weight"),
-        "found no 'embedding.weight' and 1 more, which the model has",
+        "the file lacks 'embedding.weight' and 1 more",
     ),
     "complex": (
         lambda: changed(norm__weight=lambda state: state["norm.weight"] * 1j),
-        "found 'norm.weight' of type torch.complex64, needed torch.float32",
+        "'norm.weight' has type torch.complex64, the model's has torch.float32",
     ),
     "a count that is not whole": (
         lambda: changed(norm__num_batches_tracked=lambda state: torch.tensor(1.5)),
-        "found 'norm.num_batches_tracked' of type torch.float32, needed torch.int64",
+        "'norm.num_batches_tracked' has type torch.float32, the model's has torch.int64",
     ),
-    "no tensor": (lambda: changed(norm__weight=lambda state: 3), "found other weights .*norm"),
+    "no tensor": (lambda: changed(norm__weight=lambda state: 3), "the weights do not fit .*norm"),
     "sparse": (
         lambda: changed(norm__weight=lambda state: state["norm.weight"].to_sparse()),
-        "found other weights .*norm.weight",
+        "the weights do not fit .*norm.weight",
     ),
     "two models": (
         lambda: {"model": some(), "state_dict": some()},
-        "found 'model' and 'state_dict', needed one of them",
+        "it has 'model' and 'state_dict'; save the weights",
     ),
-    "a whole module": (Language, "found no weights in it .it holds more than tensors and plain"),
-    "a list": (lambda: [torch.ones(1)], "found a list without tensors by name, needed what torch"),
-    "nothing": (dict, "found a dict without tensors by name"),
+    "a whole module": (Language, "it has no weights .it holds more than tensors and plain"),
+    "a list": (lambda: [torch.ones(1)], "it holds a list without tensors by name; give what torch"),
+    "nothing": (dict, "it holds a dict without tensors by name"),
     "a name of two lines": (
         lambda: some() | {"a\nb": torch.ones(1)},
-        r"found 'a\\nb', which the model does not have",
+        r"the model does not have 'a\\nb'",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_a_damaged_file_is_a_one_line_error(tmp_path, name, damage):
     changed = content[:60] + b"x" * 60 + content[120:]
     path.write_bytes({"empty": b"", "text": b"text" * 99, "cut": content[: len(content) // 2],
                       "changed": changed, "of the other kind": content}[damage])  # fmt: skip
-    with pytest.raises(UserError, match=f"^--init {path}: found no weights in it") as caught:
+    with pytest.raises(UserError, match=f"^--init {path}: it has no weights") as caught:
         load_weights(Language(), str(path))
     assert "\n" not in str(caught.value)
 

@@ -100,10 +100,10 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         min_batch: int = 1,
     ) -> None:
         if not 0 <= rank < len(batch_sizes):
-            raise ValueError(f"rank: found {rank}, needed 0 to {len(batch_sizes) - 1}")
+            raise ValueError(f"rank must be from 0 to {len(batch_sizes) - 1}, not {rank}")
         self.dataset = dataset
         if len(dataset) < min_batch:
-            raise ValueError(f"dataset: found {len(dataset)} samples, needed {min_batch} or more")
+            raise ValueError(f"dataset has {len(dataset)} samples; give at least {min_batch}")
         self.num_replicas = len(batch_sizes)
         self.rank = rank
         self.shuffle = shuffle
@@ -134,17 +134,16 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         """
         if len(batch_sizes) != self.num_replicas:
             raise ValueError(
-                f"batch_sizes: found {len(batch_sizes)}, needed one for each of "
+                f"batch_sizes has {len(batch_sizes)} sizes; give one for each of "
                 f"{self.num_replicas} ranks"
             )
         if min(batch_sizes) < 0 or max(batch_sizes) == 0:
             raise ValueError(
-                f"batch_sizes: found {list(batch_sizes)}, needed numbers of at least 0, not all 0"
+                f"batch_sizes must be numbers of at least 0, not all 0: {list(batch_sizes)}"
             )
         if any(0 < size < self.min_batch for size in batch_sizes):
             raise ValueError(
-                f"batch_sizes: found {list(batch_sizes)}, needed each to be 0 or at least "
-                f"{self.min_batch}"
+                f"batch_sizes must each be 0 or at least {self.min_batch}: {list(batch_sizes)}"
             )
         self._batch_sizes = list(batch_sizes)
         self._plans.append((self.position, self._batch_sizes))
