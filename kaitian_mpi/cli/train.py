@@ -125,10 +125,12 @@ def task_maker(config: TrainConfig, by_set: frozenset[str]) -> Callable[[], Task
         config: the settings.
         by_set: the settings given by --set, which the function must not have as arguments.
     """
-    from kaitian_mpi.recipes import image_classification, user_task
-
     if config.task:
+        from kaitian_mpi.recipes import user_task
+
         return partial(user_task.build_task, config.task, config.set, config.seed, by_set)
+    from kaitian_mpi.recipes import image_classification
+
     return partial(image_classification.make_task, config)
 
 

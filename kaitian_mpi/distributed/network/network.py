@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from kaitian_mpi.distributed.network.choice import group_by_host
-from kaitian_mpi.distributed.network.link import Link
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.topology import translate_ranks
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
+    from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.network.residual import Residual
     from kaitian_mpi.mpi.datatypes import Reduction
     from kaitian_mpi.mpi.relay_settings import RelaySettings
@@ -44,6 +44,8 @@ class Network:
         """
         hosts = group_by_host(nodes)
         if hosts.size > 1:
+            from kaitian_mpi.distributed.network.link import Link  # on one host nothing needs it
+
             self._links[comm.py2f()] = Link(comm, hosts, settings, same_hosts)
 
     def link(self, comm: MPI.Comm) -> Link | None:

@@ -9,10 +9,8 @@ from torch.utils.data import Dataset
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets import bundled, cifar10, mnist
 from kaitian_mpi.recipes.datasets.arrays import ImageArrays
 from kaitian_mpi.recipes.datasets.augment import Augmented
-from kaitian_mpi.recipes.datasets.user_dataset import load_user_data
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,36 @@ class _BuiltIn:
     """What `--augment auto` means. All built-in datasets have ten classes."""
 
 
+def _load_digits(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
+    from kaitian_mpi.recipes.datasets import bundled
+
+    return bundled.load_digits(config.val_split)
+
+
+def _load_cifar10(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
+    from kaitian_mpi.recipes.datasets import cifar10
+
+    return cifar10.load(config.data_dir, config.val_split)
+
+
+def _load_mnist(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
+    from kaitian_mpi.recipes.datasets import mnist
+
+    return mnist.load(config.data_dir, config.val_split)
+
+
+def _make_synthetic(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
+    from kaitian_mpi.recipes.datasets import bundled
+
+    return bundled.make_synthetic(config.val_split)
+
+
+# Each imports its module itself: a job needs one of them.
 _BUILT_IN = {
-    "digits": _BuiltIn(lambda config: bundled.load_digits(config.val_split), "crop"),
-    "cifar10": _BuiltIn(
-        lambda config: cifar10.load(config.data_dir, config.val_split), "crop-flip"
-    ),
-    "mnist": _BuiltIn(lambda config: mnist.load(config.data_dir, config.val_split), "crop"),
-    "synthetic": _BuiltIn(lambda config: bundled.make_synthetic(config.val_split), "none"),
+    "digits": _BuiltIn(_load_digits, "crop"),
+    "cifar10": _BuiltIn(_load_cifar10, "crop-flip"),
+    "mnist": _BuiltIn(_load_mnist, "crop"),
+    "synthetic": _BuiltIn(_make_synthetic, "none"),
 }
 
 
@@ -77,5 +98,7 @@ def _load_factory_source(config: TrainConfig) -> DataSource:
             f"--augment {config.augment} works with built-in datasets only, not with --dataset "
             f"{config.dataset}; augment in the factory and give --augment none"
         )
+    from kaitian_mpi.recipes.datasets.user_dataset import load_user_data
+
     train, validation, classes = load_user_data(config.dataset, config.data_dir, config.val_split)
     return DataSource(config.dataset, train, validation, classes)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from kaitian_mpi.config.factory import load_factory
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.models.cnn import SmallCNN
-from kaitian_mpi.recipes.models.mobilenetv2 import MobileNetV2
-from kaitian_mpi.recipes.models.resnet import ResNet18
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "mobilenetv2": MobileNetV2,
-    "resnet18": ResNet18,
-    "cnn": SmallCNN,
+# Their modules here, and their classes: only the one that is trained is imported.
+MODELS = {
+    "mobilenetv2": ("mobilenetv2", "MobileNetV2"),
+    "resnet18": ("resnet", "ResNet18"),
+    "cnn": ("cnn", "SmallCNN"),
 }
 
 
@@ -35,7 +34,11 @@ def build_model(name: str, num_classes: int) -> nn.Module:
             raise UserError(
                 f"--model: there is no model {name!r}; give {', '.join(MODELS)} or module:factory"
             )
-        return MODELS[name](num_classes)
+        module, class_name = MODELS[name]
+        built_in: nn.Module = getattr(import_module(f"{__name__}.{module}"), class_name)(
+            num_classes
+        )
+        return built_in
     factory = load_factory("--model", name)
     _check_takes_classes(name, factory)
     model = factory(num_classes=num_classes)
