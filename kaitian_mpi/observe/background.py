@@ -51,21 +51,21 @@ class BackgroundSink(MetricsSink):
         self._thread = threading.Thread(target=self._work, name=f"metrics-{name}", daemon=True)
         self._thread.start()
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Pass on a reading."""
-        self._put(lambda sink: sink.read(reading))
+        self._put(lambda sink: sink.on_reading(reading))
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Pass on the results of an evaluation."""
-        self._put(lambda sink: sink.evaluated(evaluated))
+        self._put(lambda sink: sink.on_evaluation(evaluated))
 
-    def logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Logged) -> None:
         """Pass on the script's own figures."""
-        self._put(lambda sink: sink.logged(logged))
+        self._put(lambda sink: sink.on_logged(logged))
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Pass on an event."""
-        self._put(lambda sink: sink.happened(event))
+        self._put(lambda sink: sink.on_event(event))
 
     def close(self, finished: bool) -> None:
         """Wait for the remaining calls, for a limited time."""

@@ -57,7 +57,7 @@ class LiveProgress(MetricsSink):
         self._slow: dict[int, str] = {}
         self._lost: list[int] = []
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Draw the reading, unless another was drawn a moment ago."""
         is_first, self._reading = self._reading is None, reading
         if is_first:
@@ -66,12 +66,12 @@ class LiveProgress(MetricsSink):
         if time.monotonic() >= self._next_draw:
             self._draw()
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Draw the results of an evaluation."""
         self._held_out = dict(evaluated.values)
         self._draw()
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Draw what an event says about ranks; the run's last event ends the view."""
         if event.kind == "slow":
             self._slow |= dict.fromkeys(event.ranks, str(event.details.get("cause", "")))

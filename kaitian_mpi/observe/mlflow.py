@@ -9,8 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kaitian_mpi.observe.reading import Evaluated, Logged, Reading
-from kaitian_mpi.observe.scalars import of_evaluation, of_logged, of_reading
+from kaitian_mpi.observe.reading import (
+    Evaluated,
+    Logged,
+    Reading,
+    of_evaluation,
+    of_logged,
+    of_reading,
+)
 from kaitian_mpi.observe.sink import KeepsJson, MetricsSink
 
 _KEPT = "mlflow.json"
@@ -55,15 +61,15 @@ class MlflowSink(MetricsSink):
             folder.write(_KEPT, {**where, "run_id": run_id})
         self._run_id, self._last_step = str(run_id), last_step
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Log a reading's numbers."""
         self._log(of_reading(reading), reading.step, reading.time)
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Log an evaluation's numbers."""
         self._log(of_evaluation(evaluated), evaluated.step, evaluated.time)
 
-    def logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Logged) -> None:
         """Log the user's own figures."""
         self._log(of_logged(logged), logged.step, logged.time)
 

@@ -101,16 +101,16 @@ class Outcome(MetricsSink):
         self._lost: list[Event] = []
         self._slow: dict[int, Event] = {}
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Add up what the ranks' time goes to."""
         self._use.add(reading)
         self._reading = reading
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Keep the last results."""
         self._held_out = evaluated.values
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Keep what the last lines need; print them when the run finishes."""
         if event.kind in ("start", "resume"):
             self._first = self._first or event

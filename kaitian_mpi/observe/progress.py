@@ -21,7 +21,7 @@ _MIN_COLUMNS, _MIN_ROWS = 32, 10
 class PlainProgress(MetricsSink):
     """Prints a line for each reading."""
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Print epoch, step, loss, samples per second, time left, and the script's own figures."""
         parts = [
             f"epoch {reading.epoch + 1}/{reading.epochs}",

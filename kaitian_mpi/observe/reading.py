@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_PHASES = ("compute", "wait", "data", "forward", "backward", "optimizer")  # of a step
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
@@ -104,3 +106,35 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def of_reading(reading: Reading) -> dict[str, float]:
+    """Return a reading's numbers; times are mean seconds per step, by phase and world rank."""
+    found = {
+        "loss/train": reading.loss,
+        "learning_rate": reading.learning_rate,
+        "epoch": reading.epoch,
+        "throughput/samples_per_sec": reading.samples_per_sec,
+        "throughput/step_time_sec": reading.step_time_sec,
+    }
+    for rank, size in zip(reading.ranks, reading.batch_sizes, strict=True):
+        found[f"batch_size/rank_{rank}"] = size
+    for phase in _PHASES:
+        seconds = getattr(reading, f"{phase}_time_sec")
+        for rank, value in zip(reading.ranks, seconds or [], strict=bool(seconds)):
+            found[f"time/{phase}/rank_{rank}"] = value
+    return found | _own(reading.logged)
+
+
+def of_evaluation(evaluated: Evaluated) -> dict[str, float]:
+    """Return an evaluation's numbers, such as `accuracy/validation`."""
+    return {f"{name}/validation": value for name, value in evaluated.values.items()}
+
+
+def of_logged(logged: Logged) -> dict[str, float]:
+    """Return the script's own figures."""
+    return _own(logged.values)
+
+
+def _own(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"logged/{name}": value for name, value in values.items()}

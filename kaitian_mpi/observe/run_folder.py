@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 
@@ -21,18 +21,21 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.files import describe_failure, json_bytes, read_json, replacing
 from kaitian_mpi.observe.folder_claim import Claim, check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
+from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
+from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.tensor_files import TensorWriter
 
 _log = logging.getLogger(__name__)
 
+_NOT_KEPT = ("epochs", "epoch_fraction", "steps", "seconds_left")  # shown while training
 _HISTORY = ("events.jsonl",)
 """JSON lines files whose lines stay when steps are trained again."""
 
 
-class RunFolder(Protocol):
-    """Where results are written. `NoFolder` is for the ranks that do not write."""
+class RunFolder:
+    """Where results are written; this one writes nothing, because another rank does."""
 
-    path: Path
+    path = Path()
 
     def begin(self, config: TrainingConfig, job: str) -> None:
         """Claim the folder for this job's run, and write config.json unless it has a run already.
@@ -41,84 +44,42 @@ class RunFolder(Protocol):
             config: the job's settings.
             job: its ID.
         """
-        ...
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file atomically."""
-        ...
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Append a line to a JSON lines file."""
-        ...
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
         """Save the model's weights as `checkpoints/model.pt`, atomically."""
-        ...
 
     def has(self, name: str) -> bool:
         """Return whether the last content given to this object for a file has been written."""
-        ...
-
-    def require(self, name: str) -> None:
-        """Raise `StorageError` if a file's last content is not on disk."""
-        ...
-
-    def cut_after(self, step: int) -> None:
-        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
-        ...
-
-    def read(self, name: str) -> dict[str, Any]:
-        """Return a JSON file's content; empty if it is missing or invalid."""
-        ...
-
-    def confirm(self, name: str) -> None:
-        """Update a file's modification time, because its content is valid for this job as well."""
-        ...
-
-    def close(self) -> None:
-        """Let other jobs train in the folder; does nothing after the first call."""
-        ...
-
-
-class NoFolder:
-    """Writes nothing, because another rank writes the files."""
-
-    path = Path()
-
-    def begin(self, config: TrainingConfig, job: str) -> None:
-        """Do nothing."""
-
-    def write(self, name: str, content: Any) -> None:
-        """Do nothing."""
-
-    def append(self, name: str, line: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def save_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def has(self, name: str) -> bool:
-        """Return True."""
         return True
 
     def require(self, name: str) -> None:
-        """Do nothing."""
+        """Raise `StorageError` if a file's last content is not on disk."""
 
     def cut_after(self, step: int) -> None:
-        """Do nothing."""
+        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return an empty object."""
+        """Return a JSON file's content; empty if it is missing or invalid."""
         return {}
 
     def confirm(self, name: str) -> None:
-        """Do nothing."""
+        """Update a file's modification time, because its content is valid for this job as well."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Let other jobs train in the folder; does nothing after the first call."""
 
 
-class DiskFolder:
+class NoFolder(RunFolder):
+    """The run folder of the ranks that do not write."""
+
+
+class DiskFolder(RunFolder):
     """A folder on disk, in which one job at a time trains."""
 
     def __init__(self, path: Path) -> None:
@@ -337,3 +298,37 @@ def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
     if rank != 0 or path is None:
         return NoFolder()
     return DiskFolder(path if config.run_dir else make_new_folder(path))
+
+
+class RunFolderSink(MetricsSink):
+    """Appends a line to a file for everything it receives; a full disk only loses lines."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def on_reading(self, reading: Reading) -> None:
+        """Append a line to metrics.jsonl."""
+        line = {
+            name: value
+            for name, value in dataclasses.asdict(reading).items()
+            if name not in _NOT_KEPT and value is not None
+        }
+        if not reading.logged:
+            del line["logged"]
+        self._folder.append("metrics.jsonl", line)
+
+    def on_evaluation(self, evaluated: Evaluated) -> None:
+        """Append a line to metrics.jsonl."""
+        line = dataclasses.asdict(evaluated)
+        line["validation"] = line.pop("values")
+        self._folder.append("metrics.jsonl", line)
+
+    def on_logged(self, logged: Logged) -> None:
+        """Append a line to metrics.jsonl."""
+        line = dataclasses.asdict(logged)
+        line["logged"] = line.pop("values")
+        self._folder.append("metrics.jsonl", line)
+
+    def on_event(self, event: Event) -> None:
+        """Append a line to events.jsonl."""
+        self._folder.append("events.jsonl", dataclasses.asdict(event))

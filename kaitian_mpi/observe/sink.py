@@ -19,16 +19,16 @@ class MetricsSink:
     The methods do nothing here: a sink overrides those that it needs.
     """
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Receive a reading; one comes every `--log-interval` seconds."""
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Receive the results of an evaluation."""
 
-    def logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Logged) -> None:
         """Receive what the script logged after the last reading; earlier ones hold their own."""
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Receive an event."""
 
     def close(self, finished: bool) -> None:
@@ -63,21 +63,21 @@ class Sinks:
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Give a reading to all sinks."""
-        self._each(lambda sink: sink.read(reading))
+        self._each(lambda sink: sink.on_reading(reading))
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Give the results of an evaluation to all sinks."""
-        self._each(lambda sink: sink.evaluated(evaluated))
+        self._each(lambda sink: sink.on_evaluation(evaluated))
 
-    def logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Logged) -> None:
         """Give the script's own figures to all sinks."""
-        self._each(lambda sink: sink.logged(logged))
+        self._each(lambda sink: sink.on_logged(logged))
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Give an event to all sinks."""
-        self._each(lambda sink: sink.happened(event))
+        self._each(lambda sink: sink.on_event(event))
 
     def event(
         self,
@@ -100,7 +100,7 @@ class Sinks:
         """
         if self._sinks:
             when = time.time() if at is None else at
-            self.happened(
+            self.on_event(
                 Event(
                     step=step, time=when, kind=kind, text=text, ranks=list(ranks), details=details
                 )

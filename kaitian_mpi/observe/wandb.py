@@ -14,8 +14,15 @@ from typing import Any
 from urllib.parse import urlparse
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
-from kaitian_mpi.observe.scalars import of_evaluation, of_logged, of_reading
+from kaitian_mpi.observe.reading import (
+    Evaluated,
+    Event,
+    Logged,
+    Reading,
+    of_evaluation,
+    of_logged,
+    of_reading,
+)
 from kaitian_mpi.observe.sink import KeepsJson, MetricsSink
 
 _log = logging.getLogger(__name__)
@@ -108,19 +115,19 @@ class WandbSink(MetricsSink):
             config=dict(config),
         )
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Log a reading's numbers."""
         self._log(of_reading(reading), reading.step)
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Log an evaluation's numbers."""
         self._log(of_evaluation(evaluated), evaluated.step)
 
-    def logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Logged) -> None:
         """Log the user's own figures."""
         self._log(of_logged(logged), logged.step)
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Keep the last event of each kind in the run's summary."""
         self._run.summary[f"event/{event.kind}"] = event.text
 

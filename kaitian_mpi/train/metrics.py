@@ -103,7 +103,7 @@ class Metrics(StepObserver):
         self._add_up(sums)
         progress.training_sec += elapsed
         if self._sinks:
-            self._sinks.read(self._reading(progress, loss, sums, elapsed))
+            self._sinks.on_reading(self._reading(progress, loss, sums, elapsed))
         steps_between = round(self._config.log_interval * self._steps / elapsed)
         self._next_reading = progress.step + max(1, steps_between)
         self._loss_sum = torch.zeros_like(self._loss_sum)
@@ -117,7 +117,7 @@ class Metrics(StepObserver):
         if self._logged:
             progress, values = self._state.progress, dict(self._logged)
             step, epoch = progress.step, progress.epoch
-            self._sinks.logged(Logged(step=step, epoch=epoch, time=time.time(), values=values))
+            self._sinks.on_logged(Logged(step=step, epoch=epoch, time=time.time(), values=values))
             self._logged.clear()
 
     def _add_times(self, times: StepTimes) -> None:

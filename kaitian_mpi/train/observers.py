@@ -114,7 +114,8 @@ class RunRecord(StepObserver):
         print_rank_0(self._world, result_line(*where, result.means))
         if result.means:
             now, step = time.time(), progress.step
-            run.sinks.evaluated(Evaluated(step=step, epoch=epoch, time=now, values=result.means))
+            evaluated = Evaluated(step=step, epoch=epoch, time=now, values=result.means)
+            run.sinks.on_evaluation(evaluated)
         run.setup.folder.save_model(run.state.weights())
         steps = max(1, self._metrics.steps)
         run.write_summary(

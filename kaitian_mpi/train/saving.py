@@ -17,7 +17,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.outcome import resume_line
 from kaitian_mpi.observe.reading import Event
-from kaitian_mpi.observe.run_folder_sink import RunFolderSink
+from kaitian_mpi.observe.run_folder import RunFolderSink
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -183,5 +183,5 @@ class Saving(StepObserver):
         text = self._checkpoints.save_at_exit(self._run.state, self._metadata())
         # Only to the run folder: the other sinks belong to the parent process.
         event = Event(step=self._progress.step, time=time.time(), kind="stop", text=text)
-        RunFolderSink(self._run.setup.folder).happened(event)
+        RunFolderSink(self._run.setup.folder).on_event(event)
         return text

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from kaitian_mpi.config import TrainingConfig
@@ -16,15 +18,13 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe import mlflow, tensorboard, wandb
 from kaitian_mpi.observe.background import BackgroundSink
 from kaitian_mpi.observe.outcome import Outcome
-from kaitian_mpi.observe.packages import check_package
 from kaitian_mpi.observe.progress import open_progress
-from kaitian_mpi.observe.run_folder import NoFolder, RunFolder
-from kaitian_mpi.observe.run_folder_sink import RunFolderSink
+from kaitian_mpi.observe.run_folder import NoFolder, RunFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MetricsSink, Sinks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.sink import TimelineSink
 
-_METHODS = ("read", "evaluated", "logged", "happened", "close")
+_METHODS = ("on_reading", "on_evaluation", "on_logged", "on_event", "close")
 
 
 def check_sinks(config: TrainingConfig, world: World) -> None:
@@ -46,6 +46,34 @@ def check_sinks(config: TrainingConfig, world: World) -> None:
         if config.mlflow:
             mlflow.prepare_environment()
             check_package("--mlflow", "mlflow", "mlflow" if writes else "")
+
+
+def check_package(flag: str, name: str, module: str = "") -> None:
+    """Check that a package is installed.
+
+    Args:
+        flag: the flag that needs it.
+        name: the name of the package, and of the extra that installs it.
+        module: a module of the package to import now, which may take seconds; empty for none.
+
+    Raises:
+        UserError: it is not installed, or cannot be imported.
+    """
+    advice = f"pip install 'kaitian-mpi[{name}]', or leave out {flag}"
+    if find_spec(name) is None:
+        raise UserError(
+            f"{flag}: the package {name} is not installed, and is needed on every host; {advice}"
+        )
+    if not module:
+        return
+    try:
+        import_module(module)
+    except Exception as error:  # a broken installation raises anything
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{flag}: the package {name} cannot be imported: {type(error).__name__}: {reason}; "
+            f"{advice}"
+        ) from error
 
 
 def check_own_sinks(sinks: Sequence[MetricsSink]) -> None:

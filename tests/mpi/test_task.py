@@ -657,11 +657,11 @@ class Collecting(MetricsSink):
     def __init__(self):
         self.losses, self.kinds, self.last = [], [], None
 
-    def read(self, reading):
+    def on_reading(self, reading):
         self.losses.append(reading.loss)
         self.last = reading
 
-    def happened(self, event):
+    def on_event(self, event):
         self.kinds.append(event.kind)
 
     def close(self, finished):

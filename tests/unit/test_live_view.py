@@ -74,7 +74,7 @@ def shown(*calls, width=100, height=21, encoding="utf-8"):
 
 
 def test_view_has_bars_figures_and_a_row_for_each_rank():
-    found = shown(("read", reading()), ("evaluated", evaluated(loss=1.5, accuracy=0.625)))
+    found = shown(("on_reading", reading()), ("on_evaluation", evaluated(loss=1.5, accuracy=0.625)))
     assert found[0].rstrip() == "kaitian-train run"
     assert found[1].startswith("epoch 2/4 ━━━")
     assert found[1].endswith(" 25%   step 12/40")
@@ -89,10 +89,10 @@ def test_view_has_bars_figures_and_a_row_for_each_rank():
 
 
 def test_slow_and_lost_ranks_are_named_until_they_recover():
-    slow = [("read", reading(ranks=2)), ("happened", event("slow", [1], cause="compute"))]
+    slow = [("on_reading", reading(ranks=2)), ("on_event", event("slow", [1], cause="compute"))]
     assert shown(*slow)[6].rstrip().endswith("slow: compute")
-    assert "slow" not in shown(*slow, ("happened", event("slow_end", [1])))[6]
-    lost = shown(*slow, ("happened", event("loss", [2])))
+    assert "slow" not in shown(*slow, ("on_event", event("slow_end", [1])))[6]
+    lost = shown(*slow, ("on_event", event("loss", [2])))
     assert "lost rank 2" in lost[3]
     assert "slow" not in lost[6]
 
@@ -101,9 +101,9 @@ def test_slow_and_lost_ranks_are_named_until_they_recover():
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_terminal(width, encoding):
     found = shown(
-        ("read", reading(ranks=5, logged={"a figure of the script's own": 1.0})),
-        ("evaluated", evaluated(accuracy=0.5, loss=2.0)),
-        ("happened", event("slow", [3], cause="communication")),
+        ("on_reading", reading(ranks=5, logged={"a figure of the script's own": 1.0})),
+        ("on_evaluation", evaluated(accuracy=0.5, loss=2.0)),
+        ("on_event", event("slow", [3], cause="communication")),
         width=width,
         encoding=encoding,
     )
@@ -115,14 +115,14 @@ def test_no_line_is_wider_than_the_terminal(width, encoding):
 
 def test_if_not_all_ranks_fit_the_slowest_are_shown():
     read = reading(ranks=64, compute_time_sec=[0.01 + 0.001 * (r % 32) for r in range(64)])
-    found = shown(("read", read), width=80, height=12)
+    found = shown(("on_reading", read), width=80, height=12)
     assert [int(row.split()[0]) for row in found[5:10]] == [29, 30, 31, 62, 63]
     assert found[-1].rstrip() == "and 59 faster ranks"
     assert len(found) < 12
 
 
 def test_a_name_cannot_move_the_cursor():
-    found = shown(("read", reading(logged={"a\x1b[2Jb\nc": 1.0})))
+    found = shown(("on_reading", reading(logged={"a\x1b[2Jb\nc": 1.0})))
     assert "a?[2Jb?c 1" in found[3]
 
 
@@ -130,12 +130,12 @@ def test_what_is_printed_meanwhile_appears_above_the_view_and_the_cursor_is_show
     file = io.StringIO()
     console = Console(file=file, width=80, height=20, force_terminal=True, color_system=None)
     view = LiveProgress("run", INFOS, console)
-    view.read(reading())
+    view.on_reading(reading())
     assert file.getvalue().rpartition("\x1b[?25")[2].startswith("h")
     before = len(file.getvalue())
     print("a line")
     assert file.getvalue()[before:].index("a line") < file.getvalue()[before:].index("epoch 2/4")
-    view.happened(event("finish"))
+    view.on_event(event("finish"))
     print("the end")
     assert capsys.readouterr().out == "the end\n"
     view.close(True)
@@ -181,12 +181,12 @@ def test_durations(seconds, text):
 
 def outcome(*readings, events=(), folder="run", values=None):
     sink = Outcome(folder, emulated=False)
-    sink.happened(event("start", step=0, time=100.0))
+    sink.on_event(event("start", step=0, time=100.0))
     for each in readings:
-        sink.read(each)
-    sink.evaluated(Evaluated(step=40, epoch=3, time=0.0, values=values or {"accuracy": 0.75}))
+        sink.on_reading(each)
+    sink.on_evaluation(Evaluated(step=40, epoch=3, time=0.0, values=values or {"accuracy": 0.75}))
     for each in events:
-        sink.happened(each)
+        sink.on_event(each)
     return sink.lines(
         Event(step=40, time=165.0, kind="finish", text="finished after 4 epochs, 40 steps")
     )

@@ -9,14 +9,11 @@ import pytest
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.background import MAX_WAITING, BackgroundSink
-from kaitian_mpi.observe.packages import check_package
 from kaitian_mpi.observe.progress import PlainProgress
-from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
-from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder
-from kaitian_mpi.observe.run_folder_sink import RunFolderSink
-from kaitian_mpi.observe.scalars import of_reading
+from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading, of_reading
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MetricsSink, Sinks
-from kaitian_mpi.train.sinks import check_own_sinks
+from kaitian_mpi.train.sinks import check_own_sinks, check_package
 
 
 def reading(step=7, **others):
@@ -46,16 +43,16 @@ class Collecting(MetricsSink):
     def __init__(self):
         self.seen = []
 
-    def read(self, reading):
+    def on_reading(self, reading):
         self.seen.append(reading)
 
-    def evaluated(self, evaluated):
+    def on_evaluation(self, evaluated):
         self.seen.append(evaluated)
 
-    def logged(self, logged):
+    def on_logged(self, logged):
         self.seen.append(logged)
 
-    def happened(self, event):
+    def on_event(self, event):
         self.seen.append(event)
 
     def close(self, finished):
@@ -63,16 +60,16 @@ class Collecting(MetricsSink):
 
 
 class Failing(Collecting):
-    def read(self, reading):
-        super().read(reading)
+    def on_reading(self, reading):
+        super().on_reading(reading)
         raise OSError("no room")
 
 
 def test_a_failing_sink_is_no_longer_used(caplog):
     failing, good = Failing(), Collecting()
     sinks = Sinks([failing, good])
-    sinks.read(reading(1))
-    sinks.read(reading(2))
+    sinks.on_reading(reading(1))
+    sinks.on_reading(reading(2))
     sinks.close(True)
     sinks.close(True)
     assert [each.step for each in failing.seen] == [1]
@@ -91,10 +88,10 @@ def test_an_event_without_a_sink_costs_nothing():
 
 def test_the_run_folder_has_everything_but_forecasts(tmp_path):
     sinks = Sinks([RunFolderSink(DiskFolder(tmp_path))])
-    sinks.read(reading(forward_time_sec=None))
-    sinks.read(reading(8, logged={"perplexity": 2.0}))
-    sinks.evaluated(Evaluated(step=8, epoch=1, time=1.6e9, values={"accuracy": 0.5}))
-    sinks.logged(Logged(step=8, epoch=2, time=1.7e9, values={"mine": 1.0}))
+    sinks.on_reading(reading(forward_time_sec=None))
+    sinks.on_reading(reading(8, logged={"perplexity": 2.0}))
+    sinks.on_evaluation(Evaluated(step=8, epoch=1, time=1.6e9, values={"accuracy": 0.5}))
+    sinks.on_logged(Logged(step=8, epoch=2, time=1.7e9, values={"mine": 1.0}))
     sinks.event("loss", 8, "rank 1 is lost", [1], at=1.8e9, remaining=[0, 2])
     read, with_own, evaluation, own = map(
         json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -118,8 +115,8 @@ def test_the_run_folder_has_everything_but_forecasts(tmp_path):
 
 def test_without_a_folder_only_progress_is_shown(capsys):
     sinks = Sinks([RunFolderSink(NoFolder()), PlainProgress()])
-    sinks.read(reading(logged={"perplexity": 2.0}))
-    sinks.happened(Event(step=7, time=0.0, kind="finish", text="finished"))
+    sinks.on_reading(reading(logged={"perplexity": 2.0}))
+    sinks.on_event(Event(step=7, time=0.0, kind="finish", text="finished"))
     assert capsys.readouterr().out == (
         "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left | perplexity 2\n"
     )
@@ -151,10 +148,10 @@ def test_a_background_sink_gets_everything_in_order():
     sink = Collecting()
     background = BackgroundSink("it", lambda: sink)
     for step in range(100):
-        background.read(reading(step))
-    background.evaluated("evaluated")
-    background.logged("logged")
-    background.happened("event")
+        background.on_reading(reading(step))
+    background.on_evaluation("evaluated")
+    background.on_logged("logged")
+    background.on_event("event")
     background.close(True)
     assert [each.step for each in sink.seen[:100]] == list(range(100))
     assert sink.seen[100:] == ["evaluated", "logged", "event", True]
@@ -164,17 +161,17 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
     began, release = threading.Event(), threading.Event()
 
     class Blocking(Collecting):
-        def read(self, reading):
+        def on_reading(self, reading):
             began.set()
             release.wait(60)
-            super().read(reading)
+            super().on_reading(reading)
 
     sink = Blocking()
     background = BackgroundSink("it", lambda: sink, finish_sec=0.05)
-    background.read(reading(0))
+    background.on_reading(reading(0))
     assert began.wait(60)
     for step in range(1, MAX_WAITING + 11):
-        background.read(reading(step))
+        background.on_reading(reading(step))
     background.close(True)
     assert sink.seen == []  # it still blocks
     release.set()
@@ -193,7 +190,7 @@ def test_a_failing_background_sink_is_no_longer_used(caplog):
 
     background = BackgroundSink("it", fail)
     wait_until(lambda: caplog.records)
-    background.read(reading())
+    background.on_reading(reading())
     background.close(True)
     (record,) = caplog.records
     assert record.getMessage() == (

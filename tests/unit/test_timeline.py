@@ -404,9 +404,9 @@ def test_readings_and_events_become_counters_and_lines():
         **{"step_time_sec": 0.1, "seconds_left": 1.0, "ranks": [0, 2], "batch_sizes": [3, 5]},
         **per_rank,
     )
-    sink.read(reading)
-    sink.read(replace(reading, loss=2.0))
-    sink.happened(Event(step=3, time=now, kind="slow_end", text="rank 2 recovered", ranks=[2]))
+    sink.on_reading(reading)
+    sink.on_reading(replace(reading, loss=2.0))
+    sink.on_event(Event(step=3, time=now, kind="slow_end", text="rank 2 recovered", ranks=[2]))
     lines = [json.loads(line) for line in run_lines(made.take_run_events(), made.clock)]
     assert [(line["ph"], line["pid"], line["args"]) for line in lines[:3]] == [
         ("C", 1_000_000, {"samples/s": 100.0}),

@@ -17,7 +17,7 @@ class TimelineSink(MetricsSink):
         self._recorder = recorder
         self._batch_sizes: dict[int, int] = {}
 
-    def read(self, reading: Reading) -> None:
+    def on_reading(self, reading: Reading) -> None:
         """Add the rate and the loss, and the ranks' batch sizes."""
         for name, value in (("samples/s", reading.samples_per_sec), ("loss", reading.loss)):
             self._add(reading.time, name, value=value)
@@ -26,12 +26,12 @@ class TimelineSink(MetricsSink):
                 self._add(reading.time, "batch size", value=size, rank=rank)
                 self._batch_sizes[rank] = size
 
-    def evaluated(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Evaluated) -> None:
         """Add the results on the held-out samples."""
         args = {"step": evaluated.step, **evaluated.values}
         self._add(evaluated.time, f"evaluation (step {evaluated.step})", args=args)
 
-    def happened(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Add an event."""
         args = {"text": event.text, "step": event.step, "ranks": list(event.ranks)}
         name = event.kind.replace("_", " ")
