@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kaitian_mpi.runtime import RANK_VARIABLE
 
 if TYPE_CHECKING:
-    from kaitian_mpi.distributed.data_parallel import data_parallel
-    from kaitian_mpi.distributed.ddp_hook import WeightedSum
+    from kaitian_mpi.distributed.data_parallel import WeightedSum, data_parallel
     from kaitian_mpi.distributed.startup import init
     from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
     from kaitian_mpi.mpi.world import World
@@ -50,7 +49,7 @@ _MODULES = {
     "MetricsSink": "kaitian_mpi.observe.sink",
     "Task": "kaitian_mpi.train.task",
     "Training": "kaitian_mpi.train.training",
-    "WeightedSum": "kaitian_mpi.distributed.ddp_hook",
+    "WeightedSum": "kaitian_mpi.distributed.data_parallel",
     "World": "kaitian_mpi.mpi.world",
     "convert_sync_batchnorm": "kaitian_mpi.distributed.sync_batch_norm",
     "data_parallel": "kaitian_mpi.distributed.data_parallel",

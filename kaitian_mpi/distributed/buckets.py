@@ -31,7 +31,7 @@ class Bucket:
             parameters: by their index among all; the same on every rank but for the device.
         """
         self.indices = sorted(parameters, key=lambda index: parameters[index].numel() < _LARGE)
-        """Of the parameters, in the order in which they lie in the buffer: the large ones first."""
+        """Of the parameters, in the buffer's order: the large ones first."""
         self._parameters = [parameters[index] for index in self.indices]
         self._large = sum(parameter.numel() >= _LARGE for parameter in self._parameters)
         sizes = [parameter.numel() for parameter in self._parameters]
@@ -40,11 +40,10 @@ class Bucket:
         real = torch.view_as_real(first) if first.is_complex() else first
         end = sum(sizes) * reals
         self.buffer = real.new_empty(end + len(sizes) + 1)
-        """Flat and real; the sum of it is the sum of all there is."""
         self.gradients = self.buffer[:-1]
         """The buffer without the caller's number."""
         self.number = self.buffer[-1]
-        """What `fill` was given, as a tensor without dimensions."""
+        """The number that `fill` was given, without dimensions."""
         self._used = self.buffer[end:-1]
         values = self.buffer[:end]
         if first.is_complex():
@@ -52,7 +51,7 @@ class Bucket:
         self._small = values[sum(sizes[: self._large]) :]
         self._views: list[torch.Tensor] = []
         self.places: dict[int, slice] = {}
-        """Where in the buffer each parameter's gradient is, by index."""
+        """The place of each parameter's gradient in the buffer, by index."""
         offset = 0
         for index, parameter, size in zip(self.indices, self._parameters, sizes, strict=True):
             self.places[index] = slice(offset * reals, (offset + size) * reals)
@@ -62,7 +61,7 @@ class Bucket:
             offset += size
         self._undecided: list[int] = []
         self.residual: Residual | None = None
-        """What slow links round off the gradients; None if these cross as they are."""
+        """The format in which the gradients cross slow links; None if they cross as they are."""
 
     @torch.no_grad()
     def fill(self, weight: float | None, number: torch.Tensor | None = None) -> None:
@@ -73,9 +72,6 @@ class Bucket:
         Args:
             weight: of the gradients and of `number`; None: this rank has no gradients.
             number: of one element, any dtype and device; None: 0.
-
-        Raises:
-            UnsupportedError: a gradient is sparse.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         if not weight:
@@ -156,6 +152,6 @@ def _check_dense(gradients: Iterable[torch.Tensor | None]) -> None:
     for gradient in gradients:
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
-                f"found a gradient of layout {gradient.layout}, needed dense ones; "
-                "build the embedding with sparse=False"
+                f"a gradient has the layout {gradient.layout}; gradients must be dense: build the "
+                "embedding with sparse=False"
             )

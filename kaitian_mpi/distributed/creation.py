@@ -94,7 +94,7 @@ def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
     ranks = gather_values(world.comm, options.group_rank)
     if sorted(ranks) != list(range(world.size)):
         raise AgreedError(
-            f"found the ranks {ranks}, in MPI's order, needed each of 0 to {world.size - 1} once; "
+            f"the ranks are {ranks}, in MPI's order, instead of 0 to {world.size - 1}, each once; "
             "give every process a rank of its own"
         )
     return world, cast("MPI.Intracomm", world.comm.Split(0, options.group_rank)), unique
@@ -142,7 +142,6 @@ def _check_all_ranks(group_size: int) -> None:
     if group_size < job_size:
         # torch calls only the members, but all ranks must initialize MPI together.
         raise UserError(
-            f"found a group of {group_size} ranks as the first over kaitian, needed one of all "
-            f"{job_size}, because all ranks initialize MPI together; call "
-            'new_group(backend="kaitian") before it'
+            f"the first group over kaitian has {group_size} of {job_size} ranks, but all ranks "
+            'initialize MPI together; call new_group(backend="kaitian") before it'
         )

@@ -1,7 +1,7 @@
-"""Stock DDP with any number of samples per rank: each rank is weighted by its batch."""
+"""Stock DDP with any number of samples per rank: a communication hook weights each by its batch."""
 
-from __future__ import annotations
-
+# No postponed annotations here: DDP checks those of its hook.
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.ddp_hook import WeightedSum
 from kaitian_mpi.distributed.network.formats import check_wire
-from kaitian_mpi.distributed.sums import sum_on_host
+from kaitian_mpi.distributed.network.residual import Residual, Residuals
+from kaitian_mpi.distributed.sums import sum_gradients, sum_on_host
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.errors import AgreedError, UnsupportedError
 from kaitian_mpi.preflight.verdict import by_value
@@ -53,7 +53,7 @@ def data_parallel(
         group: the process group to sum over; None for the default one.
         samples_of: counts the samples of one forward from its (args, kwargs); None for the first
             dimension of the first tensor among them, also inside lists, tuples and dicts.
-        wire: what gradients are sent as between hosts: `fp32`, or `bf16`, `int8` or `int4` for slow
+        wire: the format of gradients between hosts: `fp32`, or `bf16`, `int8` or `int4` for slow
             links. What that rounds off is sent with the next step's; a checkpoint may hold it:
             `residuals` of the result has a `state_dict`, each rank's own.
         ddp_options: options of DDP, such as `find_unused_parameters`.
@@ -67,7 +67,7 @@ def data_parallel(
     """
     check_wire(wire)
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
-    check_same_buckets(wrapped)
+    _check_same_buckets(wrapped)
     weights = _Weights(group, samples_of or count_rows, wire)
     wrapped.residuals = weights.gradients.residuals  # type: ignore[assignment]
     weights.gradients.attach(wrapped)
@@ -79,14 +79,110 @@ def data_parallel(
     return wrapped
 
 
-def check_same_buckets(model: DistributedDataParallel) -> None:
+def _nothing(is_last: bool) -> None:
+    pass
+
+
+@not_compiled
+class WeightedSum:
+    """A DDP communication hook: sums each bucket, weighted by each rank's fraction of the batch.
+
+    With a loss that is the mean over a rank's b_i samples, weight b_i / sum(b) gives the gradient
+    of the mean over the whole global batch, for any split. (A mean of the groups' means, as in
+    published implementations, is biased when the groups' batches differ.)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        on_bucket: Callable[[bool], None] = _nothing,
+        wire: str = "fp32",
+    ) -> None:
+        """Create the hook's state.
+
+        Args:
+            group: the process group to sum over; None for the default one.
+            on_bucket: called when a bucket's gradients are ready, before they are sent, with
+                whether it is the last of a backward.
+            wire: the format in which gradients cross between hosts.
+        """
+        self.weight = 1.0
+        self.residuals = Residuals(wire)
+        """What slow links have rounded off, for a checkpoint. Each rank has its own."""
+        self._names: dict[int, str] = {}
+        self._buckets: dict[int, tuple[list[int], Residual | None]] = {}
+        self._sums: list[torch.Tensor] = []
+        self._group, self._on_bucket = group, on_bucket
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Make `model` reduce its gradients by this hook.
+
+        Its batch norms over all ranks weight the ranks likewise: so set `weight` before backward.
+        """
+        participate(model, Participation(lambda: self.weight))
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        model.register_comm_hook(self, _reduce)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        """Start the weighted sum of one bucket; return a future of it."""
+        self._on_bucket(bucket.is_last())
+        gradient, residual = bucket.buffer(), self._residual_of(bucket)
+        if self.weight == 0:
+            gradient.zero_()  # not multiplied by 0, which would keep a NaN
+        else:
+            gradient.mul_(self.weight)
+        work = sum_gradients(gradient, residual, self._group, in_background=True)
+        return work.get_future().then(lambda future: self._summed(future.value()[0]))  # type: ignore[no-any-return]
+
+    def is_finite(self, model: torch.nn.Module) -> bool:
+        """Return whether the gradients summed since the last call have no NaN and no infinity.
+
+        The same on every rank without communication, because all have the same sums.
+        """
+        sums, self._sums = self._sums, []
+        if not sums or bool(torch.stack(sums).isfinite().all()):
+            return True
+        # Finite numbers may add up to more than a float can hold.
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def _residual_of(self, bucket: dist.GradBucket) -> Residual | None:
+        """Return the residual of a bucket; DDP may change its buckets between steps."""
+        if self.residuals.wire == "fp32":
+            return None
+        if bucket.index() == 0:
+            self.residuals.keep()
+        parameters = bucket.parameters()
+        identities = [id(parameter) for parameter in parameters]
+        known, residual = self._buckets.get(bucket.index(), ([], None))
+        if known != identities:
+            if known:
+                self.residuals.clear()
+                self._buckets.clear()
+            ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
+            places = {
+                self._names[identity]: slice(end - parameter.numel(), end)
+                for identity, parameter, end in zip(identities, parameters, ends, strict=True)
+            }
+            residual = self.residuals.add(bucket.buffer(), places)
+            self._buckets[bucket.index()] = identities, residual
+        return residual
+
+    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        # One number per bucket, on its device, that is not finite if the bucket is not.
+        self._sums.append(gradient.sum().float())
+        return gradient
+
+
+def _reduce(state: WeightedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.reduce(bucket)
+
+
+def _check_same_buckets(model: DistributedDataParallel) -> None:
     """Check that DDP has put the gradients into the same buckets on every rank.
 
     The first backward uses what each rank's torch has chosen, the others what rank 0's has chosen.
     Collective if the ranks have different releases of torch; else it does nothing.
-
-    Raises:
-        AgreedError: the buckets differ.
     """
     versions = getattr(model.process_group, "torch_versions", ())
     if len(set(versions)) < 2:
@@ -117,8 +213,8 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if rows is None:
         names = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise ValueError(
-            f"found no tensor to count samples by in a forward of ({', '.join(names)}), needed "
-            "one whose first dimension is the batch; pass samples_of= to data_parallel"
+            f"cannot count the samples of a forward of ({', '.join(names)}): it has no tensor "
+            "whose first dimension is the batch; pass samples_of= to data_parallel"
         )
     return rows
 
@@ -149,8 +245,7 @@ class _Weights:
 
     def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf, wire: str) -> None:
         self.gradients = WeightedSum(group, on_bucket=self._bucket_ready, wire=wire)
-        self._group = group
-        self._samples_of = samples_of
+        self._group, self._samples_of = group, samples_of
         self._samples = 0
         self.samples_of_forward = 0
         """The samples of the last forward, by which its batch norms' sums are weighted."""
@@ -165,12 +260,12 @@ class _Weights:
             return
         if model._join_config.enable:
             raise UnsupportedError(
-                "found a forward under join(), which data_parallel does not support; "
-                "pass batches of 0 rows on a rank that has run out of samples"
+                "data_parallel does not support join(); pass batches of 0 rows on a rank that has "
+                "run out of samples"
             )
         samples = int(self._samples_of(args, kwargs))
         if samples < 0:
-            raise ValueError(f"samples_of: found {samples}, needed a number of at least 0")
+            raise ValueError(f"samples_of returned {samples}; it must return 0 or more")
         self.samples_of_forward = samples
         if not model.training:
             # Either an evaluation without no_grad, perhaps on one rank only, or training with

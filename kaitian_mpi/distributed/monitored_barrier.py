@@ -32,11 +32,7 @@ class MonitoredBarrier:
         self._sent: list[MPI.Request] = []
 
     def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Wait for every rank. Collective.
-
-        Args:
-            timeout: how long to wait for the others.
-            wait_all_ranks: whether to name all missing ranks, or only the first.
+        """Wait for every rank; name the first missing one or, if asked to, all. Collective.
 
         Raises:
             MissingRanksError: a rank did not arrive; raised on every rank that did.

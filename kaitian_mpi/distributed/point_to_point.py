@@ -42,8 +42,7 @@ _LEFT_INTERVAL_SEC = 1.0
 class Message(Queued):
     """The work of a pending message; done when its buffer may be used again.
 
-    Its timeout starts when someone waits for it, as with gloo, because a receive may be posted long
-    before.
+    Its timeout starts with the first wait, as with gloo: a receive may be posted long before.
     """
 
     source = -1
@@ -57,22 +56,14 @@ class Message(Queued):
     source_rank = _source_rank
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done.
-
-        Raises:
-            CollectiveError: it is not done within `timeout`, then it continues; or not within the
-                group's timeout, or never will be.
-        """
         self._start_timeout()
         return super().wait(timeout)
 
     def synchronize(self) -> None:
-        """Block until it is done."""
         self._start_timeout()
         super().synchronize()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the tensors."""
         self._start_timeout()
         return super().get_future()
 
@@ -91,14 +82,12 @@ class _Pending:
     peer_left: bool = False
 
     def finish(self) -> None:
-        """Deliver the received data, and mark the work done."""
         self.work.source = self.transfer.source
         with self.streams:
             self.deliver()
             self.work.finish()
 
     def describe(self, size: int) -> str:
-        """Return what it waits for, as text for an error message."""
         who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
         return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
 
@@ -141,7 +130,7 @@ class Mailbox:
         self._timeout_sec = timeout.total_seconds()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
-        """Start sending a tensor on any device; it may be changed once the work is done."""
+        """Start sending a tensor on any device, which must not change until the work is done."""
         self._check("send", target)
         buffer = to_host(tensor)
         transfer = start_send(self._comm, buffer, target, tag)
@@ -181,7 +170,7 @@ class Mailbox:
         size = self._comm.size
         if peer != ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(
-                f"{name}: found rank {peer} of {size}, needed a rank of 0 to {size - 1}"
+                f"{name}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
             )
 
     def _follow(self, item: _Pending) -> Message:
@@ -272,7 +261,7 @@ class Mailbox:
 
     def _ranks_left(self, waiting: list[_Pending]) -> list[int]:
         def is_needed() -> bool:
-            """Return whether this thread has something else to do than to wait for the store."""
+            # Whether this thread has something else to do than to wait for the store.
             is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
             return is_changed or any(item.transfer.done() for item in waiting)
 

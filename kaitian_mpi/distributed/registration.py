@@ -21,8 +21,8 @@ from kaitian_mpi.runtime.threads import record_default_threads
 def register() -> None:
     """Register the backend `kaitian` and the rendezvous `mpi://`.
 
-    May be called again, and must be once a plug-in of torch was imported later: the backend then
-    accepts tensors of the plug-in's device type as well.
+    Call it again after a plug-in of torch is imported: the backend then accepts tensors of the
+    plug-in's device type as well.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import register_rendezvous_handler
@@ -86,15 +86,10 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
 
 
 def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") -> None:
-    """Replace a function in every loaded module that refers to it by its name.
+    """Replace a function in every loaded module that refers to it by `name`, or by its own name.
 
     For example, `device_mesh` has its own reference to `new_group`, and a script may have imported
     `monitored_barrier`.
-
-    Args:
-        old: the function.
-        new: what takes its place.
-        name: by which it is known; empty: its own.
     """
     name = name or old.__name__
     for module in list(sys.modules.values()):
@@ -129,7 +124,7 @@ def extend_monitored_barrier() -> None:
 
 
 def serve_by_torchs_own() -> None:
-    """Have torch's own functions serve our groups where a plug-in has replaced them.
+    """Have torch's own functions serve our groups even if a plug-in has replaced them.
 
     Importing torch_npu replaces some by functions that call methods of HCCL's group, or another
     collective than the ranks of other kinds do (torch_npu's `distributed/distributed_c10d.py`:
@@ -164,7 +159,7 @@ def _shared(original: Callable[..., Any], theirs: Callable[..., Any]) -> Callabl
 
 
 def _torchs_own(name: str) -> Any:
-    """Return one of torch's functions from its source: nothing may refer to it any more."""
+    """Return one of torch's functions from its source: nothing else may refer to it now."""
     import torch.distributed as dist
 
     module = dist.distributed_c10d

@@ -41,13 +41,13 @@ def init(
             `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
         share_device: let several ranks use one device; the ranks of such a group communicate
             through host memory. Also if the environment variable `KAITIAN_SHARE_DEVICE` is 1.
-        group_by: what ranks of one group have in common: `kind`, or `kind-and-host`, where vendors'
-            libraries connect no hosts. `auto`: what `KAITIAN_GROUP_BY` says, if it is set; else
-            `kind`, and a `Training` measures whether `kind-and-host` is faster.
+        group_by: how ranks are grouped: by `kind`, or by `kind-and-host` if vendors' libraries
+            connect no hosts. `auto`: as `KAITIAN_GROUP_BY` says, if it is set; else by `kind`, and
+            a `Training` measures whether `kind-and-host` is faster.
 
     Raises:
         UserError: a device is missing, a host has more ranks than devices, two ranks share a
-            device without `share_device`, there is no MPI, what is to be emulated is malformed, or
+            device without `share_device`, there is no MPI, an emulation is malformed, or
             torch.distributed is initialized already over another backend or with other arguments.
     """
     global _requested
@@ -78,13 +78,12 @@ def _initialized_world(requested: str) -> World:
     world, backend = current_world(), dist.get_backend()
     if world is None or BACKEND not in backend:
         raise UserError(
-            f"init: found torch.distributed initialized over {backend}, needed this call in place "
-            "of init_process_group"
+            f"torch.distributed is initialized over {backend} already; call kaitian_mpi.init() "
+            "instead of init_process_group()"
         )
     if _requested and requested != _requested:
         raise UserError(
-            f"init: found a second call with {requested}, needed the first one's {_requested}; "
-            "call it once"
+            f"init() was called with {_requested} before, and now with {requested}; call it once"
         )
     return world
 
@@ -110,10 +109,8 @@ def use_backend_for(names: Iterable[str]) -> None:
 
     Replaces `init_process_group` and `new_group` in torch.distributed, so it must be called before
     the script imports them. A default group without a store uses `mpi://`, so that no port is
-    opened; a script's own store or other init_method is kept.
-
-    Args:
-        names: backends to replace, such as `nccl`, also as part of `cpu:gloo,cuda:nccl`.
+    opened; a script's own store or other init_method is kept. `names` are backends, such as `nccl`,
+    also as part of `cpu:gloo,cuda:nccl`.
     """
     registration.register()
     overridden = frozenset(names)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kaitian_mpi.errors import CollectiveError, format_ranks
 
@@ -28,8 +27,7 @@ _PREFIX = "kaitian"
 _COUNT, _OUTCOME = f"{_PREFIX}/count", f"{_PREFIX}/outcome"
 
 
-@dataclass(frozen=True)
-class Participants:
+class Participants(NamedTuple):
     """The ranks that create a group, as seen by one of them."""
 
     name: str
@@ -44,12 +42,7 @@ def store_barrier(
 ) -> str:
     """Wait until every rank of the group has arrived; the outcome is the same on every rank.
 
-    Collective, by the store alone.
-
-    Args:
-        store: the group's torch store.
-        participants: the ranks of the group.
-        departed: returns which of the missing ranks have left the job.
+    Collective, by the store alone. `departed` returns which of the missing ranks have left the job.
 
     Returns:
         A unique name for the group, the same on every rank.
@@ -73,7 +66,7 @@ def store_barrier(
 def clear_store_barrier(store: dist.Store, participants: Participants) -> None:
     """Delete the barrier's keys: a script may reuse its store for a group of the same name.
 
-    To be called when every rank is known to have left the barrier.
+    Every rank must have left the barrier.
     """
     if participants.size > 1:
         keys = [_COUNT, _OUTCOME] if participants.rank == 0 else []

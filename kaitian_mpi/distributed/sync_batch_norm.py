@@ -43,8 +43,8 @@ class Participation:
     """How this rank takes part in the statistics: by default with equal weights, as in stock DDP.
 
     Args:
-        weight: returns a number in proportion to which this rank's gradients are weighted when the
-            ranks' are summed; called in backward.
+        weight: called in backward; returns a number in proportion to which this rank's gradients
+            are weighted.
     """
 
     def __init__(self, weight: Callable[[], float] = lambda: 1.0) -> None:
@@ -60,7 +60,7 @@ class Participation:
         return nullcontext()
 
     def computed(self, output: torch.Tensor) -> None:
-        """Learn of the output of a forward over all ranks."""
+        """Note the output of a forward over all ranks."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -78,7 +78,7 @@ class SyncBatchNorm(_BatchNorm):
     participation: Participation = Participation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy the module; the copy is of no training, but of the same process group."""
+        # The copy takes part in no training, but is of the same process group.
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -87,7 +87,6 @@ class SyncBatchNorm(_BatchNorm):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what can be copied or saved."""
         left_out = ("process_group", "participation")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
@@ -96,7 +95,11 @@ class SyncBatchNorm(_BatchNorm):
         if not self._is_synchronized():
             return super().forward(input)
         self._check_input_dim(input)
-        return _forward(self, input)
+        output: torch.Tensor = _Synchronized.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self, self._momentum_of_step()
+        )
+        self.participation.computed(output)
+        return output
 
     def _is_synchronized(self) -> bool:
         if not self.training or is_local() or not dist.is_initialized():
@@ -105,7 +108,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"found an input of {input.dim()} dimensions, needed 2 or more")
+            raise ValueError(
+                f"SyncBatchNorm: the input has {input.dim()} dimensions instead of 2 or more"
+            )
 
     def _momentum_of_step(self) -> float:
         """Count the forward, and return by how much it moves the running statistics."""
@@ -141,14 +146,14 @@ def convert_sync_batchnorm(
             continue
         if isinstance(norm, _LazyNormBase):
             raise UnsupportedError(
-                f"{name or 'the module'}: found a {type(norm).__name__} without a shape, needed "
-                "one that is initialized; run a batch through the model first"
+                f"{name or 'the module'}: the {type(norm).__name__} is not initialized; run a "
+                "batch through the model first"
             )
         if not isinstance(norm, SyncBatchNorm):
             if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
                 raise UnsupportedError(
-                    f"{name or 'the module'}: found a {type(norm).__name__} with a forward of its "
-                    "own, needed torch.nn.BatchNorm1d, 2d or 3d"
+                    f"{name or 'the module'}: a {type(norm).__name__} has a forward of its own; "
+                    "use torch.nn.BatchNorm1d, 2d or 3d"
                 )
             norm.__class__ = SyncBatchNorm
         norm.__dict__["process_group"] = process_group
@@ -168,14 +173,6 @@ def participate(module: nn.Module, participation: Participation | None) -> None:
             norm.participation = participation
 
 
-def _forward(norm: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = _Synchronized.apply(  # type: ignore[no-untyped-call]
-        input, norm.weight, norm.bias, norm, norm._momentum_of_step()
-    )
-    norm.participation.computed(output)
-    return output
-
-
 @not_compiled
 class _Synchronized(torch.autograd.Function):
     """The computation: torch's own kernels, between them the sums over the ranks."""
@@ -189,12 +186,12 @@ class _Synchronized(torch.autograd.Function):
         norm: SyncBatchNorm,
         momentum: float,
     ) -> torch.Tensor:
-        takes_part = norm.participation
+        group, takes_part = norm.process_group, norm.participation
         counts = takes_part.counts
         own = moments(input) if counts else _no_moments(input)
-        gathered = own.new_empty(dist.get_world_size(norm.process_group), own.numel())
+        gathered = own.new_empty(dist.get_world_size(group), own.numel())
         with takes_part.waits():
-            dist.all_gather(list(gathered.unbind()), own, group=norm.process_group)
+            dist.all_gather(list(gathered.unbind()), own, group=group)
         count, mean, squares = merge(gathered)
         variance = squares / count.clamp(min=1)
         if norm.running_mean is not None and norm.running_var is not None:
@@ -205,12 +202,7 @@ class _Synchronized(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
         shift = None if bias is None else bias.detach().to(mean.dtype)
         ctx.save_for_backward(input, scale, mean, variance, count)
-        ctx.eps, ctx.group, ctx.takes_part, ctx.counts = (
-            norm.eps,
-            norm.process_group,
-            takes_part,
-            counts,
-        )
+        ctx.eps, ctx.group, ctx.takes_part, ctx.counts = norm.eps, group, takes_part, counts
         ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, norm.eps)
 
@@ -281,7 +273,7 @@ def _through_statistics(
 
     Args:
         ctx: of the forward.
-        saved: what it has saved.
+        saved: the tensors that it has saved.
         of_input: the derivative with fixed statistics, changed in place.
         sums: over this rank's samples, of the output's gradient, and of the same times the
             normalized input: [2, channels].

@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
 _LENGTH_BYTES = 8
 _MAX_FAULTS = 4
 SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
-"""What to do about settings that differ between ranks."""
+"""The advice for settings that differ between ranks."""
 _SMALL_BYTES = 256  # what is no longer is sent together with its length
 
 
@@ -92,10 +92,8 @@ def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:
 def agree_on_errors(comm: MPI.Comm) -> Iterator[None]:
     """Raise any rank's `UserError` from the block as the same `AgreedError` on every rank.
 
-    Its exit code is the highest of the ranks' errors.
-
-    Collective: every rank must enter and leave. Nothing inside the block may be collective, since
-    a rank with an error leaves it early.
+    Its exit code is the highest of the ranks' errors. Collective: every rank must enter and leave.
+    Nothing inside the block may be collective, since a rank with an error leaves it early.
     """
     fault, code = "", 0
     try:
@@ -116,15 +114,12 @@ def join_errors(faults: list[str]) -> str:
 
 
 def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
-    """Check that every rank has the same values. Collective.
+    """Check that every rank has the same values, by name. Collective.
 
-    Args:
-        comm: the ranks.
-        values: by what they are called; one that only some ranks have is compared among these.
-        advice: what to do if they differ.
+    A value that only some ranks have is compared among these.
 
     Raises:
-        AgreedError: some differ; it names the ranks and the values.
+        AgreedError: some differ; it names the ranks and the values, and gives the advice.
     """
     by_rank = gather_values(comm, dict(values))
     faults = []

@@ -1,7 +1,7 @@
 """Nonblocking collectives on tensors in host memory.
 
-They save the barrier that a blocking collective needs before it to avoid spinning. Data movement is
-as fast this way at nearly any length; reductions are only when they are short.
+They save the barrier that a blocking collective needs before it to avoid spinning. Moving data is
+as fast this way at nearly any length, reducing it only at short ones.
 
 Every function is collective over `comm`. Tensors are contiguous, on the CPU, and must not be
 changed until the request completes.

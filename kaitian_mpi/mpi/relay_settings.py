@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 GROUP_VARIABLE = "KAITIAN_GROUP_BY"
 """The environment variable that acts as `--group-by`."""
 GROUPINGS = ("auto", "kind", "kind-and-host")
-"""What `--group-by` may be."""
+"""The choices of `--group-by`."""
 
 
 @dataclass
@@ -26,23 +26,23 @@ class RelaySettings:
     memory_mb: int = TrainingConfig.relay_memory_mb
     """The host memory of one process group's buffers, in MB."""
     dtype: str = TrainingConfig.relay_dtype
-    """What float32 gradients cross as, `fp32` or `bf16`; they are summed in float32."""
+    """The dtype in which float32 gradients cross between kinds, `fp32` or `bf16`."""
     network_allreduce: str = TrainingConfig.network_allreduce
     """How host memory is reduced between hosts: `auto`, `mpi` or an algorithm's name."""
     wire: str = TrainingConfig.wire
-    """What gradients are sent as between hosts: `fp32`, `bf16`, `int8` or `int4`."""
+    """The format of gradients between hosts: `fp32`, `bf16`, `int8` or `int4`."""
     group_by: str = "auto"
-    """What ranks of one group have in common, as `--group-by`; fixed once the job has started."""
+    """How ranks are grouped, as `--group-by`; fixed once the job has started."""
     device_aware: bool = False
     """Whether MPI was given device memory itself: the ranks find out when they first relay."""
 
     def adopt(self, config: TrainingConfig) -> None:
-        """Take over a run's settings."""
+        """Adopt a run's settings."""
         self.memory_mb, self.dtype = config.relay_memory_mb, config.relay_dtype
         self.network_allreduce, self.wire = config.network_allreduce, config.wire
 
     def describe(self) -> dict[str, Any]:
-        """Return what concerns device kinds, as an entry of `summary.json`."""
+        """Return an entry of `summary.json` on what is between device kinds."""
         settings = asdict(self)
         del settings["wire"]  # an entry of its own
         return settings
@@ -56,7 +56,7 @@ def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
 
     Args:
         comm: all ranks that mpirun started.
-        group_by: as `--group-by`; `auto`: what the environment variable says, if it is set.
+        group_by: as `--group-by`; `auto`: as the environment variable says, if it is set.
 
     Raises:
         AgreedError: a value is not one of `GROUPINGS`, or differs between the ranks.
@@ -65,9 +65,9 @@ def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
     values = gather_values(comm, own)
     given = sorted({value for value in values if value != "auto"})
     if len(given) > 1 or not {*given} <= {*GROUPINGS}:
-        found = join_errors([f"found {value!r}" if value != "auto" else "" for value in values])
+        given_by = join_errors([repr(value) if value != "auto" else "" for value in values])
         raise AgreedError(
-            f"--group-by or {GROUP_VARIABLE}: {found}; needed one of {', '.join(GROUPINGS)}, the "
-            "same on every rank"
+            f"--group-by or {GROUP_VARIABLE} is {given_by}; give every rank the same, one of "
+            f"{', '.join(GROUPINGS)}"
         )
     return RelaySettings(group_by=given[0] if given else "auto")

@@ -21,10 +21,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def get_or_join_world() -> World:
-    """Return this process's world; initialize MPI and join the world if not done yet.
-
-    The first call is collective.
-    """
+    """Return this process's world; the first call joins it, and is collective."""
     world = current_world()
     if world is None:
         install_abort_hook()
@@ -33,12 +30,9 @@ def get_or_join_world() -> World:
 
 
 def world_with_size_check(size: int | None) -> World:
-    """Return the world after checking its size; initialize MPI and join it if not done yet.
+    """Return the world after checking that it has the size that the script gives, if any.
 
     The first call is collective over all ranks that mpirun started.
-
-    Args:
-        size: the world size given by the script or its environment; None if not given.
 
     Raises:
         UserError: MPI has a different number of ranks.
@@ -50,9 +44,7 @@ def world_with_size_check(size: int | None) -> World:
 
 
 def check_world_size(size: int | None) -> None:
-    """Check the world size given to torch before MPI is initialized.
-
-    Initializing MPI would wait for ranks that may never start.
+    """Check the world size given to torch before MPI starts, which waits for all ranks.
 
     Raises:
         UserError: mpirun started a different number of ranks.
@@ -96,10 +88,10 @@ def _check_size(given: int, ranks: int) -> None:
         return
     if ranks == 1:
         raise UserError(
-            f"found a world size of {given}, but MPI has only this rank: it was not started by "
-            f"mpirun; start the job with mpirun -np {given} instead of another launcher"
+            f"the world size is {given}, but MPI has only this rank: mpirun did not start it; "
+            f"start the job with mpirun -np {given} instead of another launcher"
         )
     raise UserError(
-        f"found a world size of {given}, needed {ranks}, the number of ranks that mpirun started; "
+        f"the world size is {given}, but mpirun started {ranks} ranks; "
         f'pass world_size={ranks}, or omit it with init_method="mpi://"'
     )

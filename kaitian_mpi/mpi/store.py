@@ -5,8 +5,8 @@ torch's bookkeeping and the bootstrap of the vendor libraries.
 
 Rank 0 calls the server directly; the other ranks send MPI messages. The server cannot answer while
 its rank is in a call that does not let Python run, such as mpi4py's first `comm.allreduce` on a
-communicator, which may wait for the very rank that asks. So what needs no answer is sent without
-waiting for one, and who waits for an answer may stop waiting.
+communicator, which may wait for the very rank that asks. So a request that needs no answer is sent
+without waiting, and a wait for an answer can be given up.
 """
 
 from __future__ import annotations
@@ -68,18 +68,14 @@ class StoreLink:
     ) -> Fields:
         """Send a request to the server and return its reply: the status, then the results.
 
-        The status says so if the server has not replied some seconds after the limit, or when
-        `until` returned True.
+        The status is `_UNANSWERED` some seconds after the limit, or when `until` returned True.
         """
         if self._server is not None:
             return self._ask_here(self._server, operation, fields, limit_sec)
         return self._ask_by_message(operation, fields, limit_sec, until)
 
     def tell(self, operation: str, fields: Fields) -> Fields:
-        """Send a request that needs no answer, without waiting for one; return the status.
-
-        Later requests of this rank come after it.
-        """
+        """Send a request that needs no answer, before this rank's later ones; return the status."""
         if self._server is not None:
             return self._ask_here(self._server, operation, fields, 0.0)
         if self.is_closed:
@@ -95,18 +91,15 @@ class StoreLink:
         if self.is_closed:
             return
         if not is_revoked(self.comm):
-            self._depart()
+            try:
+                self.tell("depart", (b"%d" % self.comm.rank,))
+            except MPI.Exception as error:
+                if not may_be_loss(error):
+                    raise
         self.is_closed = True
         if self._server is not None:
             self._server.close()
         self.comm.Free()
-
-    def _depart(self) -> None:
-        try:
-            self.tell("depart", (b"%d" % self.comm.rank,))
-        except MPI.Exception as error:
-            if not may_be_loss(error):
-                raise
 
     def _ask_here(
         self, server: StoreServer, operation: str, fields: Fields, limit_sec: float
@@ -207,8 +200,7 @@ class MPIStore(dist.Store):
     def departed(self, until: Callable[[], bool] = _never) -> list[int]:
         """Return the ranks of the store's communicator whose script has ended and closed it.
 
-        Args:
-            until: stops waiting for the server's answer, for an empty one.
+        None if `until` stops the wait for the server's answer.
         """
         return [int(rank) for rank in self._ask("departed", until=until)]
 
@@ -230,7 +222,6 @@ class MPIStore(dist.Store):
         return int(self._ask("add", self._prefix + key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a key's value; the server may do it a moment later."""
         self._tell("append", self._prefix + key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -238,7 +229,6 @@ class MPIStore(dist.Store):
         return self._ask("compare_set", self._prefix + key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set."""
         return bool(self._ask("check", *self._placed(keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -251,33 +241,26 @@ class MPIStore(dist.Store):
             self._ask("wait", *self._placed(keys), timeout=timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return several values, waiting for them."""
         with _explained(", ".join(keys)):
             return list(self._ask("get", *self._placed(keys)))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys at once; the server may do it a moment later."""
         pairs = zip(self._placed(keys), values, strict=True)
         self._tell("set", *itertools.chain.from_iterable(pairs))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
         return bool(self._ask("delete", self._prefix + key)[0])
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return int(self._ask("count", self._prefix)[0])
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
         return [key.decode()[len(self._prefix) :] for key in self._ask("list", self._prefix)]
 
     def items(self, prefix: str, until: Callable[[], bool] = _never) -> dict[str, bytes]:
         """Return the keys that begin with `prefix`, without it, and their values.
 
-        Args:
-            prefix: of the keys.
-            until: stops waiting for the server's answer, for an empty one.
+        None if `until` stops the wait for the server's answer.
         """
         prefix = self._prefix + prefix
         found = self._ask("items", prefix, until=until)
@@ -289,7 +272,6 @@ class MPIStore(dist.Store):
     getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
-        """Return True: append, multi_get and multi_set are supported."""
         return True
 
     hasExtendedApi = has_extended_api  # noqa: N815
@@ -299,7 +281,6 @@ class MPIStore(dist.Store):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
         self._timeout = timeout
 
     @property
@@ -349,7 +330,7 @@ def _as_bytes(argument: str | bytes) -> bytes:
         return argument.encode()
     if isinstance(argument, bytes | bytearray | memoryview):
         return bytes(argument)
-    raise TypeError(f"a store holds str or bytes, found {type(argument).__name__}")
+    raise TypeError(f"a store holds str or bytes, not {type(argument).__name__}")
 
 
 @contextmanager

@@ -112,8 +112,8 @@ class _Pending:
 class StoreServer:
     """The thread that serves the table.
 
-    It polls for messages at intervals that grow from 20 microseconds to 50 ms while none arrive, so
-    that it takes no core from the training: a tenth of the time since the last one.
+    It polls for messages at intervals of a tenth of the time since the last one, from 20
+    microseconds to 50 ms, so that it takes no core from the training.
     """
 
     _MIN_POLL_SEC, _MAX_POLL_SEC = 20e-6, 50e-3

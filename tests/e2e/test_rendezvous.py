@@ -52,13 +52,13 @@ def test_gloo_and_kaitian_groups_in_one_job(planted, tmp_path):
 def test_a_wrong_rank_or_world_size_raises_on_every_rank_and_can_be_corrected(planted, tmp_path):
     ended = planted("wrong_ranks_and_sizes", tmp_path)
     assert ended.code == 0, ended.text
-    needed = "needed 3, the number of ranks that mpirun started; pass world_size=3, or omit it with"
+    advice = "but mpirun started 3 ranks; pass world_size=3, or omit it with"
     counts = Counter(ended.out.splitlines())
     assert counts == {
-        f'UserError: found a world size of 4, {needed} init_method="mpi://"': 6,
-        f'UserError: found a world size of 2, {needed} init_method="mpi://"': 3,
+        f'UserError: the world size is 4, {advice} init_method="mpi://"': 6,
+        f'UserError: the world size is 2, {advice} init_method="mpi://"': 3,
         **{
-            f"AgreedError: found the ranks {ranks}, in MPI's order, needed each of 0 to 2 once; "
+            f"AgreedError: the ranks are {ranks}, in MPI's order, instead of 0 to 2, each once; "
             "give every process a rank of its own": 3
             for ranks in ("[0, 1, 1]", "[1, 2, 3]")
         },
@@ -70,10 +70,10 @@ def test_a_wrong_rank_or_world_size_raises_on_every_rank_and_can_be_corrected(pl
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("too_few", "found a world size of 2, needed 3"),
+        ("too_few", "the world size is 2, but mpirun started 3"),
         (
             "subgroup_first",
-            "found a group of 2 ranks as the first over kaitian, needed one of all 3",
+            "the first group over kaitian has 2 of 3 ranks",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_launcher_other_than_mpirun_is_rejected(tmp_path, method):
     ]
     for ended in [finish(process, started_at) for process in processes]:
         assert ended.code == 2, ended.text
-        assert "error: found a world size of 2, but MPI has only this rank" in ended.err
+        assert "error: the world size is 2, but MPI has only this rank" in ended.err
         assert "Traceback" not in ended.err
         assert "mpirun -np 2" in ended.err
         assert ended.seconds < SOON_SEC

@@ -13,7 +13,7 @@ from unit.test_layers import FLOORS, modules, package_imports, room
 
 import kaitian_mpi
 from kaitian_mpi.distributed.collectives.worker import Worker
-from kaitian_mpi.distributed.ddp_hook import WeightedSum
+from kaitian_mpi.distributed.data_parallel import WeightedSum
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.mpi import datatypes
 
@@ -112,7 +112,7 @@ def by_reducer(group, length):
 @pytest.mark.parametrize("length", [100, 100_000], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("way", "first"),
-    [(by_hook, "distributed.ddp_hook"), (by_reducer, "distributed.reducer")],
+    [(by_hook, "distributed.data_parallel"), (by_reducer, "distributed.reducer")],
     ids=["DDP", "Training"],
 )
 def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, way, first, length):

@@ -264,7 +264,7 @@ def test_inputs_that_cannot_be_counted(world):
     with pytest.raises(ValueError, match=r"no tensor .* \(list, int\).* pass samples_of="):
         model([torch.tensor(1.0)], nested=3)
     model = data_parallel(Network(), samples_of=lambda args, kwargs: -1)
-    with pytest.raises(ValueError, match="found -1, needed a number of at least 0"):
+    with pytest.raises(ValueError, match="samples_of returned -1; it must return 0 or more"):
         model(torch.ones(1, 6))
 
 

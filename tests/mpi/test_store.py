@@ -72,7 +72,7 @@ def test_a_failed_request_raises_in_its_caller(store, world, caller):
             store.add("text", 1)
         with pytest.raises(ValueError, match="zip"):
             store.multi_set(["a", "b"], ["1"])
-        with pytest.raises(TypeError, match="a store holds str or bytes, found int"):
+        with pytest.raises(TypeError, match="a store holds str or bytes, not int"):
             store.set("number", 5)
     world.comm.Barrier()
     store.set(f"after/{world.rank}", "1")

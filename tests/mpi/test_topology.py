@@ -85,13 +85,13 @@ def test_one_rank_may_say_how_to_group(world, last, monkeypatch):
 def test_another_way_to_group_is_an_error_on_every_rank(world, last, monkeypatch):
     if world.rank == last:
         monkeypatch.setenv(GROUP_VARIABLE, "host")
-    found = "found 'host'" if world.size == 1 else f"rank {last}: found 'host'"
-    needed = "needed one of auto, kind, kind-and-host, the same on every rank"
-    with pytest.raises(AgreedError, match=f"{GROUP_VARIABLE}: {found}; {needed}"):
+    given = "'host'" if world.size == 1 else f"rank {last}: 'host'"
+    advice = "give every rank the same, one of auto, kind, kind-and-host"
+    with pytest.raises(AgreedError, match=f"{GROUP_VARIABLE} is {given}; {advice}"):
         agree_on_settings(world.comm)
     if world.size > 1:
         given = "kind" if world.rank else "kind-and-host"
-        with pytest.raises(AgreedError, match=r"rank 0: found 'kind-and-host'; ranks? 1"):
+        with pytest.raises(AgreedError, match=r"rank 0: 'kind-and-host'; ranks? 1"):
             agree_on_settings(world.comm, given)
 
 

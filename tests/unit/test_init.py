@@ -12,7 +12,7 @@ def test_another_backend_is_named(monkeypatch):
     monkeypatch.setattr("kaitian_mpi.distributed.startup.install_abort_hook", lambda: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UserError, match="initialized over gloo, needed this call in place of"):
+        with pytest.raises(UserError, match="initialized over gloo already; call"):
             kaitian_mpi.init()
     finally:
         dist.destroy_process_group()
