@@ -38,14 +38,14 @@ _PARTS = {
     "schedulers": "the scheduler",
     "extra": "extra_state",
 }
-"""Of the shared state, those that hold what the user's objects return, and whose they are."""
+"""The parts of the shared state that the user's objects return, and the objects."""
 
 
 class State:
     """The model, its optimizers and the progress, as each rank holds them.
 
-    Between two steps they are bit-identical on all ranks of equal devices, except what `rank_state`
-    returns; where unlike devices round differently, until the next comparison.
+    Between two steps they are bit-identical on all ranks of equal devices, except for the result of
+    `rank_state`. Unlike devices round differently; a comparison repairs that.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class State:
         """Begin at step 0.
 
         Args:
-            task: whose model, anywhere, is moved to the rank's device.
+            task: its model, on any device, is moved to the rank's.
             computation: how this rank computes.
             total_steps: of the whole run.
             wire: the format in which gradients cross slow links.
@@ -87,7 +87,7 @@ class State:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Change the number of steps of the whole run, and the schedules that follow from it."""
+        """Change the number of steps of the whole run, and the schedules that depend on it."""
         self.progress.total_steps = total_steps
         if self._told_steps not in (None, total_steps):
             with self.lock:
@@ -103,7 +103,7 @@ class State:
         """Begin the schedules with this job's settings, and bring them to the present step.
 
         Raises:
-            UserError: one of them cannot be.
+            UserError: one of them raises.
         """
         for group, own in zip(self._groups, self._own_settings, strict=True):
             parameters = group["params"]
@@ -146,7 +146,7 @@ class State:
         self._is_saved = False
 
     def restore_buffers(self, besides: Collection[int] = ()) -> None:
-        """Take back what a forward has done to the buffers since `save`.
+        """Undo what a forward has done to the buffers since `save`.
 
         Args:
             besides: the ids of buffers that keep their content.
@@ -156,7 +156,7 @@ class State:
         _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
 
     def zero_gradients(self) -> None:
-        """Let the next step begin without a gradient."""
+        """Free the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -169,14 +169,13 @@ class State:
         }
 
     def replicas(self) -> list[torch.Tensor]:
-        """Return the tensors that steps alone change: the weights and the optimizers' state."""
+        """Return the tensors that only steps change: the weights and the optimizers' state."""
         tensors = [parameter.detach() for parameter in self.model.parameters()]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    of_parameter = optimizer.state.get(parameter, {})
-                    found = (of_parameter[name] for name in sorted(of_parameter))
-                    tensors += [value for value in found if isinstance(value, torch.Tensor)]
+                    values = dict(sorted(optimizer.state.get(parameter, {}).items())).values()
+                    tensors += [value for value in values if isinstance(value, torch.Tensor)]
         return tensors
 
     def shared(self) -> dict[str, Any]:
@@ -198,11 +197,11 @@ class State:
         }
 
     def load_shared(self, state: dict[str, Any]) -> None:
-        """Take over what `shared` returned, here or on another rank.
+        """Load a result of `shared`, of this rank or another.
 
-        What this job has set is kept: the total number of steps, and the optimizers' settings. If
-        schedulers with a state of their own have changed these, they are as saved; but where the
-        schedules began with other settings, they begin again with this job's.
+        This job's total number of steps and its optimizers' settings are kept. Settings that
+        schedulers with a state of their own have changed are as saved, unless the schedules began
+        with other settings: then they begin again with this job's.
 
         Raises:
             UserError: it belongs to another model.
@@ -250,7 +249,7 @@ class State:
             self.is_begun = True
 
     def load_file(self, file: TensorFile) -> dict[str, Any]:
-        """Take over what `shared` returned, from a file. Training must not have begun.
+        """Load a result of `shared` from a file. Training must not have begun.
 
         Returns:
             The file's content, with tensors in memory of their own or in that of this state.
