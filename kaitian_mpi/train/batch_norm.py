@@ -58,10 +58,10 @@ class RunningStatistics:
         self._fractions = self._saved_fractions
 
     def lag(self, step_in_epoch: int) -> bool:
-        """Return whether the statistics may still be those of weights that differ from today's.
+        """Return whether the statistics may lag behind the weights.
 
-        So they do in a short epoch: its first steps count as much as its last, and while the
-        weights move fast even those of the step before are far off.
+        They do in a short epoch: its first steps count as much as its last, and while the weights
+        move fast even the step before is far off.
 
         Args:
             step_in_epoch: the number of steps done of the epoch.
@@ -75,8 +75,8 @@ class RunningStatistics:
         """Restart the statistics of an epoch, as the mean of its steps so far.
 
         A momentum of 0.1 needs tens of steps to forget the initial weights, and an epoch may have
-        only six. From the step on at which the model's own momentum weights a step more than such
-        a mean would, that momentum applies as usual.
+        only six. Once the model's own momentum weights a step more than such a mean would, that
+        momentum applies as usual.
 
         Args:
             step_in_epoch: 0 for the epoch's first step.

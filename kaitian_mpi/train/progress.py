@@ -53,7 +53,7 @@ class Progress:
         self.is_done = self.epoch >= epochs or self.step >= self.total_steps
 
     def stopped(self) -> None:
-        """Record that the run stops in mid-epoch, evaluated; with more steps it could continue."""
+        """Record that the run stops in mid-epoch; with more steps it could continue."""
         self.is_done = True
 
     def fraction_done(self, config: TrainingConfig, samples: int, epoch_samples: int) -> float:

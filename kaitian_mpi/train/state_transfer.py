@@ -1,7 +1,7 @@
-"""Moves a training state between ranks and out of files, a piece of a tensor at a time.
+"""Copies a training state between ranks, files and devices, a piece of a tensor at a time.
 
-A state may fill most of a host's memory: neither the rank that sends or reads it nor those that
-receive it hold a second copy of more than a piece.
+A state may fill most of a host's memory: no rank holds a second copy of more than a piece, unless
+it asks for a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kaitian_mpi.mpi.exchange import broadcast_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MIN_BYTES = 1 << 16  # smaller tensors stay in the skeleton, the state without its large tensors
+_MIN_BYTES = 1 << 16  # smaller tensors stay in the skeleton: the state without its large tensors
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 _PIECE_BYTES = 16 << 20
 _PLACE = "the place of a large tensor"  # a key that no state_dict has

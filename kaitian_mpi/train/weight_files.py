@@ -282,14 +282,14 @@ def plain_name(name: str) -> str:
 
 
 def repeated_names(state: Mapping[str, Any], preferred: Container[str] = ()) -> dict[str, str]:
-    """Return the names of tensors in memory that another tensor has whole, and that one's name.
+    """Return the names of tensors whose memory belongs to another tensor, with that one's name.
 
-    As with tied weights: to save or load that other one is enough. These are the names that
+    Such as tied weights: saving or loading the other one is enough. These are the names that
     `safetensors.torch.load_model` allows a file to lack.
 
     Args:
         state: a module's `state_dict()`, whose tensors share memory as the module's do.
-        preferred: of tensors that have all of the same memory, one of these is the other one.
+        preferred: names to choose from if several tensors have all of the same memory.
     """
     by_memory: dict[tuple[torch.device, int], list[str]] = {}
     for name, value in state.items():

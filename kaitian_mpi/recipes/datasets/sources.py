@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 from torch.utils.data import Dataset
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.arrays import ImageArrays
 from kaitian_mpi.recipes.datasets.augment import Augmented
 
 
@@ -31,43 +30,13 @@ class DataSource:
     """Labels are below this."""
 
 
-@dataclass(frozen=True)
-class _BuiltIn:
-    load: Callable[[TrainConfig], tuple[ImageArrays, ImageArrays]]
-    augment: str
-    """What `--augment auto` means. All built-in datasets have ten classes."""
-
-
-def _load_digits(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
-    from kaitian_mpi.recipes.datasets import bundled
-
-    return bundled.load_digits(config.val_split)
-
-
-def _load_cifar10(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
-    from kaitian_mpi.recipes.datasets import cifar10
-
-    return cifar10.load(config.data_dir, config.val_split)
-
-
-def _load_mnist(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
-    from kaitian_mpi.recipes.datasets import mnist
-
-    return mnist.load(config.data_dir, config.val_split)
-
-
-def _make_synthetic(config: TrainConfig) -> tuple[ImageArrays, ImageArrays]:
-    from kaitian_mpi.recipes.datasets import bundled
-
-    return bundled.make_synthetic(config.val_split)
-
-
-# Each imports its module itself: a job needs one of them.
+# By name: the module here, its function, and what `--augment auto` means. Only the one that is used
+# is imported. All have ten classes.
 _BUILT_IN = {
-    "digits": _BuiltIn(_load_digits, "crop"),
-    "cifar10": _BuiltIn(_load_cifar10, "crop-flip"),
-    "mnist": _BuiltIn(_load_mnist, "crop"),
-    "synthetic": _BuiltIn(_make_synthetic, "none"),
+    "digits": ("bundled", "load_digits", "crop"),
+    "cifar10": ("cifar10", "load", "crop-flip"),
+    "mnist": ("mnist", "load", "crop"),
+    "synthetic": ("bundled", "make_synthetic", "none"),
 }
 
 
@@ -85,9 +54,11 @@ def load_data(config: TrainConfig) -> DataSource:
             f"--dataset: there is no dataset {config.dataset!r}; give {', '.join(_BUILT_IN)} or "
             "module:factory"
         )
-    built_in = _BUILT_IN[config.dataset]
-    arrays, validation = built_in.load(config)
-    kind = built_in.augment if config.augment == "auto" else config.augment
+    module, function, automatic = _BUILT_IN[config.dataset]
+    load = getattr(import_module(f"kaitian_mpi.recipes.datasets.{module}"), function)
+    folder = () if module == "bundled" else (config.data_dir,)
+    arrays, validation = load(*folder, config.val_split)
+    kind = automatic if config.augment == "auto" else config.augment
     train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
     return DataSource(config.dataset, train, validation, num_classes=10)
 

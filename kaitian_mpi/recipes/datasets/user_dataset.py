@@ -45,16 +45,13 @@ def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def load_user_data(
     spec: str, data_dir: str, val_split: float
 ) -> tuple[CollatedDataset, CollatedDataset, int]:
-    """Load the training and validation data from a user's factory.
+    """Load training data, validation data and the number of classes from a user's factory.
 
-    The factory is called without arguments, or with `data_dir=` if it takes that and one is given.
-    It returns `(train, validation)` or one map-style dataset, of which `val_split` is held out by a
-    fixed permutation. Each dataset yields (input tensor, int class) pairs.
-
-    Returns:
-        Training data, validation data, and the number of classes: a dataset's `num_classes`, or
-        the length of its `classes`, or 1 + the largest label. Labels are read from `targets` or
-        `labels`; without those, every sample is read once.
+    It is called without arguments, or with `data_dir=` if it takes that and one is given, and
+    returns `(train, validation)` or one map-style dataset, of which `val_split` is held out by a
+    fixed permutation. Each dataset yields (input tensor, int class) pairs. The number of classes is
+    its `num_classes`, the length of its `classes`, or 1 + the largest of its `targets`, `labels`,
+    or classes read one by one.
 
     Raises:
         UserError: the factory cannot be imported, raises, or returns something else.

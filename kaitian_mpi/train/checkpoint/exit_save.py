@@ -81,7 +81,7 @@ class ExitSave:
         prepare: Callable[[], None] | None = None,
         after_fork: Callable[[], None] | None = None,
     ) -> None:
-        """Store the callbacks; nothing happens before a signal.
+        """Store the callbacks.
 
         Args:
             lock: the state's lock.
@@ -102,7 +102,7 @@ class ExitSave:
         Returns:
             A line that reports what was saved; None if the child has printed it.
         """
-        self._request()
+        self._lock.on_acquired = self._save_unchanged
         self._lock.__enter__()
         if not self._child:  # no process could be forked
             return self._save()
@@ -111,12 +111,9 @@ class ExitSave:
 
     def interrupt(self) -> None:
         """Fork now if the main thread is changing the state. For its signal handler."""
-        self._request()
+        self._lock.on_acquired = self._save_unchanged
         if self._lock.is_mine and self._prepare is None:
             self._fork(self._complete_change)
-
-    def _request(self) -> None:
-        self._lock.on_acquired = self._save_unchanged
 
     def _save_unchanged(self) -> None:
         if self._prepare is not None and not self._child:
@@ -130,7 +127,10 @@ class ExitSave:
         if self._child:
             return
         with suppress(OSError):  # no memory, or too many processes
-            stderr = _launcher_stderr()
+            try:
+                stderr = open_launcher_stderr()
+            except OSError:
+                stderr = os.dup(_STDERR)
             self._child = os.fork()
             if self._child == 0:
                 self._lock.on_acquired = None
@@ -170,10 +170,3 @@ def _detach_from_job() -> None:
                 os.close(descriptor)
     with suppress(OSError):
         Path("/proc/self/comm").write_text(_PROCESS_NAME)
-
-
-def _launcher_stderr() -> int:
-    try:
-        return open_launcher_stderr()
-    except OSError:
-        return os.dup(_STDERR)

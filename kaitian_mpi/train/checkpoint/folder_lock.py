@@ -17,9 +17,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _NAME = ".lock"
-# Not polling.wait_until, which asks often at first: on a network file system, each lock request is
-# a message to its server.
-_POLL_SEC = 0.1
+_POLL_SEC = 0.1  # on a network file system, each lock request is a message to its server
 
 
 @contextmanager

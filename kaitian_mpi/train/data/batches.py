@@ -73,7 +73,7 @@ class MicroBatch(NamedTuple):
     """Samples that a rank computes at once."""
 
     samples: int
-    """0 for a batch that stands in where a rank has no sample in a step."""
+    """0 for a batch that stands in for a rank's empty share."""
     batch: Any
 
 
@@ -115,7 +115,7 @@ class StepBatches(Dataset[list[MicroBatch]]):
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
-        self._epoch: int | None = None  # that a data-loading process has told its dataset
+        self._epoch: int | None = None  # of the dataset in a data-loading process
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -131,9 +131,9 @@ class StepBatches(Dataset[list[MicroBatch]]):
             raise RuntimeError("the dataset, or collate, raised StopIteration") from error
 
     def _prepare_process(self, share: Share) -> None:
-        """Set the epoch of this process's dataset, and the state of its random numbers.
+        """Set the epoch of this process's dataset, and seed its random numbers.
 
-        So the share is the same in whichever process it is loaded, and where the run is resumed.
+        So a share is the same in any process, and after a resume.
         """
         random.seed(share.seed)
         np.random.seed(share.seed)
@@ -144,7 +144,7 @@ class StepBatches(Dataset[list[MicroBatch]]):
 
 
 def set_epoch_of(batches: Any, epoch: int) -> None:
-    """Tell a dataset, or the one that a `Batches` wraps, the epoch, if it has a `set_epoch`."""
+    """Call the `set_epoch` of a dataset, or of the one that a `Batches` wraps, if it has one."""
     data = batches.data if isinstance(batches, Batches) else batches
     if (set_epoch := getattr(data, "set_epoch", None)) is not None:
         set_epoch(epoch)
@@ -153,7 +153,7 @@ def set_epoch_of(batches: Any, epoch: int) -> None:
 def place(
     batch: Any, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Any:
-    """Return a batch with its tensors on a device; what is no tensor stays as it is.
+    """Return a batch with its tensors on a device; all else stays as it is.
 
     Args:
         batch: a tensor, a list, tuple, named tuple, mapping or dataclass of batches, or an object
@@ -176,7 +176,7 @@ def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor],
     change_object: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """Return a batch with every tensor in it changed; what is no tensor stays as it is.
+    """Return a batch with every tensor in it changed; all else stays as it is.
 
     Args:
         batch: a tensor, or a list, tuple, named tuple, mapping or dataclass of batches.
@@ -207,7 +207,7 @@ def map_tensors(
 
 
 def _like(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return the values in a mapping of the original's class, where that can be changed."""
+    """Return the values in a mapping of the original's class, if that is mutable."""
     if type(original) is dict or not isinstance(original, MutableMapping):
         return values
     moved = copy.copy(original)

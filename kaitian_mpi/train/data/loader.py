@@ -29,7 +29,8 @@ class ShareLoader:
     """Loads a rank's shares of steps, in processes that stay until it is closed.
 
     The first share starts them. Each gets a copy of the dataset as it is then, and imports the
-    script again, which takes seconds; of what happens to the dataset later they see `set_epoch`.
+    script again, which takes seconds; later changes of the dataset do not reach it, except by
+    `set_epoch`.
 
     Args:
         batches: returns a batch when indexed by a list of sample indices.
@@ -44,7 +45,7 @@ class ShareLoader:
         self._loader: DataLoader[list[MicroBatch]] | None = None
 
     def load(self, shares: Iterator[Share]) -> Iterator[list[MicroBatch]]:
-        """Return an iterator over the loaded shares; an earlier one cannot be used any more."""
+        """Return an iterator over the loaded shares; it replaces the earlier one."""
         self._shares.next = shares
         if self._loader is None:
             self._loader = self._make_loader()

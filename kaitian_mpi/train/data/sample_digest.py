@@ -64,7 +64,7 @@ def _digest(data: Any, index: int) -> tuple[str, str]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what a batch of any structure is made of, in an order that is the same everywhere."""
+    """Yield the leaves of a batch of any structure, in an order that is the same everywhere."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key)
@@ -86,7 +86,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _describe(leaf: Any) -> tuple[str, bytes]:
-    """Return what of a value must be equal, and the bits that need not be."""
+    """Return a text that must be equal on all hosts, and bits that need not be."""
     if isinstance(leaf, np.ndarray | np.generic):
         leaf = torch.as_tensor(leaf)
     if isinstance(leaf, torch.Tensor):

@@ -43,7 +43,7 @@ def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 
     Returns:
         The plan itself; in an epoch's last, partial step, the remaining samples in the plan's
         proportions. No share exceeds the rank's planned batch size, except by less than
-        `min_batch` where shares below that are not possible.
+        `min_batch` if shares below that are not possible.
     """
     samples = samples_of_step(remaining, sum(batch_sizes), min_batch)
     if samples == sum(batch_sizes):
@@ -72,7 +72,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         rank: this rank.
         shuffle: whether to permute the samples by (seed, epoch); otherwise in dataset order.
         seed: any integer, the same on all ranks.
-        min_batch: the fewest samples that the model can train on: 2 where batch norm has a single
+        min_batch: the fewest samples that the model can train on: 2 if batch norm has a single
             value per sample and channel. A rank takes none or at least this many. A smaller
             remainder of an epoch is added to the step before it, which then exceeds the global
             batch size.
@@ -163,7 +163,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
     def shares_at(self, position: int) -> list[int]:
         """Return how many samples each rank takes in the step at `position`.
 
-        Of a step that a loader with workers has fetched ahead, by the plan of that time.
+        A step that a loader with workers has fetched ahead has the plan of that time.
         """
         made = (plan for first, plan in reversed(self._plans) if first <= position)
         sizes = next(made, self._batch_sizes)
@@ -182,9 +182,9 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         self._ran_to_end = True
 
     def first_shares(self, count: int) -> Iterator[list[int]]:
-        """Yield this rank's indices of the steps that the epoch's first `count` samples would take.
+        """Yield this rank's indices of the steps of the epoch's first `count` samples.
 
-        The position does not matter, and stays.
+        The position neither matters nor changes.
         """
         order, position = self._permutation()[:count], 0
         while position < len(order):
@@ -222,7 +222,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         return {"seed": self.seed, "shuffle": self.shuffle, "dataset_length": len(self.dataset)}
 
     def _share_at(self, order: torch.Tensor, position: int) -> tuple[list[int], int]:
-        """Return this rank's indices of the step at `position`, and where the next one starts."""
+        """Return this rank's indices of the step at `position`, and the next step's position."""
         shares = shares_of_step(len(order) - position, self._batch_sizes, self.min_batch)
         start = position + sum(shares[: self.rank])
         return order[start : start + shares[self.rank]].tolist(), position + sum(shares)
