@@ -178,7 +178,9 @@ def test_the_report_of_a_run_opens_in_a_browser(emulated, tmp_path):
         described = browser.value("[...document.querySelectorAll('svg')].map(s => s.ariaLabel)")
         assert len(described) == len(FIGURES)
         assert all("EMULATED" in text for text in described)
-        assert "4 ranks on 1 host. gpu: 2 ranks, led by rank 0" in described[0]
+        ranks = browser.value("document.querySelector('details').textContent")
+        assert ranks.startswith("All ranks (4)rankhostkinddevice")
+        assert "gpu (emulated)" in ranks
         shown = browser.value("document.querySelector('#run1-rate + figure').textContent")
         assert "Training rate · EMULATED devices or speeds" in shown
         assert browser.value("document.querySelectorAll('.missing').length") == 0

@@ -84,8 +84,9 @@ def make_run(folder, *, host="node-a", emulated=True):
     lines += [evaluation(step, step / 250) for step in (50, 100, 150, 200)]
     write_lines(folder / "metrics.jsonl", sorted(lines, key=lambda line: line["step"]))
     plans = [
-        {"step": 0, "time": START + 1, "batch_sizes": [16, 16, 16, 16], "reason": "the benchmark"},
-        {"step": 60, "time": START + 7, "batch_sizes": [24, 8, 16, 16], "predicted_gain": 0.4,
+        {"step": 0, "time": START + 1, "batch_sizes": [16, 16, 16, 16], "ranks": [0, 1, 2, 3],
+         "reason": "the benchmark"},
+        {"step": 60, "time": START + 7, "batch_sizes": [24, 8, 16, 16], "ranks": [0, 1, 2, 3],
          "reason": "rank 1 (node-a, cpu, gpu) takes 2.00x as long as planned"},
         {"step": 100, "time": START + 11, "batch_sizes": [30, 12, 22], "ranks": [0, 1, 2],
          "reason": "rank 3 (node-b, cpu, mlu) was lost"},

@@ -1,4 +1,4 @@
-"""Figures made of bars: what a step's time is spent on, and what an allreduce takes."""
+"""The figure of what a step's time is spent on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.observe.report import palette
-from kaitian_mpi.observe.report.canvas import SMALL, new_figure, titled_figure
+from kaitian_mpi.observe.report.canvas import SMALL, new_figure
 from kaitian_mpi.observe.report.run import Interval, Run
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ _ORDER = ("data", "forward", "backward", "compute", "optimizer", "wait", "other"
 _MAX_PERIODS = 3
 _MIN_LABEL = 0.05
 """Of the axis: narrower parts of a bar have no number."""
-MAX_RUNS = 20
 _MAX_BARS = 16
 """Ranks of a period that get a bar each; more are shown as the means of their kinds."""
 
@@ -178,126 +177,3 @@ def describe_step_phases(run: Run) -> str:
             f"which ranks wait {min(waits):.0f} to {max(waits):.0f} ms"
         )
     return "What each rank spends a step's time on: " + "; ".join(texts) + "."
-
-
-def draw_communication(run: Run) -> Figure | None:
-    """Draw what the sum of a step's gradients takes by each algorithm."""
-    measured = run.allreduce_sec
-    if not measured:
-        return None
-    names = sorted(measured, key=lambda name: measured[name])
-    chosen = run.algorithm if run.algorithm in measured else ""
-    figure = new_figure("Sum of a step's gradients between kinds", run, 1.3 + 0.4 * len(names))
-    axes = figure.subplots()
-    milliseconds = [1e3 * measured[name] for name in names]
-    for row, (name, value) in enumerate(zip(names, milliseconds, strict=True)):
-        is_chosen = name == chosen
-        axes.barh(
-            row,
-            value,
-            height=0.66,
-            color=palette.BLUE if is_chosen else palette.IDLE,
-            hatch="" if is_chosen else "///",
-            edgecolor=palette.MUTED,
-        )
-        _label_bar(axes, value, row, f"{value:.3g} ms" + (", used" if is_chosen else ""))
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * max(milliseconds))
-    axes.set_xlabel("time for all gradients of a step, measured before training (ms)")
-    axes.set_ylabel("algorithm")
-    axes.tick_params(left=False)
-    return figure
-
-
-def _label_bar(axes: Axes, value: float, row: int, text: str) -> None:
-    """Write a text beside the end of a bar."""
-    axes.annotate(
-        text, (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL
-    )  # fmt: skip
-
-
-def describe_communication(run: Run) -> str:
-    """Describe that figure in words."""
-    if not run.allreduce_sec:
-        used = f"; {run.algorithm} is used" if run.algorithm else ""
-        return f"No algorithm was measured for the sum of gradients between kinds{used}."
-    times = ", ".join(f"{name} {1e3 * sec:.3g} ms" for name, sec in run.allreduce_sec.items())
-    used = f"; {run.algorithm} is used" if run.algorithm else ""
-    return f"Time for the sum of a step's gradients by algorithm: {times}{used}."
-
-
-def draw_comparison(runs: Sequence[Run]) -> Figure | None:
-    """Draw rate, time and held-out results of several runs side by side."""
-    shown = list(runs)[:MAX_RUNS]
-    panels = _comparison(shown)
-    if not panels:
-        return None
-    is_emulated = any(run.emulated for run in shown)
-    figure = titled_figure(
-        "Runs side by side", is_emulated=is_emulated, height=1.4 + 0.42 * len(shown)
-    )
-    all_axes: list[Axes] = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
-    for place, (axes, (label, values)) in enumerate(zip(all_axes, panels.items(), strict=True)):
-        known = [value for value in values if value is not None]
-        for row, value in enumerate(values):
-            fill = palette.rank_style(place)
-            if value is not None:
-                axes.barh(row, value, height=0.6, color=fill.color, alpha=0.75)
-            axes.text(value or 0, row, f" {_format(value)}", va="center", fontsize=SMALL)
-        axes.set_xlim(0, 1.45 * max(known, default=1) or 1)
-        axes.set_xlabel(label)
-        axes.tick_params(left=False)
-        axes.locator_params(axis="x", nbins=4)
-    all_axes[0].set_yticks(range(len(shown)), [_run_label(run, shown) for run in shown])
-    all_axes[0].invert_yaxis()
-    return figure
-
-
-def describe_comparison(runs: Sequence[Run]) -> str:
-    """Describe that figure in words."""
-    parts = []
-    shown = list(runs)[:MAX_RUNS]
-    for label, values in _comparison(shown).items():
-        texts = [
-            f"{run.name} {value:,.4g}"
-            for run, value in zip(shown, values, strict=True)
-            if value is not None
-        ]
-        parts.append(f"{label}: {', '.join(texts)}")
-    text = "Runs side by side. " + "; ".join(parts) + "."
-    return text + (" Emulated: " + ", ".join(r.name for r in shown if r.emulated) + "."
-                   if any(r.emulated for r in shown) else "")  # fmt: skip
-
-
-def _comparison(runs: Sequence[Run]) -> dict[str, list[float | None]]:
-    """Return the values of each run, by the label of the panel."""
-    last = [run.evaluations[-1].values if run.evaluations else {} for run in runs]
-    panels: dict[str, list[float | None]] = {
-        "rate (samples/s)": [run.rate for run in runs],
-        "training time (s)": [
-            run.training_time_sec or (run.intervals[-1].at_sec if run.intervals else None)
-            for run in runs
-        ],
-    }
-    if any("accuracy" in values for values in last):
-        panels["held-out accuracy (%)"] = [
-            None if (value := values.get("accuracy")) is None else 100 * value for values in last
-        ]
-    elif any("loss" in values for values in last):
-        panels["held-out loss"] = [values.get("loss") for values in last]
-    return {label: values for label, values in panels.items() if any(values)}
-
-
-def _format(value: float | None) -> str:
-    if value is None:
-        return "not known"
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
-
-
-def _run_label(run: Run, runs: Sequence[Run]) -> str:
-    is_unique = sum(other.name == run.name for other in runs) == 1
-    name = run.name if is_unique else str(run.path)[-28:]
-    name = name if len(name) <= 28 else name[:27] + "…"
-    notes = [*(["emulated"] * run.emulated), *([run.state] if run.state != "finished" else [])]
-    return name + (f"\n({', '.join(notes)})" if notes else "")

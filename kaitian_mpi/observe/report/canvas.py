@@ -23,6 +23,7 @@ WIDTH = 9.0
 _width: ContextVar[float] = ContextVar("width", default=WIDTH)
 SMALL = 9
 """The size of the smallest text, in points."""
+TIME = "time since the start (s)"
 EMULATED = "EMULATED devices or speeds"
 MAX_LINES = 8
 """Ranks that get a line each; more are shown as a heat map."""
@@ -112,11 +113,6 @@ def finish_axes(axes: Axes, x_label: str, y_label: str, *, from_zero: bool = Tru
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
-
-
-def time_label(run: Run) -> str:
-    """Return the label of a time axis."""
-    return "time since the start (s)" if run.has_times else "training time (s)"
 
 
 @dataclass(frozen=True)

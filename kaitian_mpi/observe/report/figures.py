@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.observe.report import bar_figures, rank_figures, run_figures, topology_figure
+from kaitian_mpi.observe.report import bar_figures, rank_figures, run_figures
 from kaitian_mpi.observe.report.canvas import EMULATED, drawing
 from kaitian_mpi.observe.report.run import Run
 
@@ -41,14 +41,6 @@ class FigureSpec:
 
 
 FIGURES: tuple[FigureSpec, ...] = (
-    FigureSpec(
-        "topology",
-        "Ranks, hosts and links",
-        "Ranks of one kind are a group and reach each other by their vendor's library, or by MPI. "
-        "Gradients cross between kinds in host memory.",
-        topology_figure.draw_topology,
-        topology_figure.describe_topology,
-    ),
     FigureSpec(
         "rate",
         "Training rate",
@@ -95,12 +87,5 @@ FIGURES: tuple[FigureSpec, ...] = (
         "The table below describes each event in words.",
         run_figures.draw_events,
         run_figures.describe_events,
-    ),
-    FigureSpec(
-        "communication",
-        "Sum of a step's gradients between kinds",
-        "Each algorithm was measured on the ranks and links of this run before training.",
-        bar_figures.draw_communication,
-        bar_figures.describe_communication,
     ),
 )

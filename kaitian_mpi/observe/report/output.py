@@ -10,8 +10,6 @@ from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import replacing
-from kaitian_mpi.observe.report.bar_figures import draw_comparison
-from kaitian_mpi.observe.report.canvas import drawing
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page, reloading
 from kaitian_mpi.observe.report.run import Run
@@ -86,10 +84,6 @@ def write_images(folder: Path, runs: Sequence[Run], formats: Sequence[str]) -> i
 
 def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Any]]:
     """Yield the names and figures of all runs; None for a figure without content."""
-    if len(runs) > 1:
-        with drawing():
-            figure = draw_comparison(runs)
-        yield "comparison", figure
     for number, run in enumerate(runs, 1):
         prefix = f"run{number}-" if len(runs) > 1 else ""
         for spec in FIGURES:

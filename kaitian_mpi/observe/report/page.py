@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 
-from kaitian_mpi.observe.report.bar_figures import MAX_RUNS, describe_comparison, draw_comparison
-from kaitian_mpi.observe.report.canvas import drawing
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
 from kaitian_mpi.observe.report.run import Run, format_duration
 from kaitian_mpi.observe.report.svg import to_svg
@@ -113,16 +111,31 @@ def _links(runs: Sequence[Run]) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    with drawing():
-        figure = draw_comparison(runs)
-    body = "<p>Nothing is known of these runs yet.</p>"
-    if figure is not None:
-        drawn = to_svg(figure, describe_comparison(runs), "comparison")
-        more = f" The first {MAX_RUNS} of {len(runs)} runs." if len(runs) > MAX_RUNS else ""
-        caption = f"Means over each whole run, and its last held-out result.{more}"
-        body = _as_figure(drawn, caption)
+    """Return a table of the runs' rates and last results, the first one being the reference."""
+    first = runs[0].rate
+    names = sorted({name for run in runs for name in run.results})
+    rows = [
+        (
+            run.name + (" (emulated)" if run.emulated else ""),
+            run.state,
+            _number(run.rate),
+            _number(run.rate / first if run.rate and first else None),
+            format_duration(run.training_time_sec),
+            *(_number(run.results.get(name)) for name in names),
+        )
+        for run in runs
+    ]
+    results = [f"held-out {name}" for name in names]
+    columns = ("run", "state", "samples/s", "times the first", "training time", *results)
+    body = _table(columns, rows)
     heading = f'<h2 id="comparison">{_COMPARISON}</h2>'
-    return f'<section aria-labelledby="comparison">\n{heading}\n{body}\n</section>\n'
+    return f'<section aria-labelledby="comparison">\n{heading}\n{body}</section>\n'
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "not known"
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def _run_section(run: Run, number: int) -> str:
@@ -136,6 +149,7 @@ def _run_section(run: Run, number: int) -> str:
     return f"""<section aria-labelledby="run{number}">
 <h2 id="run{number}">Run {_text(run.name)}</h2>
 {_summary(run)}
+{_rank_table(run)}{_allreduce_table(run)}
 {"".join(parts)}
 </section>
 """
@@ -188,6 +202,39 @@ def _as_figure(drawn: str, caption: str) -> str:
     return f'<figure><div class="wide">{drawn}</div>\n{caption}</figure>'
 
 
+def _rank_table(run: Run) -> str:
+    leaders = {group.leader for group in run.groups}
+    lost = {rank for event in run.events if event.kind == "loss" for rank in event.ranks}
+    rows = [
+        (
+            str(rank.rank),
+            rank.host,
+            rank.kind + (" (emulated)" if rank.emulated else ""),
+            rank.device_name or rank.device,
+            rank.library or "MPI",
+            ", ".join(
+                [
+                    *(["leader of its group"] if rank.rank in leaders else []),
+                    *(["lost"] if rank.rank in lost else []),
+                    *([f"slowed {rank.slowdown}"] if rank.slowdown else []),
+                ]
+            ),
+        )
+        for rank in run.ranks.values()
+    ]
+    columns = ("rank", "host", "kind", "device", "communicates by", "notes")
+    return _details(f"All ranks ({len(rows):,})", _table(columns, rows)) if rows else ""
+
+
+def _allreduce_table(run: Run) -> str:
+    rows = [
+        (name, f"{1e3 * seconds:.3g} ms", "used" if name == run.algorithm else "")
+        for name, seconds in sorted(run.allreduce_sec.items(), key=lambda item: item[1])
+    ]
+    title = "Sum of a step's gradients between kinds, measured before training"
+    return _details(title, _table(("algorithm", "time", ""), rows)) if rows else ""
+
+
 def _plan_table(run: Run) -> str:
     rows = [
         (
@@ -198,7 +245,8 @@ def _plan_table(run: Run) -> str:
         )
         for number, plan in enumerate(run.plans)
     ]
-    return _table("All plans", ("mark", "from step", "samples of each rank", "reason"), rows)
+    columns = ("mark", "from step", "samples of each rank", "reason")
+    return _details(f"All plans ({len(rows):,})", _table(columns, rows)) if rows else ""
 
 
 def _event_table(run: Run) -> str:
@@ -206,7 +254,8 @@ def _event_table(run: Run) -> str:
         (f"{event.step:,}", format_duration(event.at_sec), event.kind.replace("_", " "), event.text)
         for event in run.events
     ]
-    return _table("All events", ("step", "after", "what", "details"), rows)
+    columns = ("step", "after", "what", "details")
+    return _details(f"All events ({len(rows):,})", _table(columns, rows)) if rows else ""
 
 
 def _batches(ranks: Sequence[int], sizes: Sequence[int]) -> str:
@@ -214,9 +263,11 @@ def _batches(ranks: Sequence[int], sizes: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(sizes) - 16} more ranks" if len(sizes) > 16 else "")
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{_text(title)}</summary>{content}</details>\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{_text(column)}</th>' for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>"
@@ -224,10 +275,8 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     )
     more = f"<p>and {len(rows) - _MAX_ROWS:,} more</p>" if len(rows) > _MAX_ROWS else ""
     return (
-        f"<details><summary>{_text(title)} ({len(rows):,})</summary>"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-        f"{more}</details>\n"
+        f"<tbody>{body}</tbody></table></div>{more}\n"
     )
 
 

@@ -5,7 +5,6 @@ The colors are those of Okabe and Ito (2008), https://jfly.uni-koeln.de/color/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,14 +27,6 @@ IDLE = "#E6E6E6"
 _RANKS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, BLACK, SKY_BLUE)
 _LINES: tuple[LineStyle, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_KINDS = (
-    ("#CFE4F2", ""),
-    ("#FBE0C9", "///"),
-    ("#CDEBE2", "---"),
-    ("#F3DDE8", "\\\\\\"),
-    ("#FBF7C5", "xxx"),
-    (IDLE, "|||"),
-)
 
 
 @dataclass(frozen=True)
@@ -71,9 +62,3 @@ def rank_style(rank: int) -> RankStyle:
     return RankStyle(
         _RANKS[rank % len(_RANKS)], _LINES[rank % len(_LINES)], _MARKERS[rank % len(_MARKERS)]
     )
-
-
-def kind_fill(kind: str, kinds: Sequence[str]) -> Fill:
-    """Return a device kind's fill, by its place among all kinds of the run."""
-    place = kinds.index(kind) if kind in kinds else 0
-    return Fill(*_KINDS[place % len(_KINDS)])

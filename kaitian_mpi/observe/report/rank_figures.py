@@ -10,12 +10,12 @@ from kaitian_mpi.observe.report import palette
 from kaitian_mpi.observe.report.canvas import (
     MAX_LINES,
     SMALL,
+    TIME,
     End,
     finish_axes,
     label_ends,
     mark_changes,
     new_figure,
-    time_label,
 )
 from kaitian_mpi.observe.report.run import Interval, PlanChange, Run
 
@@ -63,7 +63,7 @@ def draw_utilization(run: Run) -> Figure | None:
     axes = figure.subplots()
     _draw_lines(axes, series)
     axes.set_ylim(0, 105)
-    finish_axes(axes, time_label(run), "computing (% of the step's time)")
+    finish_axes(axes, TIME, "computing (% of the step's time)")
     axes.set_xlim(0, max(axes.get_xlim()[1], 1e-9))
     mark_changes([axes], run, lambda change: change.at_sec)
     label_ends(axes, _ends(run, series, "{:.0f}%"))
@@ -185,7 +185,7 @@ def _heat_map(
     )
     figure.colorbar(image, ax=axes, label=unit, pad=0.01)
     is_step = highest is None
-    axes.set_xlabel("step" if is_step else time_label(run))
+    axes.set_xlabel("step" if is_step else TIME)
     axes.set_ylabel(f"rank ({len(ranks):,} of them; blank: not training)")
     ticks = sorted({round(i * (len(ranks) - 1) / 10) for i in range(11)})
     axes.set_yticks(ticks, [str(ranks[i]) for i in ticks])

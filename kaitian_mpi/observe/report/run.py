@@ -50,18 +50,19 @@ class Interval:
     """The number of steps."""
     at_sec: float
     """Seconds since the run's start, without the time between jobs."""
-    total_steps: int | None = None
-    """Of the whole run, as planned then."""
-    epoch: int | None = None
     loss: float | None = None
-    learning_rate: float | None = None
     samples_per_sec: float | None = None
     step_time_sec: float | None = None
     ranks: tuple[int, ...] = ()
-    batch_sizes: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] = ()
     phases: Mapping[str, tuple[float, ...]]
     """Mean seconds per step by rank, by phase; NaN where a rank has none."""
     logged: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """How long its steps took."""
+        return (self.step_time_sec or 0.0) * self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,6 @@ class PlanChange:
     ranks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     reason: str
-    predicted_gain: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,13 @@ class Run:
     """What the summary says, ready to show, by name."""
     samples_per_sec: float | None
     training_time_sec: float | None
-    has_times: bool
-    """Whether readings have their own time; otherwise it is added up from the steps' times."""
     missing: list[str]
     """What could not be read, a sentence each."""
+
+    @property
+    def results(self) -> Mapping[str, float]:
+        """The last held-out results."""
+        return self.evaluations[-1].values if self.evaluations else {}
 
     @property
     def rate(self) -> float | None:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.observe.report import palette
 from kaitian_mpi.observe.report.canvas import (
-    SMALL,
+    TIME,
     End,
     finish_axes,
     label_ends,
     mark_changes,
     new_figure,
-    time_label,
 )
 from kaitian_mpi.observe.report.run import Event, Run
 
@@ -22,92 +21,68 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_PANELS = 4
-_SLOW = "slow rank"
 _MAX_SLOW_ROWS = 6
-_EVENT_ROWS = (
-    ("new plan", ("plan",), "D", palette.BLUE),
-    (_SLOW, ("slow",), "s", palette.ORANGE),
-    ("lost rank", ("loss", "recovery"), "X", palette.VERMILLION),
-    ("checkpoint", ("checkpoint",), "o", palette.GREEN),
-    ("bad step", ("bad_step", "divergence"), "v", palette.PURPLE),
-    ("job", ("start", "resume", "stop", "finish", "exclusion"), "|", palette.BLACK),
-)
-
-
-def metric_names(run: Run) -> list[str]:
-    """Return the held-out figures other than the loss, and the script's own, by first use."""
-    held_out = dict.fromkeys(name for e in run.evaluations for name in e.values if name != "loss")
-    logged = dict.fromkeys(name for i in run.intervals for name in i.logged)
-    return list({**held_out, **logged})
+_SHARES = ("accuracy", "acc", "precision", "recall")
+_SLOW = "slow rank"
+_EVENT_ROWS = {
+    "new plan": (("plan",), "D", palette.BLUE),
+    _SLOW: (("slow",), "s", palette.ORANGE),
+    "lost rank": (("loss", "recovery"), "X", palette.VERMILLION),
+    "checkpoint": (("checkpoint",), "o", palette.GREEN),
+    "bad step": (("bad_step", "divergence"), "v", palette.PURPLE),
+    "job": (("start", "resume", "stop", "finish", "exclusion"), "|", palette.BLACK),
+}
 
 
 def draw_learning(run: Run) -> Figure | None:
-    """Draw the losses and the metrics over the steps, a panel each."""
+    """Draw the losses, and the metrics and the script's own figures in a panel each."""
     losses = [(i.step, i.loss) for i in run.intervals if i.loss is not None]
     held_out = _held_out(run, "loss")
-    names = metric_names(run)[: _MAX_PANELS - 1]
+    of_evaluations = [name for e in run.evaluations for name in e.values if name != "loss"]
+    of_script = [name for i in run.intervals for name in i.logged]
+    names = list(dict.fromkeys(of_evaluations + of_script))[: _MAX_PANELS - 1]
     if not losses and not held_out and not names:
         return None
-    count = 1 + len(names)
-    figure = new_figure("Loss and held-out results", run, 1.0 + 2.2 * count)
-    panels: list[Axes] = list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
-    ends = _draw_series(panels[0], losses, "training", palette.BLUE, "-", "")
-    ends += _draw_series(panels[0], held_out, "held-out", palette.VERMILLION, (0, (5, 2)), "s")
-    _finish_panels(panels, run, "loss (mean per sample)", ends, names)
-    return figure
-
-
-def _finish_panels(
-    panels: Sequence[Axes],
-    run: Run,
-    loss_label: str,
-    loss_ends: list[End],
-    names: Sequence[str],
-) -> None:
-    all_ends = [loss_ends]
-    finish_axes(panels[0], "", loss_label, from_zero=_is_positive(loss_ends))
-    for axes, name in zip(panels[1:], names, strict=True):
-        points = _held_out(run, name)
-        scale = 100.0 if _is_share(name, points) else 1.0
-        points = [(step, scale * value) for step, value in points]
-        logged = [(i.step, i.logged[name]) for i in run.intervals if name in i.logged]
-        form = "{:.1f}%" if scale == 100 else "{:.4g}"
-        ends = _draw_series(axes, points, "held-out", palette.VERMILLION, (0, (5, 2)), "s", form)
-        ends += _draw_series(axes, logged, "logged", palette.GREEN, "-.", "^")
-        finish_axes(axes, "", f"{name} ({'%' if scale == 100 else 'as reported'})", from_zero=False)
-        if scale == 100:
-            axes.set_ylim(0, 104)
-        all_ends.append(ends)
+    figure = new_figure("Loss and held-out results", run, 3.2 + 2.2 * len(names))
+    panels: list[Axes] = list(figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0])
+    ends = [
+        *_draw_series(panels[0], losses, "training", palette.BLUE, "-", ""),
+        *_draw_series(panels[0], held_out, "held-out", palette.VERMILLION, (0, (5, 2)), "s"),
+    ]
+    is_positive = all(end.y >= 0 for end in ends)
+    finish_axes(panels[0], "", "loss (mean per sample)", from_zero=is_positive)
+    all_ends = [ends] + [
+        _draw_metric(axes, run, name) for axes, name in zip(panels[1:], names, strict=True)
+    ]
     panels[-1].set_xlabel("step")
     mark_changes(panels, run, lambda change: change.step)
     for axes, ends in zip(panels, all_ends, strict=True):
         label_ends(axes, ends)
+    return figure
 
 
-def describe_learning(run: Run) -> str:
-    """Describe that figure in words."""
-    losses = [i.loss for i in run.intervals if i.loss is not None]
-    parts = []
-    if losses:
-        parts.append(f"training loss from {losses[0]:.4g} to {losses[-1]:.4g}")
-    if run.evaluations:
-        last = run.evaluations[-1]
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(last.values.items())[:6])
-        parts.append(f"held-out results at step {last.step}: {shown}")
-    return "Loss and held-out results over the steps: " + ("; ".join(parts) or "none yet") + "."
+def _draw_metric(axes: Axes, run: Run, name: str) -> list[End]:
+    points = _held_out(run, name)
+    is_share = (
+        any(part in name.lower() for part in _SHARES)
+        and bool(points)
+        and all(0 <= value <= 1 for _, value in points)
+    )
+    form, unit, scale = ("{:.1f}%", "%", 100.0) if is_share else ("{:.4g}", "as reported", 1.0)
+    points = [(step, scale * value) for step, value in points]
+    logged = [(i.step, i.logged[name]) for i in run.intervals if name in i.logged]
+    ends = [
+        *_draw_series(axes, points, "held-out", palette.VERMILLION, (0, (5, 2)), "s", form),
+        *_draw_series(axes, logged, "logged", palette.GREEN, "-.", "^"),
+    ]
+    finish_axes(axes, "", f"{name} ({unit})", from_zero=False)
+    if is_share:
+        axes.set_ylim(0, 104)
+    return ends
 
 
 def _held_out(run: Run, name: str) -> list[tuple[int, float]]:
     return [(e.step, e.values[name]) for e in run.evaluations if name in e.values]
-
-
-def _is_share(name: str, points: Sequence[tuple[int, float]]) -> bool:
-    is_named_so = any(part in name.lower() for part in ("accuracy", "acc", "precision", "recall"))
-    return is_named_so and bool(points) and all(0 <= value <= 1 for _, value in points)
-
-
-def _is_positive(ends: Sequence[End]) -> bool:
-    return all(end.y >= 0 for end in ends)
 
 
 def _draw_series(
@@ -123,12 +98,29 @@ def _draw_series(
     if not points:
         return []
     xs, ys = zip(*points, strict=True)
-    every = max(1, len(xs) // 30)
     axes.plot(
-        xs, ys, color=color, linestyle=line, marker=marker, markevery=every, markersize=5,
+        *(xs, ys),
+        color=color,
+        linestyle=line,
         linewidth=1.8,
-    )  # fmt: skip
+        marker=marker,
+        markersize=5,
+        markevery=max(1, len(xs) // 30),
+    )
     return [End(ys[-1], f"{name}: {form.format(ys[-1])}", color, line, marker)]
+
+
+def describe_learning(run: Run) -> str:
+    """Describe that figure in words."""
+    losses = [i.loss for i in run.intervals if i.loss is not None]
+    parts = []
+    if losses:
+        parts.append(f"training loss from {losses[0]:.4g} to {losses[-1]:.4g}")
+    if run.evaluations:
+        last = run.evaluations[-1]
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(last.values.items())[:6])
+        parts.append(f"held-out results at step {last.step}: {shown}")
+    return "Loss and held-out results over the steps: " + ("; ".join(parts) or "none yet") + "."
 
 
 def draw_rate(run: Run) -> Figure | None:
@@ -140,7 +132,7 @@ def draw_rate(run: Run) -> Figure | None:
     axes = figure.subplots()
     xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, color=palette.BLUE, linewidth=1.8, marker="o", markersize=3)
-    finish_axes(axes, time_label(run), "samples/s")
+    finish_axes(axes, TIME, "samples/s")
     axes.set_ylim(0, 1.08 * max(ys))
     mark_changes([axes], run, lambda change: change.at_sec)
     label_ends(axes, [End(ys[-1], f"all ranks: {ys[-1]:,.0f}", palette.BLUE, "-", "o")])
@@ -160,20 +152,15 @@ def describe_rate(run: Run) -> str:
 
 def event_rows(run: Run) -> dict[str, list[Event]]:
     """Return what happened, by the row of the figure; rows without anything are left out."""
-    plans = [
-        Event(kind="plan", step=p.step, at_sec=p.at_sec, text=f"{number}: step {p.step}")
-        for number, p in enumerate(run.plans)
-    ]
-    others = [event for event in run.events if event.kind != "plan"]
-    every = sorted([*plans, *others], key=lambda event: event.at_sec)
     rows = {
-        name: [event for event in every if event.kind in kinds] for name, kinds, _, _ in _EVENT_ROWS
+        name: [event for event in run.events if event.kind in kinds]
+        for name, (kinds, _, _) in _EVENT_ROWS.items()
     }
-    slow = {rank for event in rows[_SLOW] for rank in event.ranks}
+    slow = sorted({rank for event in rows[_SLOW] for rank in event.ranks})
     found: dict[str, list[Event]] = {}
     for name, events in rows.items():
         if name == _SLOW and len(slow) <= _MAX_SLOW_ROWS:
-            for rank in sorted(slow):
+            for rank in slow:
                 found[f"rank {rank} slow"] = [event for event in events if rank in event.ranks]
         elif events:
             found[name] = events
@@ -185,7 +172,7 @@ def draw_events(run: Run) -> Figure | None:
     rows = event_rows(run)
     if not rows:
         return None
-    figure = new_figure("What happened when", run, 1.4 + 0.5 * len(rows))
+    figure = new_figure("What happened when", run, 1.4 + 0.35 * len(rows))
     axes = figure.subplots()
     end = max(
         [i.at_sec for i in run.intervals] + [event.at_sec for v in rows.values() for event in v]
@@ -193,54 +180,19 @@ def draw_events(run: Run) -> Figure | None:
     end = end or 1.0
     axes.set_xlim(-0.01 * end, 1.01 * end)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    styles = {name: (marker, color) for name, _, marker, color in _EVENT_ROWS}
     for row, (name, events) in enumerate(rows.items()):
-        marker, color = styles.get(name, styles[_SLOW])
+        _, marker, color = _EVENT_ROWS.get(name, _EVENT_ROWS[_SLOW])
         axes.axhline(row, color=palette.GRID, linewidth=0.8, zorder=0)
         for event in events:
             if event.kind == "slow":
                 until = end if event.until_sec is None else event.until_sec
-                axes.plot(
-                    [event.at_sec, until], [row, row], color=color, linewidth=6,
-                    solid_capstyle="butt", alpha=0.45,
-                )  # fmt: skip
-        xs = [event.at_sec for event in events]
-        size = 12 if marker == "|" else 7
-        axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, color=color, markersize=size)
-        _label_events(axes, row, events, end)
+                axes.plot([event.at_sec, until], [row, row], color=color, linewidth=6, alpha=0.45)
+        xs, size = [event.at_sec for event in events], 12 if marker == "|" else 7
+        axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, markersize=size, color=color)
     axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
     axes.tick_params(left=False)
-    axes.set_xlabel(time_label(run))
+    axes.set_xlabel(TIME)
     return figure
-
-
-def _label_events(axes: Axes, row: int, events: Sequence[Event], end: float) -> None:
-    """Write beside the marks what they are, as far as there is room."""
-    free_from = -1.0
-    for event in events:
-        text = _label(event)
-        width = len(text) * 0.0098 * end
-        x = min(event.at_sec, 1.01 * end - width)
-        if text and x >= free_from:
-            axes.annotate(
-                text, (x, row), xytext=(0, 5), textcoords="offset points", fontsize=SMALL,
-                ha="left", va="bottom",
-            )  # fmt: skip
-            free_from = x + width + 0.01 * end
-
-
-def _label(event: Event) -> str:
-    ranks = ", ".join(map(str, event.ranks[:4])) + ("…" if len(event.ranks) > 4 else "")
-    if event.kind == "loss":
-        took = ""
-        if event.until_sec is not None:
-            took = f", next step {event.until_sec - event.at_sec:.1f} s later"
-        return f"rank {ranks}{took}"
-    if event.kind == "slow":
-        return f"since step {event.step}"
-    if event.kind == "plan":
-        return event.text.removeprefix("0: ")
-    return "" if event.kind == "checkpoint" else event.kind.replace("_", " ")
 
 
 def describe_events(run: Run) -> str:

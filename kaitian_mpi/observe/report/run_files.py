@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.report.history import (
-    MAX_RANKS,
-    Membership,
-    find_events,
-    read_groups,
-    read_plans,
-    read_ranks,
-)
+from kaitian_mpi.observe.report.history import read_events, read_groups, read_plans, read_ranks
 from kaitian_mpi.observe.report.json_values import (
     DamagedError,
     named_numbers,
@@ -26,8 +19,8 @@ from kaitian_mpi.observe.report.json_values import (
     text,
     whole,
 )
-from kaitian_mpi.observe.report.readings import Clock, Metrics, Reading, parse_metrics
-from kaitian_mpi.observe.report.run import Evaluation, Interval, Run, describe_facts
+from kaitian_mpi.observe.report.readings import Clock, Metrics, parse_metrics
+from kaitian_mpi.observe.report.run import Interval, Rank, Run, describe_facts
 
 _OBJECTS = ("config.json", "topology.json", "benchmark.json", "summary.json")
 _MAX_EVENTS = 20_000
@@ -56,16 +49,16 @@ def read_run(path: Path) -> Run:
     _check(path)
     files = _read_files(path)
     config, topology, benchmark, summary = (files.objects[name] for name in _OBJECTS)
-    ranks = read_ranks(topology, benchmark)
-    members = Membership(ranks, summary, files.events)
     times = [t for line in (*files.events, *files.plans) if (t := number(line.get("time")))]
     starts = [number(e.get("time")) for e in files.events if e.get("kind") in ("start", "resume")]
-    readings = files.metrics.readings
-    clock = Clock(readings, times, [start for start in starts if start is not None])
-    plans = read_plans(files.plans, files.events, members, clock)
-    if readings and not any(reading.phases for reading in readings):
-        files.missing.append("metrics.jsonl has no times of the ranks")
-    steps = _steps_done(readings, files.events)
+    found = files.metrics.intervals
+    clock = Clock(found, times, [start for start in starts if start is not None])
+    plans = read_plans(files.plans, clock)
+    ranks = read_ranks(topology, benchmark)
+    named = {rank for interval in found for rank in interval.ranks}
+    for rank in sorted(named.union(*(plan.ranks for plan in plans))):
+        ranks.setdefault(rank, Rank(rank))
+    steps = _steps_done(found, files.events)
     if whole(summary.get("steps")) is not None:
         summary = {**summary, "steps": max(steps, whole(summary.get("steps")) or 0)}
     return Run(
@@ -73,12 +66,15 @@ def read_run(path: Path) -> Run:
         name=text(path.resolve().name) or "run",
         state=_state(summary, files.events),
         emulated=_is_emulated(config, topology, benchmark, summary),
-        ranks=members.complete([*_named(readings), *(rank for p in plans for rank in p.ranks)]),
-        groups=read_groups(topology, ranks),
-        intervals=tuple(_interval(reading, members, clock) for reading in readings),
-        evaluations=_evaluations(files.metrics, summary, clock),
+        ranks=ranks,
+        groups=read_groups(topology),
+        intervals=tuple(replace(each, at_sec=clock.at_step(each.step)) for each in found),
+        evaluations=tuple(
+            replace(each, at_sec=clock.at(each.at_sec))
+            for each in {each.step: each for each in files.metrics.evaluations}.values()
+        ),
         plans=plans,
-        events=find_events(files.events, summary, clock),
+        events=read_events(files.events, clock),
         algorithm=text(summary.get("allreduce")).removeprefix("direct"),
         allreduce_sec={
             name: seconds
@@ -89,14 +85,13 @@ def read_run(path: Path) -> Run:
         facts=describe_facts(config, summary),
         samples_per_sec=number(summary.get("samples_per_sec")),
         training_time_sec=number(summary.get("training_time_sec")),
-        has_times=clock.has_times,
         missing=files.missing,
     )
 
 
-def _steps_done(readings: Sequence[Reading], events: Sequence[dict[str, Any]]) -> int:
+def _steps_done(intervals: Sequence[Interval], events: Sequence[dict[str, Any]]) -> int:
     """Return how many steps are done: a signal may end a job some steps after its last reading."""
-    known = [readings[-1].step] if readings else [0]
+    known = [intervals[-1].step] if intervals else [0]
     known += [whole(event.get("step")) or 0 for event in events[-1:]]
     return max(known)
 
@@ -105,15 +100,15 @@ def _check(path: Path) -> None:
     try:
         names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError:
-        raise UserError(f"{path}: found no such folder, needed the folder of a run") from None
+        raise UserError(f"{path}: no such folder; name the folder of a run") from None
     except NotADirectoryError:
-        raise UserError(f"{path}: found a file, needed the folder of a run") from None
+        raise UserError(f"{path}: this is a file; name the folder of a run") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; needed a folder that can be read") from error
+        raise UserError(f"{path}: {error.strerror}; name a folder that can be read") from error
     if not names & {*_OBJECTS, "metrics.jsonl", "events.jsonl", "plan.jsonl"}:
         raise UserError(
-            f"{path}: found no file of a run, needed the folder that --run-dir named, with "
-            "config.json and metrics.jsonl"
+            f"{path}: this is not the folder of a run, as it has no config.json or metrics.jsonl; "
+            "name the folder that was given as --run-dir"
         )
 
 
@@ -129,7 +124,7 @@ def _read_files(path: Path) -> _Files:
         except DamagedError as error:
             objects[name] = {}
             missing.append(f"{name} cannot be read: {error}")
-    metrics = Metrics([], [], 0, 0)
+    metrics = Metrics()
     try:
         metrics = parse_metrics(read_lines(path / "metrics.jsonl"))
     except FileNotFoundError:
@@ -139,7 +134,7 @@ def _read_files(path: Path) -> _Files:
     else:
         if metrics.damaged_lines:
             missing.append(_damaged("metrics.jsonl", metrics.damaged_lines, metrics.lines))
-        if not metrics.readings:
+        if not metrics.intervals:
             missing.append("metrics.jsonl has no reading yet")
     plans = _lines(path, "plan.jsonl", missing)
     events = _lines(path, "events.jsonl", missing)
@@ -201,38 +196,3 @@ def _is_emulated(
         any(content.get("emulated") is True for content in (summary, benchmark, *infos))
         or any(text(config.get(name)) for name in ("emulate_kinds", "emulate_slowdown"))
     )  # fmt: skip
-
-
-def _named(readings: Iterable[Reading]) -> list[int]:
-    return sorted({rank for reading in readings for rank in reading.ranks if rank < MAX_RANKS})
-
-
-def _interval(reading: Reading, members: Membership, clock: Clock) -> Interval:
-    return Interval(
-        step=reading.step,
-        steps=reading.steps,
-        at_sec=clock.at_step(reading.step),
-        total_steps=reading.total_steps,
-        epoch=reading.epoch,
-        loss=reading.loss,
-        learning_rate=reading.learning_rate,
-        samples_per_sec=reading.samples_per_sec,
-        step_time_sec=reading.step_time_sec,
-        ranks=reading.ranks or members.at(reading.step, reading.size),
-        batch_sizes=reading.batch_sizes,
-        phases=reading.phases,
-        logged=reading.logged,
-    )
-
-
-def _evaluations(metrics: Metrics, summary: dict[str, Any], clock: Clock) -> tuple[Evaluation, ...]:
-    """Return all held-out results; folders of earlier versions have the last one alone."""
-    found: dict[int, Evaluation] = {}
-    for evaluation, time in metrics.evaluations:
-        at = clock.at(time)
-        at = clock.at_step(evaluation.step) if at is None else at
-        found[evaluation.step] = replace(evaluation, at_sec=at)
-    step, values = whole(summary.get("steps")), named_numbers(summary.get("validation"))
-    if not found and step is not None and values:
-        found[step] = Evaluation(step=step, at_sec=clock.at_step(step), values=values)
-    return tuple(found[step] for step in sorted(found))
