@@ -65,7 +65,7 @@ def _command(parser: argparse.ArgumentParser) -> str:
         if actions:
             lines += [f"### {title}", ""] if title else []
             lines += [OF_FURTHER, ""] if title == FURTHER else []
-            lines += ["| argument | value | default | meaning |", "|---|---|---|---|"]
+            lines += ["| argument | default | meaning |", "|---|---|---|"]
             lines += [*map(_row, actions), ""]
     if as_in_train:
         names = ", ".join(f"`{option}`" for each in as_in_train for option in each.option_strings)
@@ -91,7 +91,8 @@ def _row(action: argparse.Action) -> str:
     meaning = DEFAULT.sub("", text)
     if meaning.count("(") > meaning.count(")"):  # the default was the end of a longer remark
         meaning += ")"
-    cells = (", ".join(options) or f"`{action.dest}`", value, _default(action, text), meaning)
+    name = ", ".join(options) or f"`{action.dest}`"
+    cells = (f"{name} {value}".strip(), _default(action, text), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
