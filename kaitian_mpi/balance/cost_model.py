@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
+MAX_CHANGE = 0.03  # of a predicted step, by more measurements
 _MIN_SLOPE = 0.25  # relative to the largest batch's time per sample
 
 
@@ -76,3 +78,43 @@ def scores(seconds: Sequence[float]) -> list[float]:
     """Return score_i = time_min / time_i, in (0, 1] (KAITIAN, arXiv 2505.10183)."""
     fastest = min(seconds)
     return [fastest / time for time in seconds]
+
+
+def is_straight(batches: Sequence[int], seconds: Sequence[float]) -> bool:
+    """Return whether a larger batch would hardly change the cost model.
+
+    That is so if there are three sizes or more, and the line through all but the largest predicts
+    the largest to within 3%.
+
+    Args:
+        batches: rising batch sizes.
+        seconds: of a step with each of them.
+    """
+    if len(batches) < 3:
+        return False
+    predicted = fit(batches[:-1], seconds[:-1]).seconds(batches[-1])
+    return abs(predicted / seconds[-1] - 1) <= MAX_CHANGE
+
+
+def is_settled(rounds: Mapping[int, Sequence[float]], share: int) -> bool:
+    """Return whether another round of measurements would hardly change the predicted step.
+
+    The cost model is fitted to the medians of the rounds. One more round, however fast or slow it
+    is, moves a median no further than halfway to the next measurement; the rank's predicted time is
+    settled if it would then change by at most 3%. A step lasts as long as its slowest rank, so
+    none of its ranks can change it by more.
+
+    Args:
+        rounds: the seconds of a step in each round, by batch size.
+        share: the samples of the step that is predicted.
+    """
+    if any(len(times) < 2 for times in rounds.values()):
+        return False
+    batches = list(rounds)
+
+    def predicted(*extreme: float) -> float:
+        medians = [median([*times, *extreme]) for times in rounds.values()]
+        return fit(batches, medians).seconds(share)
+
+    now, longest = predicted(), max(max(times) for times in rounds.values())
+    return all(abs(predicted(extreme) / now - 1) <= MAX_CHANGE for extreme in (0.0, longest))

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from kaitian_mpi.balance.cost_model import CostModel, fit, scores
+from kaitian_mpi.balance.cost_model import CostModel, fit, is_settled, is_straight, scores
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import (
     plan_by_paper,
@@ -131,3 +131,37 @@ def test_fit_of_the_cost_model(batches, seconds, expected):
     model = fit(batches, seconds)
     assert model.alpha_sec == pytest.approx(expected.alpha_sec)
     assert model.beta_sec == pytest.approx(expected.beta_sec)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([8, 16], False),  # any two are on a line
+        ([8, 16, 32], True),
+        ([10, 18, 34], True),
+        ([8, 16, 32.8], True),
+        ([8, 16, 33.5], False),  # 4% more than the smaller ones predict
+        ([8, 16, 30], False),
+        ([9, 14, 33, 66], False),
+    ],
+)
+def test_more_sizes_are_timed_until_the_line_predicts_the_largest(seconds, expected):
+    assert is_straight([8 << i for i in range(len(seconds))], seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "expected"),
+    [
+        ([1.0], [4.0], False),  # a single round shows no spread
+        ([1.0, 1.0], [4.0, 4.0], True),
+        ([1.0, 1.02], [4.0, 4.08], True),  # another round moves each by 1% at most
+        ([1.0, 1.1], [4.0, 4.4], False),
+        ([1.0, 1.05, 1.1], [4.0, 4.2, 4.4], True),  # by half a gap, 2.4%
+        ([1.0, 1.1, 1.2], [4.0, 4.4, 4.8], False),
+        ([1.0, 1.0, 9.0], [4.0, 4.0, 9.0], False),  # one more slow one, and the median is high
+        ([1.0, 1.0, 1.0, 9.0], [4.0, 4.0, 4.0, 9.0], True),  # a single slow one does not matter
+        ([3.0, 3.3], [8.0, 8.1], True),  # the small size hardly matters for a large share
+    ],
+)
+def test_rounds_end_when_another_one_cannot_change_the_step_by_3_percent(small, large, expected):
+    assert is_settled({8: small, 32: large}, 32) == expected

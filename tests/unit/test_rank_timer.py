@@ -63,6 +63,10 @@ class Device(CpuDevice):
         return self.base + self.per_sample * self.batch
 
 
+class Accelerator(Device):
+    is_host = False
+
+
 def make_world(device):
     info = SimpleNamespace(
         host="h",
@@ -80,6 +84,7 @@ def make_world(device):
         info=info,
         infos=(info,),
         threads=1,
+        size=1,
         synchronize=lambda: None,
     )
 
@@ -119,21 +124,28 @@ def make_setup(config, model):
     return Setup(task, NoFolder(), ())
 
 
-def measure(device, most, min_batch=1, **settings):
-    config = TrainConfig(
-        **{"global_batch_size": 256, "benchmark_seconds": 0.5, "memory_format": "contiguous"}
-        | settings
-    )
+def measure(device, most, min_batch=1, ranks=1, **settings):
+    given = {"global_batch_size": 256, "benchmark_seconds": 0.5, "memory_format": "contiguous"}
+    config = TrainConfig(**given | {"epochs": 10**6} | settings)
     world = make_world(device)
+    world.size = ranks
     model = Hungry(most, device, min_batch)
     return RankTimer(
         Workload(config, world, make_setup(config, model), Slowdown(), min_batch)
     ).measure()
 
 
-def test_without_memory_limits_the_largest_share_is_timed():
+def test_on_a_host_sizes_grow_until_the_cost_model_is_known(monkeypatch):
+    monkeypatch.setitem(globals(), "SAMPLE_SEC", 1e-3)
     measured = measure(Device(limit=1 << 40), most=10**9)
-    assert measured.batches == [8, 16, 32, 64, 128, 256]
+    assert measured.batches == [8, 16, 32]
+    assert measured.largest_micro_batch is None
+
+
+@pytest.mark.parametrize(("ranks", "largest"), [(1, 256), (4, 128)])
+def test_on_an_accelerator_the_memory_of_twice_the_usual_share_is_tried(ranks, largest):
+    measured = measure(Accelerator(limit=1 << 40), most=10**9, ranks=ranks)
+    assert measured.batches == [8 << i for i in range(6) if 8 << i <= largest]
     expected = [STEP_SEC + SAMPLE_SEC * batch for batch in measured.batches]
     assert measured.seconds == pytest.approx(expected)
     assert measured.largest_micro_batch is None
@@ -141,15 +153,41 @@ def test_without_memory_limits_the_largest_share_is_timed():
 
 def test_growth_stops_before_memory_is_full():
     # 90% of 1000 bytes less a base of 100 leaves room for 80 samples of 10 bytes.
-    measured = measure(Device(limit=1000), most=10**9)
+    measured = measure(Accelerator(limit=1000), most=10**9)
     assert measured.batches == [8, 16, 32, 64]
     assert measured.largest_micro_batch == 80
 
 
 def test_growth_stops_at_an_out_of_memory_error():
-    measured = measure(Device(limit=1 << 40), most=40)
+    measured = measure(Accelerator(limit=1 << 40), most=40)
     assert measured.batches == [8, 16, 32]
     assert measured.largest_micro_batch == 32
+
+
+# Seconds of a step and of a sample, as on 4 ranks that share 2 cores.
+@pytest.mark.parametrize(
+    ("step_sec", "sample_sec", "ranks", "most_sec"),
+    [(0.003, 0.0009, 2, 1.5), (0.02, 0.028, 4, 5.0)],
+    ids=["cnn", "mobilenetv2"],
+)
+def test_the_benchmark_ends_when_it_knows_enough(
+    monkeypatch, step_sec, sample_sec, ranks, most_sec
+):
+    monkeypatch.setitem(globals(), "STEP_SEC", step_sec)
+    monkeypatch.setitem(globals(), "SAMPLE_SEC", sample_sec)
+    began = CLOCK.now
+    settings = {"benchmark_seconds": 10.0, "memory_format": "auto"}
+    measure(Device(limit=1 << 40), most=10**9, ranks=ranks, **settings)
+    assert CLOCK.now - began <= most_sec
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10])
+def test_the_benchmark_of_a_short_training_is_short(steps):
+    began = CLOCK.now
+    measure(Device(limit=1 << 40), most=10**9, benchmark_seconds=10.0, max_steps=steps, ranks=4)
+    step_sec = STEP_SEC + SAMPLE_SEC * 64
+    at_least = 0.36  # two batch sizes, each for at least 0.1 s, and the steps before
+    assert CLOCK.now - began <= max(steps * step_sec, at_least)
 
 
 @pytest.mark.parametrize("memory_format", ["contiguous", "auto"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kaitian_mpi.balance.communication import MeasuredAllreduce
 from kaitian_mpi.balance.forecast import forecast_subsets, subsets
 from kaitian_mpi.balance.measurements import MeasuredRank, Measurements
@@ -15,10 +17,12 @@ from kaitian_mpi.train.measure.allreduce import (
     measure_allreduce,
 )
 from kaitian_mpi.train.measure.min_batch import find_min_batch
-from kaitian_mpi.train.measure.plan import equal_share, is_emulated
+from kaitian_mpi.train.measure.plan import is_emulated
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, scores_of, show_benchmark
-from kaitian_mpi.train.measure.rank_timer import Workload
+from kaitian_mpi.train.measure.rank_timer import Workload, equal_share
 from kaitian_mpi.train.setup import MakeTask, prepare_without_folder
+
+_LONG = 10**9
 
 
 def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Measurements:
@@ -38,6 +42,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     world.script_slowdown.pause()  # a benchmark slows down each of its steps itself
     setup = prepare_without_folder(make_task, config, world)
     slowdown = Slowdown(setup.slowdowns[world.rank])
+    config = replace(config, epochs=_LONG, max_steps=0)  # a short training limits its benchmark
     min_batch = find_min_batch(config, world, setup)
     results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
     buckets = gradient_buckets(setup.task.model)

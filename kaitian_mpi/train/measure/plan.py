@@ -23,6 +23,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.measure.rank_benchmark import RankBenchmark, scores_of
+from kaitian_mpi.train.measure.rank_timer import equal_share
 from kaitian_mpi.train.setup import Setup
 
 FROM_BENCHMARK = "the benchmark"
@@ -43,13 +44,6 @@ class Plan:
     """The most samples that this rank computes at once; None: no limit."""
     min_batch: int = 1
     """The fewest samples that a rank computes at once in training."""
-
-
-def equal_share(config: TrainingConfig, ranks: int) -> int:
-    """Return the batch size at which the ranks' scores are compared."""
-    if config.batch_policy == "paper":
-        return config.batch_size
-    return math.ceil(config.global_batch_size / ranks)
 
 
 @dataclass(frozen=True)

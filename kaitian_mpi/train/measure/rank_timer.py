@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from kaitian_mpi.balance.cost_model import MAX_CHANGE, is_settled, is_straight
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
@@ -23,6 +25,7 @@ from kaitian_mpi.train.setup import Setup
 _PROBE_BATCH = 8
 _MIN_TIMED_SEC = 0.1
 _CANDIDATE_ROUNDS = 4
+_CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
 _MAX_ROUNDS = 5
 # Parts of the benchmark's seconds: to compare settings, to find batch sizes, for one step, and to
 # load samples before the same ones are used again.
@@ -73,6 +76,7 @@ class RankTimer:
         sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
         self._order = sampler.indices(0, min(len(setup.train), _MAX_ORDER))
         self._max_share = max_share(config)
+        self._equal_share = equal_share(config, workload.world.size)
         self._max_batch = max(
             min_batch, min(self._max_share, config.micro_batch_size or self._max_share)
         )
@@ -85,6 +89,9 @@ class RankTimer:
     def measure(self) -> RankMeasurement:
         """Time this rank within about `--benchmark-seconds`. Not collective.
 
+        It ends before that when more of it would hardly change the predicted step, or when it has
+        taken as long as the training will.
+
         Raises:
             UserError: not even the smallest batch fits in memory.
         """
@@ -93,25 +100,48 @@ class RankTimer:
         self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
         self._optimizers = self._task.make_optimizers(self._copy)
         self._computation = self._fastest(min(self._max_batch, _PROBE_BATCH))
-        batches = self._grow(memory)
+        grown = self._grow(memory)
+        batches = list(grown)
+        straight = is_straight(batches, list(grown.values()))
+        # Of a line, its ends are enough.
+        timed = sorted({batches[0], *(() if straight else batches[1:]), batches[-1]})
         self._smallest = batches[0]
-        rounds: dict[int, list[float]] = {batch: [] for batch in batches}
-        round_sec = 0.0
-        for _ in range(_MAX_ROUNDS):
-            if self._elapsed() + round_sec > self._config.benchmark_seconds and round_sec:
-                break
-            before = self._elapsed()
-            self._draw_again()
-            for batch in batches:
-                rounds[batch].append(self._mean_step(batch))
-            round_sec = self._elapsed() - before
+        rounds: dict[int, list[float]] = {batch: [] for batch in timed}
+        self._time_rounds(rounds)
+        seconds = grown | {batch: statistics.median(times) for batch, times in rounds.items()}
         return RankMeasurement(
             batches,
-            [statistics.median(rounds[batch]) for batch in batches],
+            [seconds[batch] for batch in batches],
             memory.largest_batch(self._max_share),
             self._computation.memory_format,
             self._computation.precision,
         )
+
+    def _time_rounds(self, rounds: dict[int, list[float]]) -> None:
+        """Add a time to each batch size in each round, until the predicted step is settled."""
+        smallest, largest = min(rounds), max(rounds)
+        round_sec = 0.0
+        for _ in range(_MAX_ROUNDS):
+            if round_sec:
+                per_sample = min(rounds[largest]) / largest
+                limit_sec = min(self._config.benchmark_seconds, self._training_sec(per_sample))
+                if self._elapsed() + round_sec > limit_sec:
+                    return
+            before = self._elapsed()
+            self._draw_again()
+            for batch in rounds:
+                rounds[batch].append(self._mean_step(batch))
+            round_sec = self._elapsed() - before
+            if is_settled(rounds, max(self._equal_share, smallest)):
+                return
+
+    def _training_sec(self, per_sample: float) -> float:
+        """Return about how many seconds this rank will train, at so many for a sample."""
+        samples = self._config.epochs * len(self._data)
+        global_batch = self._equal_share * self._world.size
+        if self._config.max_steps:
+            samples = min(samples, self._config.max_steps * global_batch)
+        return samples / self._world.size * per_sample
 
     def keep_busy(self) -> None:
         """Run one step, to keep the cores loaded while other ranks are still timed."""
@@ -149,33 +179,45 @@ class RankTimer:
                 before = clock()
                 self._time_step(batch)
                 seconds.append(clock() - before)
-            if round_number and self._elapsed() > _CANDIDATE_PART * self._config.benchmark_seconds:
+            cheapest = [min(values) for values in costs]
+            best, second = sorted(cheapest)[:2]
+            is_late = self._elapsed() > _CANDIDATE_PART * self._config.benchmark_seconds
+            # Either all are about as fast, or one is clearly the fastest.
+            is_clear = not _CLOSE * best < second < _CLEAR_LEAD * best
+            if round_number and (is_late or is_clear):
                 break
-        cheapest = [min(values) for values in costs]
         return candidates[cheapest.index(min(cheapest))]
 
-    def _grow(self, memory: MemoryGauge) -> list[int]:
-        """Return batch sizes to time, doubling until memory or time runs out."""
+    def _grow(self, memory: MemoryGauge) -> dict[int, float]:
+        """Return the seconds of a step by batch size.
+
+        The sizes double until memory or time runs out, or larger ones would hardly change the cost
+        model. On an accelerator, the memory of twice the usual share is tried nevertheless.
+        """
         batch = min(self._max_batch, _PROBE_BATCH)
         deadline_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
         max_step_sec = _STEP_PART * self._config.benchmark_seconds
-        fitting: list[int] = []
+        enough = 0 if self._world.device_kind.is_host else 2 * self._equal_share
+        grown: dict[int, float] = {}
         while memory.has_room_for(batch):
             seconds = self._try_step(batch, memory)
             if seconds is None:
-                if fitting:
+                if grown:
                     break
                 batch = self._half(batch)
                 continue
-            fitting.append(batch)
-            too_slow = 2 * seconds > max_step_sec or self._elapsed() > deadline_sec
-            if batch >= self._max_batch or too_slow:
+            grown[batch] = seconds
+            late = self._elapsed() > min(deadline_sec, self._training_sec(seconds / batch))
+            if batch >= self._max_batch or 2 * seconds > max_step_sec or late:
+                break
+            if batch >= enough and is_straight(list(grown), list(grown.values())):
                 break
             batch = min(2 * batch, self._max_batch)
+        if len(grown) > 1:
+            return grown
         # At least two sizes are needed to separate alpha from beta.
-        if len(fitting) > 1:
-            return fitting
-        return sorted({max(self._min_batch, fitting[0] // 4), *fitting})
+        smaller = max(self._min_batch, min(grown) // 4)
+        return {smaller: self._time_step(smaller), **grown}
 
     def _try_step(self, batch: int, memory: MemoryGauge) -> float | None:
         """Return the seconds of a step; None if it does not fit in memory."""
@@ -254,6 +296,13 @@ class RankTimer:
         self._world.synchronize()
         self._slowdown.catch_up()
         return time.perf_counter() - start
+
+
+def equal_share(config: TrainingConfig, ranks: int) -> int:
+    """Return the batch size at which the ranks' scores are compared."""
+    if config.batch_policy == "paper":
+        return config.batch_size
+    return math.ceil(config.global_batch_size / ranks)
 
 
 def max_share(config: TrainingConfig) -> int:
