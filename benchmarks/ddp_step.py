@@ -3,7 +3,7 @@
     mpirun -np 2 python benchmarks/ddp_step.py
     mpirun -np 4 python benchmarks/ddp_step.py --emulate-kinds gpu,gpu,mlu,mlu
 
-Prints the ratio kaitian / gloo: the median over the pairs of neighbouring steps, and the quartiles.
+Prints the ratio kaitian / gloo: the median over the pairs of neighboring steps, and the quartiles.
 Which of the two comes first changes from pair to pair.
 """
 

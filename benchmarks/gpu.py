@@ -37,9 +37,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kaitian-gpu-") as folder:
         suite = Suite(Path(folder), options.data_dir, quick=options.quick)
         if not suite.kind:
-            parser.exit(
-                2, "gpu.py: found no accelerator, needed one; or give --kind cpu or vendor\n"
-            )
+            parser.exit(2, "gpu.py: there is no accelerator; give --kind cpu or vendor\n")
         began = time.monotonic()
         rows = suite.run()
     print_table(suite, rows, time.monotonic() - began)

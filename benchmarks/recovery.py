@@ -232,7 +232,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
-        parser.error(f"found {', '.join(sorted(unknown))}, needed some of {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     if ON_HOSTS & set(options.parts) and (reason := why_not()):
         parser.error(f"emulated hosts: {reason}")
     return options

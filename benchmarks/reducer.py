@@ -2,7 +2,7 @@
 
     mpirun -np 2 python benchmarks/reducer.py
 
-Prints the ratio GradientReducer / DDP and the difference: the median over the pairs of neighbouring
+Prints the ratio GradientReducer / DDP and the difference: the median over the pairs of neighboring
 steps, and the quartiles. Which of the two comes first changes from pair to pair.
 """
 

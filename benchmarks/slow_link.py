@@ -6,7 +6,7 @@ Two emulated hosts with a core each train MobileNetV2 for 32x32 images on random
 root: each host is a network namespace with an sshd, and the kernel's token bucket filter gives its
 link a speed, in each direction. In one job, a few steps in fp32 over links that are not slowed
 alternate with a few over slowed ones, in each of the formats: a core's speed may change by a third
-within a minute. A ratio is of two such neighbours; times are medians of steps.
+within a minute. A ratio is of two such neighbors; times are medians of steps.
 """
 
 from __future__ import annotations

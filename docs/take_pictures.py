@@ -165,7 +165,7 @@ def rank_3_of(launcher: int) -> int:
             continue
         if parent == launcher and b"OMPI_COMM_WORLD_RANK=3" in environ:
             return int(path.name)
-    raise SystemExit("found no rank 3")
+    raise SystemExit("there is no rank 3")
 
 
 def wrap(line: str) -> list[str]:

@@ -90,7 +90,7 @@ def main() -> None:
     world = kaitian_mpi.init(emulate_kinds=options.emulate_kinds)
     experts = [int(count) for count in options.experts.split(",") if count] or [2] * world.size
     if len(experts) != world.size or min(experts) < 1:
-        parser.error(f"--experts: found {experts}, needed 1 or more for each of {world.size} ranks")
+        parser.error(f"--experts {experts}: give 1 or more for each of the {world.size} ranks")
 
     torch.manual_seed(0)
     regions = torch.randn(4, WIDTH, WIDTH)  # a linear function each

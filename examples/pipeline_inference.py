@@ -32,7 +32,7 @@ def main() -> None:
     world = kaitian_mpi.init(emulate_kinds=options.emulate_kinds)
     sizes = [int(size) for size in options.layers.split(",") if size] or [2] * world.size
     if len(sizes) != world.size or min(sizes) < 1:
-        parser.error(f"--layers: found {sizes}, needed 1 or more for each of {world.size} ranks")
+        parser.error(f"--layers {sizes}: give 1 or more for each of the {world.size} ranks")
 
     torch.manual_seed(0)  # the same weights on every rank; a large model would load its own part
     layers = [

@@ -61,7 +61,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     options, handed_on = parser.parse_known_args()
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
     if len(options.seeds) < 2:
-        parser.error("--seeds: found one, needed two or more to have a spread")
+        parser.error("--seeds: give two or more, for a spread")
     return options, handed_on
 
 

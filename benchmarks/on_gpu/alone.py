@@ -2,7 +2,7 @@
 
     mpirun -np 1 python benchmarks/on_gpu/alone.py --devices cuda:0
 
-Prints JSON: the ratio of the step times, kaitian / plain: the median over pairs of neighbouring
+Prints JSON: the ratio of the step times, kaitian / plain: the median over pairs of neighboring
 steps, and the quartiles.
 """
 

@@ -160,7 +160,7 @@ class Job:
         parents = _processes_of(rank, str(self.run_dir).encode())
         own = [pid for pid, parent in parents.items() if parent not in parents]
         if len(own) != 1:
-            raise RuntimeError(f"rank {rank}: found processes {own}, needed one")
+            raise RuntimeError(f"rank {rank}: has the processes {own}, but must have one")
         return own[0]
 
     def summary(self) -> dict[str, Any]:

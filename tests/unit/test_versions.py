@@ -60,9 +60,9 @@ def test_pinned_packages_install_on_the_first_release_of_the_oldest_python():
     [
         ("bin/test --torch", {}, "usage: bin/test"),
         ("bin/test 2.8.0", {}, "usage: bin/test"),
-        ("bin/test --torch ../2.8", {}, "needed one such as 2.8.0"),
-        ("bin/test --python 3.1", {}, "found no Python 3.11 or newer as python3.1;"),
-        ("bin/setup", {"KAITIAN_PYTHON": "/nowhere/python"}, "newer as /nowhere/python;"),
+        ("bin/test --torch ../2.8", {}, "give one such as 2.8.0"),
+        ("bin/test --python 3.1", {}, "no Python 3.11 or newer at python3.1;"),
+        ("bin/setup", {"KAITIAN_PYTHON": "/nowhere/python"}, "newer at /nowhere/python;"),
     ],
 )
 def test_an_invalid_version_is_rejected_before_anything_is_created(command, settings, why):
