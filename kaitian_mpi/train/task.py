@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
@@ -119,10 +119,6 @@ class Task:
             raise _wrong(name, "be a dataset with __len__ and __getitem__", data)
         if len(data) == 0:
             raise UserError(f"Task: {name} has no samples; give at least 1")
-
-    def collate_samples(self, samples: list[Any]) -> Any:
-        """Return a batch of these samples."""
-        return (self.collate or default_collate)(samples)
 
     def make_optimizers(self, model: nn.Module) -> list[Optimizer]:
         """Return the optimizers of a model: the task's own, or a copy of it.

@@ -14,7 +14,7 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes import image_classification
 from kaitian_mpi.recipes.datasets.sources import DataSource
-from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.recipes.datasets.user_dataset import batches_of_pairs
 from kaitian_mpi.recipes.image_classification import make_task
 from kaitian_mpi.train.setup import check_same_samples, prepare_without_folder
 
@@ -72,7 +72,7 @@ def test_data_parallel_starts_with_rank_0s_weights(world):
 
 
 def make_data(inputs, labels):
-    return CollatedDataset(TensorDataset(inputs, labels))
+    return batches_of_pairs(TensorDataset(inputs, labels))
 
 
 def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):

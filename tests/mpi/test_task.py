@@ -22,6 +22,7 @@ from kaitian_mpi import MetricsSink, Task, Training
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.watchdog import Watchdog, current_watchdog
+from kaitian_mpi.train.data.batches import Batches
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 
 pytestmark = pytest.mark.sizes(3)
@@ -97,7 +98,7 @@ def by_one_process(task, loss=None, batch_size=BATCH, epochs=EPOCHS):
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for indices in sampler:
-            batch = task.collate_samples([task.data[index] for index in indices])
+            batch = Batches(task.data, task.collate)[indices]
             loss(model, batch).backward()
             if task.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
@@ -207,7 +208,7 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(world, folder, is_open
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for indices in sampler:
-            batch = alone.collate_samples([alone.data[index] for index in indices])
+            batch = Batches(alone.data, alone.collate)[indices]
             squares(alone.model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -170,12 +170,12 @@ LOAD = """
 import torch
 from kaitian_mpi.train.data.batches import Share
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.recipes.datasets.user_dataset import batches_of_pairs
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":
     images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()
-    data = CollatedDataset(TensorDataset(images, torch.arange(64)))
+    data = batches_of_pairs(TensorDataset(images, torch.arange(64)))
     shares = (Share(0, 0, [(8, list(range(first, first + 8)))]) for first in range(0, 64, 8))
     for [(_, (inputs, labels))] in ShareLoader(data, 1, pin_memory=False).load(shares):
         assert torch.equal(inputs[:, -1], labels.float())

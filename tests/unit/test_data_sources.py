@@ -211,10 +211,6 @@ def test_factories(
     inputs, labels = source.train[[0, 1]]
     assert len(inputs) == len(labels) == 2
     assert labels.dtype == torch.int64
-    none, no_labels = source.train[[]]
-    assert none.shape == (0, *inputs.shape[1:])
-    assert none.dtype == inputs.dtype
-    assert (no_labels.shape, no_labels.dtype) == ((0,), torch.int64)
 
 
 def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:

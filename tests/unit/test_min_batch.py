@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.recipes.datasets.user_dataset import batches_of_pairs
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.min_batch import min_batch_of
@@ -88,7 +88,7 @@ def flat(*layers):
     ],
 )
 def test_min_batch_is_found_by_trial(model, expected):
-    data = CollatedDataset(
+    data = batches_of_pairs(
         TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
     )
     computation = Computation(torch.device("cpu"), "fp32", "contiguous")
@@ -99,7 +99,7 @@ def test_the_mean_of_nothing_does_not_raise_the_batch():
     task = task_of(flat(nn.Linear(48, 3)))
     task.loss = lambda model, batch: model(batch[0]).sum() / 0 * 0
     task.weigh = lambda batch, samples: 0
-    data = CollatedDataset(
+    data = batches_of_pairs(
         TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
     )
     computation = Computation(torch.device("cpu"), "fp32", "contiguous")
@@ -107,7 +107,7 @@ def test_the_mean_of_nothing_does_not_raise_the_batch():
 
 
 def test_the_model_and_the_generators_are_restored():
-    data = CollatedDataset(
+    data = batches_of_pairs(
         TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
     )
     model = Dropping().eval()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.recipes.datasets.user_dataset import CollatedDataset
+from kaitian_mpi.recipes.datasets.user_dataset import batches_of_pairs
 from kaitian_mpi.train.data import sample_digest
 from kaitian_mpi.train.data.sample_digest import digest_samples
 
@@ -35,7 +35,7 @@ class Samples(Dataset):
 
 
 def digests(order, **options):
-    return digest_samples(CollatedDataset(Samples(order, **options)))
+    return digest_samples(batches_of_pairs(Samples(order, **options)))
 
 
 def test_digests_depend_on_data_and_order():
@@ -54,7 +54,7 @@ def test_inputs_alone_change_the_digests():
 
 
 def test_random_augmentation_does_not_affect_digests_or_the_generators():
-    data = CollatedDataset(Samples(range(20), is_random=True))
+    data = batches_of_pairs(Samples(range(20), is_random=True))
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     one = digest_samples(data)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -73,7 +73,7 @@ def test_small_and_failing_data_sets():
 def test_reading_stops_when_the_time_is_up(monkeypatch):
     monkeypatch.setattr(sample_digest, "_MAX_SEC", 0.02)
     monkeypatch.setattr(Samples, "__len__", lambda self: time.sleep(0.01) or len(self.order))
-    data = CollatedDataset(Samples(range(100)))
+    data = batches_of_pairs(Samples(range(100)))
     monkeypatch.setattr(
         sample_digest, "_digest", lambda data, index: (time.sleep(0.01), ("", ""))[1]
     )

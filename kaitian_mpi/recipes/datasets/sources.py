@@ -17,7 +17,7 @@ class DataSource:
     """The training and validation data of a run.
 
     Both datasets are indexed by a list of n sample indices, which returns a batch: inputs
-    [n, ...] and labels int64 [n]; n may be 0.
+    [n, ...] and labels int64 [n].
     """
 
     name: str

@@ -15,25 +15,13 @@ from kaitian_mpi.recipes.datasets.arrays import shuffled_split
 from kaitian_mpi.train.data.batches import Batches
 
 
-class CollatedDataset(Batches):
-    """Wraps a map-style dataset of (input, class) pairs; indexed by a list of sample indices.
+def batches_of_pairs(dataset: Any) -> Batches:
+    """Wrap a map-style dataset of (input tensor, int class) pairs.
 
-    Args:
-        dataset: map-style, at least one sample; all inputs are tensors of the same shape.
+    Indexed by a list of n sample indices, it returns the batch: [n, *shape of an input], of the
+    input's dtype, and int64 [n].
     """
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset, _collate)
-        inputs, labels = _collate([dataset[0]])
-        self._none = inputs[:0], labels[:0]
-
-    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of these n samples; n may be 0.
-
-        Returns:
-            [n, *shape of an input], of the input's dtype, and int64 [n].
-        """
-        return super().__getitem__(indices) if indices else self._none
+    return Batches(dataset, _collate)
 
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,9 +30,7 @@ def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.tensor([operator.index(label) for _, label in pairs])
 
 
-def load_user_data(
-    spec: str, data_dir: str, val_split: float
-) -> tuple[CollatedDataset, CollatedDataset, int]:
+def load_user_data(spec: str, data_dir: str, val_split: float) -> tuple[Batches, Batches, int]:
     """Load training data, validation data and the number of classes from a user's factory.
 
     It is called without arguments, or with `data_dir=` if it takes that and one is given, and
@@ -66,7 +52,7 @@ def load_user_data(
     if len(parts) == 1:
         split = shuffled_split(len(parts[0]), val_split)
         parts = tuple(Subset(parts[0], indices.tolist()) for indices in split)
-    return CollatedDataset(parts[0]), CollatedDataset(parts[1]), classes
+    return batches_of_pairs(parts[0]), batches_of_pairs(parts[1]), classes
 
 
 def _call(spec: str, data_dir: str) -> Any:
