@@ -47,7 +47,7 @@ def test_pinned_packages_install_on_the_first_release_of_the_oldest_python():
     pins = re.findall(r"^([\w.-]+)==", (ROOT / ".ci/constraints.txt").read_text(), re.M)
     pinned = {canonicalize_name(pin) for pin in pins}
     requires = {
-        canonicalize_name(each.name): each.metadata["Requires-Python"] or ""
+        canonicalize_name(each.name): each.metadata.get("Requires-Python") or ""
         for each in metadata.distributions()
         if canonicalize_name(each.name) in pinned
     }
