@@ -24,7 +24,7 @@ _POLL_SEC = 0.1
 
 
 class Claim:
-    """What this process holds of a folder, until `release`.
+    """What this process holds of a folder, until `close`.
 
     Attributes:
         is_renewed: whether the job has claimed the folder before, by a rank that may be lost.
@@ -65,7 +65,7 @@ class Claim:
             os.close(descriptor)
             time.sleep(_POLL_SEC)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let other jobs train in the folder; does nothing after the first call."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -115,7 +115,7 @@ def check_unclaimed(folder: Path) -> None:
 
 
 def _open(path: Path) -> int | None:
-    """Return a descriptor of the file, which is created if needed; None if it cannot be written."""
+    """Open the file, and create it if it is missing; return None if it cannot be written."""
     for _ in range(2):
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

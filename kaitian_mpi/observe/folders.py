@@ -37,9 +37,7 @@ def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
     """
     name = given or environ.get(SNAPSHOTS_VARIABLE, "")
     if name and not (name.isascii() and name.isalnum()):
-        raise UserError(
-            f"{SNAPSHOTS_VARIABLE}: found {name!r}, needed a name of letters and digits"
-        )
+        raise UserError(f"{SNAPSHOTS_VARIABLE}={name!r} is not a name; use letters and digits only")
     return name
 
 
@@ -62,16 +60,16 @@ def is_private(folder: Path) -> bool:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; give --snapshots another name") from error
     if not stat.S_ISDIR(found.st_mode):
-        fault = "something that is not a folder"
+        fault = "it is not a folder"
     elif found.st_uid != os.geteuid():
-        fault = f"a folder of another user (uid {found.st_uid})"
+        fault = f"it belongs to another user (uid {found.st_uid})"
     elif stat.S_IMODE(found.st_mode) != _PRIVATE:
-        fault = f"a folder of mode {stat.S_IMODE(found.st_mode):03o}"
+        fault = f"it has mode {stat.S_IMODE(found.st_mode):03o}, so that other users can enter it"
     else:
         return True
     raise UserError(
-        f"{folder}: found {fault}, needed one that only this user can enter (mode 700); nothing "
-        "is read from it; remove it, or give --snapshots another name"
+        f"{folder}: {fault}; nothing is read from it, only from a folder of mode 700; remove it, "
+        "or give --snapshots another name"
     )
 
 

@@ -126,7 +126,7 @@ class DiskFolder(RunFolder):
     def close(self) -> None:
         """Let other jobs train in the folder; does nothing after the first call."""
         if self._claim is not None:
-            self._claim.release()
+            self._claim.close()
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file atomically."""
@@ -278,8 +278,8 @@ def _check(path: Path, resume: str) -> None:
 
 def _used(path: Path) -> UserError:
     return UserError(
-        f"--run-dir {path}: found the results of another run, needed a new or empty folder; name "
-        "another, or give --resume auto to continue that run"
+        f"--run-dir {path}: the folder has the results of another run; name a new folder, or give "
+        "--resume auto to continue that run"
     )
 
 

@@ -69,9 +69,9 @@ class TensorFile:
         self._mapped = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Let go of the memory of a contiguous part of one of the tensors, whose values were read.
+        """Free the memory of a contiguous part of one of the tensors, whose values were read.
 
-        They can be read again. Does nothing if the memory is not the file's.
+        The values can be read again. Does nothing if the memory is not the file's.
         """
         if tensor.nbytes and tensor.untyped_storage().data_ptr() in self._mapped:
             begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -183,6 +183,6 @@ def check_safetensors(flag: str, path: str) -> None:
         import safetensors.torch  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"{flag} {path}: found no package safetensors, needed it for such a file; install the "
-            "extra: pip install 'kaitian-mpi[export]'"
+            f"{flag} {path}: the package safetensors is not installed; "
+            "pip install 'kaitian-mpi[export]'"
         ) from error

@@ -37,7 +37,7 @@ LATER = {
     "--init nosuch.pt": "--init: there is no file nosuch.pt on rank 0's host",
     "--init used/config.json": "--init used/config.json: it has no weights (it holds",
     "--export nowhere/model.safetensors": "there is no folder ",
-    "--run-dir used": "--run-dir used: found the results of another run",
+    "--run-dir used": "--run-dir used: the folder has the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
 }
 WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize(

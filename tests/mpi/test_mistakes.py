@@ -296,7 +296,7 @@ def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, 
     assert list(folder.iterdir()) == [folder / ".job"], "nothing is begun"
     sleeping_barrier(world.comm)
     if claim is not None:
-        claim.release()
+        claim.close()
     sleeping_barrier(world.comm)
     assert set_to(run_dir=str(folder), resume="auto") == 3
     assert not (folder / ".job").exists()

@@ -199,7 +199,7 @@ def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
     config = TrainConfig(run_dir=str(tmp_path))
     begin_run(config, "job")
     begin_run(config, "job")  # the same process again, after a loss
-    with pytest.raises(UserError, match="found the results of another run, needed a new or empty"):
+    with pytest.raises(UserError, match="the folder has the results of another run; name a new"):
         begin_run(config, "another")
     begin_run(TrainConfig(run_dir=str(tmp_path), resume="auto"), "another")
 
@@ -214,7 +214,7 @@ claim = Claim(folder, "job")
 (folder / "config.json").touch()
 print("holds", flush=True)
 sys.stdin.readline()
-claim.release()
+claim.close()
 """
 
 
@@ -251,7 +251,7 @@ def test_the_claim_of_a_job_that_was_killed_is_none(tmp_path, held):
     held.wait()
     assert (tmp_path / ".job").exists()
     check_unclaimed(tmp_path)
-    with pytest.raises(UserError, match="found the results of another run"):
+    with pytest.raises(UserError, match="the folder has the results of another run"):
         begin_run(TrainConfig(run_dir=str(tmp_path)), "another")
     begin_run(TrainConfig(run_dir=str(tmp_path), resume="auto"), "another").close()
     assert not (tmp_path / ".job").exists()

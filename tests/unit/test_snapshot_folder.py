@@ -54,7 +54,7 @@ def test_snapshots_go_to_a_folder_only_this_user_can_access(memory):
 def test_a_folder_that_others_can_access_is_rejected(memory, mode):
     files = files_of()
     planted(files.folder, mode)
-    with pytest.raises(UserError, match=f"found a folder of mode {mode:o}, needed one that only"):
+    with pytest.raises(UserError, match=f"it has mode {mode:o}, so that other users"):
         files.newest_good()
     with pytest.raises(UserError, match="nothing is read from it"):
         files.write(STATE, {"step": 61})
@@ -67,7 +67,7 @@ def test_a_folder_of_another_user_is_rejected(memory):
     files = files_of()
     planted(files.folder, 0o700)
     os.chown(files.folder, 65534, 65534)
-    with pytest.raises(UserError, match=r"found a folder of another user \(uid 65534\)"):
+    with pytest.raises(UserError, match=r"it belongs to another user \(uid 65534\)"):
         files.newest_good()
 
 
@@ -75,9 +75,9 @@ def test_a_symlink_to_a_good_folder_is_rejected(memory):
     files = files_of()
     planted(memory / "elsewhere", 0o700)
     files.folder.symlink_to(memory / "elsewhere")
-    with pytest.raises(UserError, match="found something that is not a folder"):
+    with pytest.raises(UserError, match="it is not a folder"):
         files.newest_good()
-    with pytest.raises(UserError, match="found something that is not a folder"):
+    with pytest.raises(UserError, match="it is not a folder"):
         files.write(STATE, {"step": 61})
     remove_private(files.folder)
     assert len(list((memory / "elsewhere").iterdir())) == 2
@@ -99,7 +99,7 @@ def test_the_name_can_be_set_by_the_environment(memory, monkeypatch):
     assert "kaitian-secret-" in str(files_of("").folder)
     assert "kaitian-given-" in str(files_of("given").folder)
     monkeypatch.setenv(SNAPSHOTS_VARIABLE, "../../etc")
-    with pytest.raises(UserError, match="needed a name of letters and digits"):
+    with pytest.raises(UserError, match="use letters and digits only"):
         files_of("")
     monkeypatch.delenv(SNAPSHOTS_VARIABLE)
     assert files_of("") is None

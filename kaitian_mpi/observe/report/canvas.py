@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 WIDTH = 9.0
 """Of all figures of a report, in inches."""
-_width: ContextVar[float] = ContextVar("width", default=WIDTH)
 SMALL = 9
 """The size of the smallest text, in points."""
 TIME = "time since the start (s)"
@@ -30,24 +27,11 @@ MAX_LINES = 8
 _MAX_MARKS = 200
 _LINE_HEIGHT = 0.19  # inches
 _EDGES = 1.6  # inches of a figure's height that are outside its axes
-_LOCK = threading.RLock()
-
-
-@contextlib.contextmanager
-def figures_of(width: float) -> Iterator[None]:
-    """Give new figures another width inside the block, in inches."""
-    token = _width.set(width)
-    try:
-        yield
-    finally:
-        _width.reset(token)
 
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
     """Draw with matplotlib's own defaults, whatever the user has configured.
-
-    One thread at a time, because these settings are matplotlib's and belong to the process.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -56,8 +40,7 @@ def drawing() -> Iterator[None]:
         import matplotlib as mpl
     except ImportError as error:
         raise UserError(
-            'found no matplotlib, needed it to draw; install it with pip install "kaitian-mpi'
-            '[report]"'
+            'the figures need matplotlib, which is not installed; pip install "kaitian-mpi[report]"'
         ) from error
     settings = {
         **{
@@ -82,7 +65,7 @@ def drawing() -> Iterator[None]:
         "hatch.linewidth": 0.6,
         "hatch.color": palette.MUTED,
     }
-    with _LOCK, warnings.catch_warnings(), mpl.rc_context(settings):
+    with warnings.catch_warnings(), mpl.rc_context(settings):
         # A host name may have characters that the font lacks; they are shown as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
@@ -98,7 +81,7 @@ def titled_figure(title: str, *, is_emulated: bool, height: float) -> Figure:
     """Return an empty figure; its title says whether what it shows is emulated."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_width.get(), height), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
     suffix = f" · {EMULATED}" if is_emulated else ""
     figure.suptitle(title + suffix, x=0.01, ha="left", fontweight="bold")
     return figure
@@ -198,7 +181,7 @@ def mark_changes(panels: Sequence[Axes], run: Run, at: Callable[[Any], float]) -
             axes.axvline(x, color=color, linestyle=line, linewidth=1.1, zorder=1.5)
     free: list[list[tuple[float, float]]] = [[], []]
     for x, text, is_loss in sorted(marks, key=lambda mark: (not mark[2], mark[0])):
-        width = (len(text) + 2) * 0.0085 * (high - low) * WIDTH / _width.get()
+        width = (len(text) + 2) * 0.0085 * (high - low)
         for row, taken in enumerate(free):
             if all(abs(x - other) > (width + reach) / 2 for other, reach in taken):
                 taken.append((x, width))

@@ -45,14 +45,15 @@ FIGURES: tuple[FigureSpec, ...] = (
         "rate",
         "Training rate",
         "Numbers above the figure mark new plans, that is, new batch sizes, which are explained "
-        "at “Batch size of each rank”.",
+        "below “Batch size of each rank”.",
         run_figures.draw_rate,
         run_figures.describe_rate,
     ),
     FigureSpec(
         "batch-sizes",
         "Batch size of each rank",
-        "How many samples of each step a rank computes. Each number above marks a new plan.",
+        "How many samples of each step a rank computes. Each number above marks a new plan; the "
+        "table below says why it was made.",
         rank_figures.draw_batch_sizes,
         rank_figures.describe_batch_sizes,
     ),

@@ -72,7 +72,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _require_regular_file(path: Path) -> None:
-    if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would wait for ever
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would wait forever
         raise DamagedError("not a regular file")
 
 

@@ -12,6 +12,7 @@ from kaitian_mpi.observe.report.run import Run, format_duration
 from kaitian_mpi.observe.report.svg import to_svg
 
 _MAX_ROWS = 200
+_MAX_OPEN_ROWS = 10
 _STYLE = """
 :root { color-scheme: light; }
 body { margin: 0; background: #fff; color: #1a1a1a; font: 16px/1.5 system-ui, sans-serif; }
@@ -246,7 +247,10 @@ def _plan_table(run: Run) -> str:
         for number, plan in enumerate(run.plans)
     ]
     columns = ("mark", "from step", "samples of each rank", "reason")
-    return _details(f"All plans ({len(rows):,})", _table(columns, rows)) if rows else ""
+    if not rows:
+        return ""
+    title = f"All plans ({len(rows):,})"
+    return _details(title, _table(columns, rows), is_open=len(rows) <= _MAX_OPEN_ROWS)
 
 
 def _event_table(run: Run) -> str:
@@ -263,8 +267,8 @@ def _batches(ranks: Sequence[int], sizes: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(sizes) - 16} more ranks" if len(sizes) > 16 else "")
 
 
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{_text(title)}</summary>{content}</details>\n"
+def _details(title: str, content: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' * is_open}><summary>{_text(title)}</summary>{content}</details>\n"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kaitian_mpi.observe.report import palette
 from kaitian_mpi.observe.report.canvas import (
     MAX_LINES,
-    SMALL,
     TIME,
     End,
     finish_axes,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_REASONS = 6
 _MAX_COLUMNS = 240
 MAX_ROWS = 250
 _COMPUTING = ("forward", "backward", "optimizer", "compute")
@@ -103,11 +101,7 @@ def draw_batch_sizes(run: Run) -> Figure | None:
         return None
     if len(series) > MAX_LINES:
         return _heat_map(run, series, "Batch size of each rank", "samples per step", None)
-    reasons = reasons_of(run)
-    if len(reasons) > _MAX_REASONS:
-        left = len(reasons) - _MAX_REASONS + 1
-        reasons = [*reasons[: _MAX_REASONS - 1], f"and {left} more, listed in the report's table"]
-    figure = new_figure("Batch size of each rank", run, 3.9 + 0.19 * len(reasons))
+    figure = new_figure("Batch size of each rank", run, 3.9)
     axes = figure.subplots()
     for rank, points in series.items():
         style = palette.rank_style(rank)
@@ -124,21 +118,10 @@ def draw_batch_sizes(run: Run) -> Figure | None:
         )
     highest = max(y for points in series.values() for _, y in points if not math.isnan(y))
     axes.set_ylim(0, 1.08 * highest or 1)
-    notes = "\n".join(_shorten(reason, 118) for reason in reasons)
     finish_axes(axes, "step", "samples per step")
-    if notes:
-        figure.supxlabel(notes, x=0.01, ha="left", fontsize=SMALL, color=palette.TEXT)
     mark_changes([axes], run, lambda change: change.step)
     label_ends(axes, _ends(run, series, "{:.0f}"))
     return figure
-
-
-def reasons_of(run: Run) -> list[str]:
-    """Return why each plan after the first was made, with the number by which it is marked."""
-    return [
-        f"{number}: from step {plan.step}, {plan.reason or 'no reason recorded'}"
-        for number, plan in enumerate(run.plans[1:], 1)
-    ]
 
 
 def describe_batch_sizes(run: Run) -> str:
@@ -219,10 +202,6 @@ def _ends(run: Run, series: Mapping[int, Sequence[tuple[float, float]]], form: s
         text = f"{run.ranks.get(rank, f'rank {rank}')}: {last}"
         ends.append(End(value, text, style.color, style.line, style.marker))
     return ends
-
-
-def _shorten(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _list(values: Mapping[int, float], form: str) -> str:
