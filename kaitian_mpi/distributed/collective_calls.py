@@ -49,14 +49,13 @@ if TYPE_CHECKING:
 class CollectiveCalls(dist.ProcessGroup):
     """The methods by which torch starts a collective, with torch's signatures. All are collective.
 
-    Without options, torch's defaults apply.
+    Without options, torch's defaults apply. The operations are described in `operations`.
     """
 
     _run: Callable[[Collective], Work]
     """Carries a collective out, or queues it."""
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        """Reduce each tensor over all ranks, in place."""
         opts = opts or AllreduceOptions()
         op = opts.reduceOp
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
@@ -81,51 +80,43 @@ class CollectiveCalls(dist.ProcessGroup):
         return self._run(SumGradients([real], [], options, options.reduceOp, residual=residual))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce several tensors over all ranks, in place."""
         options = AllreduceOptions()
         if opts is not None:
             options.reduceOp, options.asyncOp = opts.reduceOp, opts.asyncOp
         return self.allreduce(tensors, options)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        """Reduce each tensor to rank `opts.rootRank`."""
         opts = opts or ReduceOptions()
         return self._run(Reduce(tensors, [], opts, opts.reduceOp, opts.rootRank))
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        """Copy each tensor from rank `opts.rootRank` to every rank."""
         opts = opts or BroadcastOptions()
         return self._run(Broadcast(tensors, [], opts, None, opts.rootRank))
 
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
         return self._run(AllGather(outputs, inputs, opts or AllgatherOptions()))
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors: `output_lists[r][i]` is rank r's `inputs[i]`."""
         by_tensor = [list(pieces) for pieces in zip(*output_lists, strict=True)]
         return self.allgather(by_tensor, inputs, opts)
 
     def all_gather_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Gather each rank's tensor into one, along the first dimension."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors, each into one along its first dimension."""
         return self._run(AllGatherSingle(outputs, inputs, opts or AllgatherOptions()))
 
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather each rank's tensor into a list on rank `opts.rootRank`."""
         opts = opts or GatherOptions()
         pieces = outputs[0] if self.rank() == opts.rootRank else []
         return self._run(Gather(pieces, inputs, opts, root=opts.rootRank))
@@ -145,7 +136,6 @@ class CollectiveCalls(dist.ProcessGroup):
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
-        """Give each rank its piece of the list on rank `opts.rootRank`."""
         opts = opts or ScatterOptions()
         pieces = inputs[0] if self.rank() == opts.rootRank else []
         return self._run(Scatter(outputs, pieces, opts, root=opts.rootRank))
@@ -153,27 +143,23 @@ class CollectiveCalls(dist.ProcessGroup):
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
-        """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
         opts = opts or ReduceScatterOptions()
         return self._run(ReduceScatter(outputs, inputs, opts, opts.reduceOp))
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Reduce a tensor over all ranks; each gets its part of the first dimension."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Reduce several tensors over all ranks; each gets its parts of the first dimension."""
         opts = opts or ReduceScatterOptions()
         return self._run(ReduceScatterSingle(outputs, inputs, opts, opts.reduceOp))
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Send `inputs[r]` to rank r and receive `outputs[r]` from it."""
         return self._run(AllToAll(outputs, inputs, opts or AllToAllOptions()))
 
     def all_to_all_single(  # type: ignore[override]
@@ -184,11 +170,9 @@ class CollectiveCalls(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Work:
-        """Send a part of the first dimension to each rank; no splits mean equal parts."""
         opts = opts or AllToAllOptions()
         splits = output_splits, input_splits
         return self._run(AllToAllSingle([output], [tensor], opts, splits=splits))
 
     def barrier(self, opts: Any = None) -> Work:
-        """Wait for every rank."""
         return self._run(Barrier([], [], opts or BarrierOptions()))

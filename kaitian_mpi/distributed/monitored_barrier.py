@@ -25,7 +25,6 @@ class MonitoredBarrier:
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
-        """Use the ranks of `comm`."""
         self._comm = comm
         self._calls = 0
         # Pending until the other rank arrives, perhaps forever; they keep their buffers alive.

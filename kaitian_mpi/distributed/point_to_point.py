@@ -103,15 +103,7 @@ class Mailbox:
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
     ) -> None:
-        """Start no thread yet.
-
-        Args:
-            comm: the ranks; used for these messages only.
-            name: the thread's name.
-            arrivals: knows which ranks have ended the group.
-            timeout: how long a message is waited for.
-            on_failure: called when a message fails, after which the group cannot be used.
-        """
+        """Start no thread yet; after `on_failure` is called, the group cannot be used."""
         self._comm = comm
         self._name = name
         self._streams = SideStreams()

@@ -246,7 +246,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         is_done = self._mailbox.close()
         if is_revoked(self.comms.world):
             return
-        self._arrivals.leave()
+        self._arrivals.close()
         # MPI is not done with a failed collective, nor with a message that was not received.
         if is_done and not self.is_broken:
             free_when_unused(self.comms)

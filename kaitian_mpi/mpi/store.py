@@ -209,7 +209,6 @@ class MPIStore(dist.Store):
         self._tell("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it up to the store's timeout."""
         with _explained(key):
             return self._ask("get", self._prefix + key)[0]
 
@@ -285,7 +284,6 @@ class MPIStore(dist.Store):
 
     @property
     def timeout(self) -> timedelta:  # type: ignore[override]
-        """How long `get` and `wait` wait."""
         return self._timeout
 
     def _placed(self, keys: Sequence[str]) -> list[str]:

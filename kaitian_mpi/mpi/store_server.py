@@ -43,12 +43,10 @@ class Table:
         self._values: dict[bytes, bytes] = {}
 
     def apply(self, operation: bytes, arguments: Fields) -> Fields:
-        """Execute one operation and return its results."""
         method: Callable[..., Fields] = getattr(self, f"_{operation.decode()}")
         return method(*arguments)
 
     def has(self, keys: Sequence[bytes]) -> bool:
-        """Return whether every key is set."""
         return all(key in self._values for key in keys)
 
     def _set(self, *pairs: bytes) -> Fields:

@@ -89,12 +89,7 @@ class Group:
 def plan_groups(
     kinds: Sequence[str], nodes: Sequence[int | None] | None = None
 ) -> tuple[Group, ...]:
-    """Group ranks 0, 1, … by device kind; groups are ordered by their first rank.
-
-    Args:
-        kinds: the device kind of each rank.
-        nodes: the number of each rank's host, to group by kind and host.
-    """
+    """Group ranks by kind or, given their hosts, by kind and host, in order of first ranks."""
     members: dict[tuple[str, int | None], list[int]] = {}
     for rank, key in enumerate(zip(kinds, nodes or [None] * len(kinds), strict=True)):
         members.setdefault(key, []).append(rank)

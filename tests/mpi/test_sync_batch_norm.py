@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_trainer import make_trainer, train
+from test_trainer import make_loop, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -169,9 +169,9 @@ def test_what_cannot_be_converted_is_named(world):
 
 
 def make(world, shares):
-    """Return a trainer of a model with synchronized batch norm."""
+    """Return a loop of a model with synchronized batch norm."""
     norm = nn.BatchNorm1d(16)
-    trainer = make_trainer(world, shares, layers=[kaitian_mpi.convert_sync_batchnorm(norm)])
+    trainer = make_loop(world, shares, layers=[kaitian_mpi.convert_sync_batchnorm(norm)])
     return trainer
 
 

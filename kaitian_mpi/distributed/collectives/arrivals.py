@@ -66,9 +66,8 @@ class ArrivalTracker(_Limits):
     def arrive(self) -> None:
         """Wait, without spinning, until every rank has arrived at its next collective. Collective.
 
-        Raises:
-            CollectiveError: a rank did not arrive within the group's timeout, or has left the
-                group, or this rank arrives after the others' timeout.
+        Raises a `CollectiveError` if a rank did not arrive within the group's timeout, or has left
+        the group, or this rank arrives after the others' timeout.
         """
         arrived_at = time.monotonic()
         self._calls += 1
@@ -84,11 +83,7 @@ class ArrivalTracker(_Limits):
         self._arrived_at = arrived_at
 
     def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
-        """Wait, without spinning, until a nonblocking collective on tensors is done. Collective.
-
-        Raises:
-            CollectiveError: as for `arrive`.
-        """
+        """Wait likewise until a nonblocking collective on tensors is done. Collective."""
         self._calls += 1
         if not wait_request(request, self._record_after_sec):
             self._wait_long(request, tensors)
@@ -97,7 +92,7 @@ class ArrivalTracker(_Limits):
             self._confirm()
         self._done_at = now
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
         try:
             self._store.set(f"{_ENDED}{self._comm.rank}", str(self._calls))
@@ -195,13 +190,8 @@ class LibraryWatch(_Limits):
     ) -> None:
         """Start the thread. Not collective.
 
-        Args:
-            comm: the process group's ranks; the loss of any of them is one for the library, too,
-                since those that have noticed it do not come any more.
-            ranks: the library's, among those.
-            store: for these ranks' calls of the library alone.
-            timeout: how long a rank may be later than this one.
-            on_failure: called once, in the thread: a rank is lost, or does not come.
+        `on_failure` is called once, in the thread, if one of `ranks` (the library's, among those of
+        `comm`) is lost or does not come. `store` is for these ranks' calls of the library alone.
         """
         self._comm, self._ranks, self._store = comm, ranks, store
         self._on_failure = on_failure
@@ -213,12 +203,10 @@ class LibraryWatch(_Limits):
         self._thread.start()
 
     def called(self, name: str) -> None:
-        """Note that this rank calls the library."""
         self._name, self._called_at = name, time.monotonic()
         self._calls += 1
 
     def close(self) -> None:
-        """End the thread, and wait for it."""
         self._stop.set()
         self._thread.join()
 

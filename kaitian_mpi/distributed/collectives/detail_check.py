@@ -45,14 +45,7 @@ class AgreementCheck:
         calls: float,
         torch_versions: Sequence[str],
     ) -> None:
-        """Compare over the ranks of a communicator.
-
-        Args:
-            comm: the ranks.
-            arrive: waits until all of them have arrived.
-            calls: how many calls to compare; those after them are not.
-            torch_versions: of each rank, for the error message; empty if they are the same.
-        """
+        """Compare the first `calls` calls; `arrive` waits until all ranks have arrived."""
         self._comm, self._arrive = comm, arrive
         self._calls_left = calls
         self._torch_versions = torch_versions

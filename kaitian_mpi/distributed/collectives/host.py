@@ -44,7 +44,6 @@ class HostOperations:
         self._complete = arrivals.complete
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
-        """Reduce `tensor` over all ranks, in place."""
         self.allreduce_flat(tensor, op, precision)
 
     def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
@@ -77,7 +76,6 @@ class HostOperations:
         from_host(dense, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy `tensor` from rank `root` to every rank."""
         is_root = self.rank == root
         if self._uses_buffers and not nonblocking.is_short_reduction(tensor):
             self._arrive()
@@ -118,7 +116,6 @@ class HostOperations:
             tensor.copy_(total.coalesce())
 
     def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
-        """Gather every rank's tensor into `pieces`."""
         self._exchange([tensor] * self.size, pieces)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -219,7 +216,6 @@ class HostOperations:
     def _exchange(
         self, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
     ) -> None:
-        """Send and receive tensors on any device."""
         self._arrive()
         received = received or [None] * self.size
         if not self._uses_buffers:

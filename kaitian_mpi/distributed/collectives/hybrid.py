@@ -19,14 +19,14 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
-from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+from kaitian_mpi.distributed.collectives.vendor import VendorGroup, VendorLibrary
 from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
@@ -44,21 +44,6 @@ ALGORITHMS = ("flat", "leader", "striped")
 """The allreduce algorithms, in the order in which they are measured."""
 BY_HOST = ("leader-by-host", "striped-by-host")
 """Further ones, if there are groups by kind and host beside those by kind."""
-
-
-class GroupCollectives(Protocol):
-    """The collectives that the algorithms use inside a group; tensors are flat."""
-
-    rank: int
-    size: int
-
-    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
-        """Reduce piece r of `tensor` to group rank r."""
-        ...
-
-    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
-        """Copy piece r of `tensor` from group rank r to every rank of the group."""
-        ...
 
 
 class HostGroup:
@@ -84,7 +69,9 @@ class Grouping:
         self._vendor = vendor
         self._host = HostGroup(comms)
 
-    def usable(self, tensor: torch.Tensor, op: Reduction) -> tuple[GroupCollectives, torch.Tensor]:
+    def usable(
+        self, tensor: torch.Tensor, op: Reduction
+    ) -> tuple[VendorGroup | HostGroup, torch.Tensor]:
         """Return what reduces a tensor in the group, and the tensor as that takes it."""
         vendor = self._vendor.group_for("reduce", [tensor.dtype], op.without_division.kind)
         if vendor is not None:
@@ -103,15 +90,7 @@ class HybridOperations(HostOperations):
         libraries: Sequence[VendorLibrary],
         relay: Relay | None = None,
     ) -> None:
-        """Store the communicators and the vendor libraries.
-
-        Args:
-            comms: the ranks, split into groups.
-            arrivals: tracks the ranks of `comms.world`.
-            libraries: connects the ranks of this rank's group, if there is such a library; and, if
-                there is `comms.by_host`, another for those of its group there.
-            relay: takes tensors through host memory.
-        """
+        """Store the communicators and the libraries, one for each way to group the ranks."""
         super().__init__(comms.world, arrivals, relay)
         self.algorithm = "flat"
         """The allreduce algorithm: a name in `algorithms`; must be the same on every rank."""
@@ -138,7 +117,7 @@ class HybridOperations(HostOperations):
 
     def _allreduce(
         self,
-        group: GroupCollectives,
+        group: VendorGroup | HostGroup,
         tensor: torch.Tensor,
         op: Reduction,
         precision: Precision,

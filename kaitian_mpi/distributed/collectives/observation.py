@@ -26,10 +26,7 @@ def is_observed() -> bool:
 def observed(name: str, operator: str, start: Callable[[], Work]) -> Work:
     """Start a collective so that the tools see it; return its work.
 
-    Args:
-        name: the name in profiles, which show it from its start to its end.
-        operator: the operator's name in `torch.ops.c10d`, for `CommDebugMode`.
-        start: starts the collective.
+    Profiles show `name`, and `CommDebugMode` counts `operator`, a name in `torch.ops.c10d`.
     """
     _count(operator)
     if not _profiler_enabled():

@@ -46,15 +46,8 @@ class Router:
     ) -> None:
         """Choose the routes for the group's ranks.
 
-        Args:
-            library: connects the ranks of this rank's group, if there is such a library.
-            host: executes collectives in host memory.
-            hybrid: executes collectives between several groups.
-            worker: runs collectives in order.
-            streams: the streams on which a library works on copies of the caller's tensors.
-            check: compares the ranks' calls; None where that is not needed.
-            label: of the process group, in timelines.
-            check_devices: given the tensors of each call.
+        A library works on copies of the caller's tensors on `streams`; `check` compares the ranks'
+        calls, if that is needed; `check_devices` is given the tensors of each call.
         """
         has_one_group = len(hybrid.comms.groups) == 1
         self._library = library if has_one_group and library.is_present else None

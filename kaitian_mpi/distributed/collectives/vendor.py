@@ -63,16 +63,10 @@ class VendorLibrary:
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
     ) -> None:
-        """Store what its initialization needs.
+        """Store what its initialization needs: `store` is for the library's bootstrap.
 
-        Args:
-            own: this rank's device.
-            comms: the ranks, split into groups.
-            store: for the library's bootstrap.
-            group_store: the process group's own view of the job's store.
-            timeout: how long one collective may take.
-            on_failure: called, maybe from another thread, when a rank is lost; before anything
-                that waits in the library goes on.
+        `on_failure` is called, maybe from another thread, when a rank is lost; before anything that
+        waits in the library goes on.
         """
         self.is_present = own.has_vendor
         """Whether there is such a library."""
@@ -90,12 +84,8 @@ class VendorLibrary:
     ) -> VendorGroup | None:
         """Return the library's group of the group's ranks; None for an unsupported operation.
 
-        The same on all ranks of the group; collective over them the first time.
-
-        Args:
-            name: the collective's, as in profiles.
-            dtypes: the dtypes of the tensors to be reduced or moved.
-            op: torch's reduce operation; None if nothing is reduced.
+        The same on all ranks of the group; collective over them the first time. `op` is torch's
+        reduce operation, None if nothing is reduced.
         """
         if not self.is_present or name in self._own.kind.vendor_lacks:
             return None
@@ -128,7 +118,6 @@ class VendorLibrary:
         raise self._failure
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following collectives, if the library supports that."""
         self._timeout = timeout
         if self._watch is not None:
             self._watch.set_timeout(timeout)
@@ -178,17 +167,7 @@ class VendorGroup:
         timeout: timedelta,
         on_call: Callable[[str], None],
     ) -> None:
-        """Join the group. Collective over its ranks.
-
-        Args:
-            kind: the ranks' device kind; it names the vendor's torch.distributed backend.
-            device: this rank's device.
-            store: a store for this group alone, for the library's bootstrap.
-            rank: this rank in the group.
-            size: the group's number of ranks.
-            timeout: how long one collective may take.
-            on_call: called with the name of each collective before it is started.
-        """
+        """Join the group. Collective over its ranks; `on_call` is given the name of each call."""
         self._on_call = on_call
         self.rank, self.size = rank, size
         self._kind, self._device = kind, device
@@ -201,7 +180,6 @@ class VendorGroup:
             self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
     def can_use_in_place(self, collective: LibraryCollective) -> bool:
-        """Return whether the library can use all tensors without copies."""
         return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
 
     def usable(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +227,6 @@ class VendorGroup:
             self._call_for_piece(self._backend.broadcast, piece, options)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following collectives, if the library supports that."""
         self._timeout_sec = timeout.total_seconds()
         if hasattr(self._backend, "_set_default_timeout"):
             self._backend._set_default_timeout(timeout)
@@ -337,13 +314,7 @@ class VendorCall(Work):
         written: list[tuple[torch.Tensor, torch.Tensor]],
         used: list[torch.Tensor],
     ) -> None:
-        """Store the library's works.
-
-        Args:
-            works: the library's own works, one or more.
-            written: each tensor that is written: the library's and the caller's.
-            used: the copies that the library uses.
-        """
+        """Store the library's works, the tensors written (its own, the caller's) and its copies."""
         super().__init__()
         self._works, self._written, self._used = works, written, used
 

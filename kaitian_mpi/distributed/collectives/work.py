@@ -52,7 +52,6 @@ class OrderedFuture(torch.futures.Future):
         self._tensors = tensors
 
     def then(self, callback: Callback) -> torch.futures.Future:  # type: ignore[override]
-        """Return a future of the result of `callback(self)`."""
         if self._queue is None or self.done():
             return super().then(callback)
         result = OrderedFuture(self._queue, self._tensors)
@@ -69,7 +68,6 @@ class OrderedFuture(torch.futures.Future):
         return result
 
     def add_done_callback(self, callback: Callback) -> None:
-        """Call `callback` with this future when it is done; its exceptions are logged."""
         if self._queue is None or self.done():
             super().add_done_callback(callback)
         else:
@@ -78,7 +76,6 @@ class OrderedFuture(torch.futures.Future):
             self._queue.call_back(lambda: plain.set_result(None), self._tensors)
 
     def wait(self) -> Any:
-        """Block until it is done; return its value, or raise its error."""
         if self._queue is not None:
             self._queue.run_until(self.done)
         return super().wait()
@@ -142,7 +139,6 @@ class Finished(Work):
         """Return at once."""
 
     def get_future(self) -> torch.futures.Future:
-        """Return a completed future of the tensors."""
         for end in ends_of_streams(self._result):
             if not end.is_handled_by_futures:
                 end.synchronize()
@@ -231,11 +227,9 @@ class Queued(Work):
         return self._future.done() and all(end.is_reached() for end in self._ends)
 
     def is_success(self) -> bool:
-        """Return whether it is done without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return its error, or None."""
         self.is_error_seen = True
         return self._error
 
@@ -246,7 +240,6 @@ class Queued(Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the tensors."""
         self._has_future_reader = self.is_error_seen = True
         # In this order, and in the other one in `finish`: one of the two sees what the other wrote.
         self._block_for_streams()

@@ -80,9 +80,6 @@ class Worker:
             in_background: False if the caller will wait for it anyway; it then runs in the caller's
                 own thread if nothing is queued, which saves two thread switches.
             tensors: all tensors it uses, in lists and tuples of any depth; None for `result`.
-
-        Raises:
-            CollectiveError: it failed in the caller's thread, or the worker is broken.
         """
         # Never true in the worker's own thread, which already holds the lock.
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):

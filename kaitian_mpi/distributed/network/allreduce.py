@@ -74,13 +74,8 @@ class HostAllreduce:
     def sum_encoded(self, tensor: torch.Tensor, residual: Residual, start: int) -> None:
         """Sum a flat host tensor of gradients, in place, encoded between the hosts. Collective.
 
-        Inside a host the sum is exact, in float32. The result is the same on all ranks, bit for
-        bit.
-
-        Args:
-            tensor: a part of a buffer.
-            residual: of the buffer; of the same format on every rank.
-            start: where in it the tensor begins.
+        It is the part of the residual's buffer from `start` on. Inside a host the sum is exact, in
+        float32. The result is the same on all ranks, bit for bit.
         """
         wide = tensor.float()
         length = _ENCODED_PART * self._hosts.size

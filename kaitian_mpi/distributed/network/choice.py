@@ -16,7 +16,6 @@ class Hosts:
 
     @property
     def size(self) -> int:
-        """The number of hosts."""
         return len(self.ranks)
 
     @property
@@ -54,7 +53,6 @@ class Route(NamedTuple):
     """How many ranks of each host exchange data with other hosts."""
 
     def __str__(self) -> str:
-        """Return its name, such as `ring` or `ring in 2 lanes`."""
         return self.algorithm + (f" in {self.lanes} lanes" if self.lanes > 1 else "")
 
 

@@ -38,15 +38,7 @@ class Crossing:
         op: Reduction,
         scratch: torch.Tensor,
     ) -> None:
-        """Store what the round uses.
-
-        Args:
-            comm: all ranks.
-            lane: the rank of each host that exchanges data in this round.
-            tag: for this round alone.
-            op: the reduction over all ranks of `comm`.
-            scratch: at least as long as the parts of all hosts together; flat.
-        """
+        """Store the round's: `lane` has a rank of each host, `scratch` room for all parts."""
         self._comm, self._lane, self._tag = comm, lane, tag
         self._op, self._scratch = op, scratch
         self.host = lane.index(comm.rank)
@@ -66,7 +58,6 @@ class Crossing:
         return self._comm.Isend(as_raw_buffer(part), self._lane[host], self._tag)
 
     def start_receive(self, part: torch.Tensor, host: int) -> MPI.Request:
-        """Start receiving a part from a host; an empty one is not sent."""
         if not part.numel():
             return MPI.REQUEST_NULL
         return self._comm.Irecv(as_raw_buffer(part), self._lane[host], self._tag)

@@ -60,7 +60,6 @@ class Blocks:
     """Whole numbers of 8 or 4 bits, with a float32 scale for each block."""
 
     def __init__(self, bits: int) -> None:
-        """Use numbers of so many bits, 8 or 4."""
         self._bits = bits
         self._largest = (1 << (bits - 1)) - 1
 

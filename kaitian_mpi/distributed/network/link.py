@@ -47,12 +47,8 @@ class Link:
     ) -> None:
         """Measure nothing yet. Not collective.
 
-        Args:
-            comm: the ranks.
-            hosts: where they are.
-            settings: of this process; they may force an algorithm.
-            same_hosts: how more ranks of the same hosts are reduced; an exchange between hosts that
-                was chosen there is used here.
+        The settings may force an exchange; else one that was chosen for `same_hosts`, more ranks of
+        the same hosts, is used here.
         """
         self.choice: Choice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""

@@ -34,14 +34,7 @@ class Network:
         settings: RelaySettings,
         same_hosts: Link | None = None,
     ) -> None:
-        """Add a communicator of the process group. Not collective.
-
-        Args:
-            comm: exists as long as the group.
-            nodes: the number of each rank's host.
-            settings: of this process.
-            same_hosts: the link of more ranks of the same hosts, if there is one.
-        """
+        """Add a communicator of the process group, given the host of each rank. Not collective."""
         hosts = group_by_host(nodes)
         if hosts.size > 1:
             from kaitian_mpi.distributed.network.link import Link  # on one host nothing needs it
@@ -69,13 +62,7 @@ class Network:
 
 
 def network_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> Network:
-    """Return the network of a process group. Not collective.
-
-    Args:
-        comms: its communicators.
-        nodes: the number of the host of each rank of `comms.world`.
-        settings: of this process.
-    """
+    """Return the network of a process group, given the host of each rank. Not collective."""
     network = Network()
     network.add(comms.world, nodes, settings)
     world = network.link(comms.world)

@@ -72,7 +72,6 @@ class StreamCopies(Copies):
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        """Create the streams; `module` has the device's, like `torch.cuda`."""
         self._module, self._device = module, device
         self.out, self.back = module.Stream(device), module.Stream(device)
         self._last: Any = None

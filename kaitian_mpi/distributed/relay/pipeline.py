@@ -40,7 +40,6 @@ class Slot:
         return self.memory[: chunk.nbytes].view(chunk.dtype)
 
     def wait(self) -> None:
-        """Block until the device is done with it."""
         if self.free is not None:
             self.free.synchronize()
             self.free = None
@@ -62,7 +61,6 @@ class Slots:
 
     @property
     def allocated_bytes(self) -> int:
-        """The size of all buffers."""
         return self._slot_bytes * len(self._ring)
 
     def provide(self, chunks: int, chunk_bytes: int) -> int:
@@ -72,13 +70,13 @@ class Slots:
         ever before.
         """
         if chunk_bytes > self._slot_bytes:
-            self.release_above(-1)  # those of an empty chunk, too
+            self.free_above(-1)  # those of an empty chunk, too
             self._slot_bytes = chunk_bytes
         while len(self._ring) < min(COUNT, chunks):
             self._ring.append(Slot(self._allocate()))
         return len(self._ring)
 
-    def release_above(self, chunk_bytes: int) -> None:
+    def free_above(self, chunk_bytes: int) -> None:
         """Free the buffers if they are larger than this."""
         if self._slot_bytes <= chunk_bytes:
             return

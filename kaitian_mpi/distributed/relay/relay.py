@@ -65,13 +65,8 @@ class Relay:
     ) -> None:
         """Allocate nothing yet.
 
-        Args:
-            settings: of this process.
-            device: this rank's device; None for the host.
-            has_accelerators: whether any rank of the group has one. If none has, tensors are cut as
-                suits MPI alone, since the others do nothing but exchange.
-            has_several_kinds: whether gradients cross in the dtype that the settings say.
-            network: reduces what is in host memory; None: as between ranks of one host.
+        If no rank of the group has an accelerator, tensors are cut as suits MPI alone. Between
+        several kinds, gradients cross in the dtype that the settings say.
         """
         self.network = network or Network()
         """Reduces what is in host memory."""
@@ -86,7 +81,6 @@ class Relay:
 
     @property
     def allocated_bytes(self) -> int:
-        """The size of the buffers."""
         return sum(slots.allocated_bytes for _, slots in self._paths.values())
 
     def precision_of(self, gradients: torch.Tensor, residual: Residual | None) -> Precision:
@@ -160,7 +154,7 @@ class Relay:
         if known not in self._slot_bytes or self._slot_bytes[known][0] != memory_mb:
             agreed = agree_on_longest_chunk(comm, memory_mb)
             self._slot_bytes[known] = memory_mb, agreed
-            self._release_above(agreed)
+            self._free_above(agreed)
         length = part_bytes(self._slot_bytes[known][1], 2 * comm.size)
         act_in_rounds(pieces, length, act, lambda device: self._path(device)[1])
 
@@ -199,12 +193,12 @@ class Relay:
         if known not in self._paces or self._paces[known][0] != memory_mb:
             pace = agree_on_pace(comm, memory_mb, lambda size: self._stages(comm, size))
             self._paces[known] = memory_mb, pace
-            self._release_above(pace.limit_bytes)
+            self._free_above(pace.limit_bytes)
         return self._paces[known][1]
 
-    def _release_above(self, slot_bytes: int) -> None:
+    def _free_above(self, slot_bytes: int) -> None:
         for _, slots in self._paths.values():
-            slots.release_above(slot_bytes)
+            slots.free_above(slot_bytes)
 
     def _path(self, device: torch.device) -> tuple[Copies, Slots]:
         if device not in self._paths:
