@@ -1,20 +1,13 @@
-"""Console output of world rank 0: tables and progress lines, for terminals and log files."""
+"""Console output of world rank 0: lines and tables, for terminals and log files."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.preflight.verdict import by_value
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
-
-_WIDTH = 120
 
 _quiet = False
 
@@ -116,14 +109,52 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+class Table:
+    """A table as plain text: under mpirun, the terminal and its width are not known.
+
+    Args:
+        title: the line above it.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._rows: list[list[str]] = [[]]
+        self._is_right: list[bool] = []
+
+    def add_column(self, name: str, justify: str = "left") -> None:
+        """Add a column.
+
+        Args:
+            name: its head.
+            justify: `left` or `right`.
+        """
+        self._rows[0].append(name)
+        self._is_right.append(justify == "right")
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row with a cell for each column."""
+        self._rows.append(list(cells))
+
+    def lines(self) -> list[str]:
+        """Return the table's lines."""
+        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
+        head, *rows = [
+            "| " + " | ".join(map(_align, row, widths, self._is_right)) + " |" for row in self._rows
+        ]
+        return [self._title, rule, head, rule, *rows, rule]
+
+
+def _align(cell: str, width: int, is_right: bool) -> str:
+    return cell.rjust(width) if is_right else cell.ljust(width)
+
+
 def make_table(title: str) -> Table:
     """Return an empty table."""
-    return Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
+    return Table(title)
 
 
 def show_table(world: World, table: Table) -> None:
     """Print a table from world rank 0, unless the run is quiet."""
     if world.rank == 0 and not _quiet:
-        # Plain text of a fixed width: under mpirun, the terminal and its width are not known.
-        Console(width=_WIDTH, force_terminal=False, no_color=True).print(table)
-        sys.stdout.flush()
+        print("\n".join(table.lines()), flush=True)
