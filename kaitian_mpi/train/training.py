@@ -84,6 +84,9 @@ class Training:
             training.backward(loss)
             training.step()
 
+    Making it is cheap. At its first use (a loop, `evaluate`, `model` or `autocast`) it loads the
+    data, benchmarks the ranks and resumes the run.
+
     Everything is collective over all ranks, unless stated otherwise. Use it as a context manager,
     or call `close`, so that ranks on standby are released however the loop ends.
 
@@ -127,10 +130,9 @@ class Training:
         self._last_step: Step | None = None
         self._logged: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
-        self._is_done = self._is_closed = self._owns_watchdog = False
+        self._has_begun = self._is_done = self._is_closed = self._owns_watchdog = False
         _open.append(self)
         register_close(self.close, ends_work=True)
-        self._start()
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +209,10 @@ class Training:
 
     @property
     def model(self) -> nn.Module:
-        """The model, which is trained in place: the same object before and after a loss."""
+        """The model, which is trained in place: the same object before and after a loss.
+
+        Collective only if it is the first use of the training.
+        """
         return self._started.setup.task.model
 
     @property
@@ -217,7 +222,7 @@ class Training:
 
     @property
     def summary(self) -> Summary:
-        """The state of the run, as in summary.json. Not collective."""
+        """The state of the run, as in summary.json; empty before the first use. Not collective."""
         return Summary() if self._run is None else self._run.summary
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -325,19 +330,19 @@ class Training:
     def _start(self) -> Run:
         """Check that the training is open; at its first use, prepare the first step."""
         self._check_open()
-        if self._run is not None:
-            return self._run
-        try:
-            set_quiet(self._config.quiet)
-            self._script_slowdown.pause()  # the loop slows down each of its steps itself
-            self._owns_watchdog = _watch_process(self._config)
-            if self._config.timeline:
-                start_recording(Recorder(Sampling(self._config.timeline_every)))
-            self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
-        except BaseException:
-            self._end()
-            raise
-        self._is_done = self._run.is_finished
+        if self._run is None:
+            self._has_begun = True
+            try:
+                set_quiet(self._config.quiet)
+                self._script_slowdown.pause()  # the loop slows down each of its steps itself
+                self._owns_watchdog = _watch_process(self._config)
+                if self._config.timeline:
+                    start_recording(Recorder(Sampling(self._config.timeline_every)))
+                self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
+            except BaseException:
+                self._end()
+                raise
+            self._is_done = self._run.is_finished
         return self._run
 
     @property
@@ -497,8 +502,7 @@ class Training:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close(together=False)
-        run = self._run
-        if run is not None:
+        if (run := self._run) is not None:
             if error is not None and not self._is_done:
                 self._membership.abandon()
             if error is not None and not run.summary.finished:
@@ -506,11 +510,12 @@ class Training:
                 text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
                 run.sinks.event("stop", run.state.progress.step, text)
             run.close()
-        stop_recording()
+        if self._has_begun:
+            stop_recording()
+            set_quiet(False)
+            self._script_slowdown.resume()
         if self._owns_watchdog:
             stop_watchdog()
-        set_quiet(False)
-        self._script_slowdown.resume()
         unregister_close(self.close)
         if self in _open:
             _open.remove(self)

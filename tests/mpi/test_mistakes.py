@@ -169,7 +169,7 @@ MISTAKES = {
     ),
     "no task at all": (lambda: Training(3, **QUIET), "Training() takes a Task, not a int"),
     "a function without a task": (
-        lambda: Training(lambda: 3, **QUIET),
+        lambda: Training(lambda: 3, **QUIET).model,
         "the function returned a int; it must return a Task",
     ),
     "an unknown setting": (
