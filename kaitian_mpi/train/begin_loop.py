@@ -40,11 +40,6 @@ from kaitian_mpi.train.timeline import Timeline
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
     """Begin a loop on these ranks, from wherever the run is. Collective over them.
 
-    Args:
-        run: the run, which learns of it.
-        world: the ranks.
-        logged: the script's own figures, for the next reading.
-
     Returns:
         The loop, and the observer that saves the run.
     """

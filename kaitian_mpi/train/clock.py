@@ -102,11 +102,7 @@ class StepClock:
         return self._device.mark()
 
     def wait_ends(self, began: Mark) -> None:
-        """Mark where it ends.
-
-        Args:
-            began: what `wait_begins` returned.
-        """
+        """Mark where it ends."""
         marks = self._marks
         if marks is None:  # a script has called the model before the first step
             return

@@ -52,12 +52,6 @@ class Computation:
     ) -> torch.Tensor:
         """Return the task's mean loss over a batch that is on the device.
 
-        Args:
-            task: its loss.
-            model: the task's, or a copy.
-            batch: as `place` returned it.
-            needs_gradient: whether the loss must depend on the parameters.
-
         Raises:
             UserError: it is no tensor of one element, or does not depend on a parameter.
         """

@@ -48,11 +48,6 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
     since the last time is undone without a word. What most ranks agree on is taken as right; with
     equal numbers, what the lowest rank has.
 
-    Args:
-        world: the ranks.
-        state: of this rank.
-        sinks: take the event, if there is one.
-
     Returns:
         The world ranks that differed by more than rounding.
     """
@@ -85,14 +80,7 @@ def _find_majority(
     tensors: Sequence[torch.Tensor],
     prints: Sequence[tuple[int, int]],
 ) -> tuple[int, list[int]]:
-    """Return a rank that most others agree with, and these with itself. Collective.
-
-    Args:
-        world: the ranks.
-        state: of this rank, whose `tensors` they are.
-        tensors: take what only rounding makes unlike those of a rank that is asked for.
-        prints: of each rank, the fingerprint of its tensors and in how many parts they are sent.
-    """
+    """Return a rank that most others agree with, and these with itself. Collective."""
     kinds = [info.rounding for info in world.infos]
     own = list(zip(kinds, (bits for bits, _ in prints), strict=True))
     best: tuple[int, list[int]] = 0, []
@@ -111,12 +99,7 @@ def _find_majority(
 
 
 def alike(own: Sequence[tuple[tuple[str, ...], int]], agree: Sequence[bool]) -> list[int]:
-    """Return the ranks that agree but those that differ from most others of their kind.
-
-    Args:
-        own: of each rank, its kind and its fingerprint.
-        agree: whether it agrees.
-    """
+    """Return the ranks that agree but those that differ from most others of their kind."""
     ranks = [rank for rank, yes in enumerate(agree) if yes]
     bits: dict[tuple[str, ...], int] = {}
     for place in by_frequency([own[rank] for rank in ranks]):
@@ -136,14 +119,6 @@ def _take_rounding(
 
     Nothing is lost if the source dies meanwhile, or turns out to be wrong in other tensors: either
     rounding is as good.
-
-    Args:
-        world: the ranks.
-        state: this rank's.
-        tensors: this rank's.
-        source: the rank that sends.
-        count: the number of parts that it sends.
-        receives: whether this rank is to take over anything.
 
     Returns:
         Whether it received tensors, and all of them differed by rounding at most.

@@ -209,9 +209,6 @@ class Loop:
         A share that is larger than what fits the memory is taken in micro-batches, whose gradients
         add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
         come first: their gradient is zero and not missing, as it is in a batch with others.
-
-        Args:
-            parts: the share, as `fetch` returned it.
         """
         self.begin(parts)
         weights = self._step.weights
@@ -261,13 +258,7 @@ class Loop:
         return self._computation.place(part.batch)
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
-        """Add a micro-batch's gradient to the share's; with the last, sum over the ranks.
-
-        Args:
-            loss: the mean over the micro-batch.
-            index: which of the share's micro-batches.
-            is_last: whether it is the last.
-        """
+        """Add a micro-batch's gradient to the share's; with the last, sum over the ranks."""
         self._slowdown.catch_up()
         self.clock.backward_begins()
         step = self._step
@@ -428,14 +419,7 @@ class Loop:
 def set_learning_rates(
     config: TrainingConfig, state: State, samples: int, epoch_samples: int
 ) -> None:
-    """Let the schedulers set the learning rates of the next step. Not collective.
-
-    Args:
-        config: the run's epochs and steps.
-        state: whose schedulers and optimizers.
-        samples: samples in that step.
-        epoch_samples: samples in an epoch.
-    """
+    """Let the schedulers set the learning rates of the next step. Not collective."""
     progress = state.progress
     for scheduler in state.schedulers:
         if hasattr(scheduler, "before_step"):

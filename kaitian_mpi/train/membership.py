@@ -166,12 +166,7 @@ class Membership:
             loss.recovery_sec = time.perf_counter() - loss.noticed
 
     def put_on_standby(self, spares: int, excluded: Collection[int]) -> None:
-        """Put some ranks on standby. Collective over all ranks.
-
-        Args:
-            spares: how many of the last ranks are spares.
-            excluded: world ranks without which the job is faster.
-        """
+        """Put some ranks on standby. Collective over all ranks."""
         standby = plan_standby(self.all_ranks.infos, spares, excluded)
         if standby == Standby():
             return

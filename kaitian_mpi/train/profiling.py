@@ -57,14 +57,7 @@ class ProfiledSteps(StepObserver):
     """
 
     def __init__(self, text: str, world: World, folder: Path | None, state: State) -> None:
-        """Prepare, without starting the profiler. Not collective.
-
-        Args:
-            text: the value of `--profile`; empty for none.
-            world: the ranks that train.
-            folder: the run folder; None if nothing is written.
-            state: of the run.
-        """
+        """Prepare, without starting the profiler. Not collective."""
         self._window: ProfileWindow | None = parse_profile(text) if text else None
         self._world, self._folder, self._state = world, folder, state
         self._first: int | None = None

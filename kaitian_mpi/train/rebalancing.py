@@ -229,10 +229,6 @@ def _rank_steps(reports: StepReports) -> RankSteps:
 def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
     """Time the link from each of some ranks to the next, in a ring. Collective.
 
-    Args:
-        comm: the ranks.
-        ends: the ranks in the ring, such as one per host.
-
     Returns:
         Seconds to exchange 256 KiB in both directions at once, the shortest of eight times, by
         link; the last link is from the last rank to the first.
@@ -261,9 +257,6 @@ def time_links(comm: MPI.Comm, ends: Sequence[int]) -> list[float]:
 
 def end_with_slow_links(links: Sequence[float]) -> tuple[int, float] | None:
     """Return the index of the rank with two slow links, and how many times slower they are.
-
-    Args:
-        links: the result of `time_links` for three ranks or more.
 
     Returns:
         None if no rank's faster link takes at least twice as long as the median rank's.

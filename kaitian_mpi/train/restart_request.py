@@ -24,10 +24,6 @@ _MAX_BYTES = 256
 def request_restart(folder: Path, job_id: str) -> None:
     """Ask a job to save and to end between two steps.
 
-    Args:
-        folder: its run folder.
-        job_id: as in its ranks' environment.
-
     Raises:
         OSError: the file cannot be written.
     """
@@ -53,13 +49,7 @@ class RestartRequest:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without looking.
-
-        Args:
-            folder: the run folder; None on a rank that does not write it.
-            environ: a job without a supervisor is never asked.
-            clock: seconds.
-        """
+        """Start without looking."""
         self._job_id = environ.get(SUPERVISED, "")
         self._file = None if folder is None else folder / _NAME
         self._clock = clock

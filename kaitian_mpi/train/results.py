@@ -37,14 +37,6 @@ def write_results(
     Called on the rank that writes the files. Existing files are kept; if the disk is full, the
     state is kept in this host's memory. A checkpoint that did not fit is not an error.
 
-    Args:
-        folder: the run folder.
-        checkpoints: the run's checkpoints.
-        state: after the last step.
-        metadata: returns the metadata to save with the state.
-        summary: the run's summary.
-        export: the file of `--export`, which is written in any case; empty for none.
-
     Raises:
         StorageError: the disk is full, or cannot be written for another reason.
     """

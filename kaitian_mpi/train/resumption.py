@@ -61,11 +61,6 @@ class EarlierJob:
 def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
     """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective.
 
-    Args:
-        config: `--resume`, and the settings to compare with the earlier job's.
-        setup: this job's data, model and run folder.
-        world: all ranks.
-
     Raises:
         AgreedError: there is no usable checkpoint, or it belongs to another run.
     """
@@ -116,14 +111,6 @@ def begin_or_resume(
 ) -> EarlierJob:
     """Start from scratch, or resume from what was found. Collective over the active ranks.
 
-    Args:
-        config: `--resume`, and the seed.
-        setup: its folder drops the lines of steps that will be trained again.
-        earlier: what was found.
-        world: the active ranks.
-        state: this rank's, freshly initialized.
-        lost: whether ranks of this job have been lost.
-
     Returns:
         What was found, which differs if the rank that had read the checkpoint is lost.
     """
@@ -156,14 +143,6 @@ def begin_branch(
     metadata: RunMetadata,
 ) -> EarlierJob:
     """Set later checkpoints aside if the user named the one to resume from. Collective.
-
-    Args:
-        config: `--resume`.
-        earlier: tells whether this is still to be done.
-        world: the active ranks.
-        checkpoints: the run's checkpoints.
-        state: as restored.
-        metadata: the metadata to save with the state.
 
     Returns:
         The same, with this done.

@@ -180,11 +180,7 @@ def check_same_samples(world: World, name: str, data: Any) -> None:
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module) -> None:
-    """Copy rank 0's parameters and all its buffers, persistent or not, to every rank. Collective.
-
-    Args:
-        model: with the same parameters and buffers on every rank, on any device.
-    """
+    """Copy rank 0's parameters and buffers, persistent or not, to every rank. Collective."""
     for tensor in (*model.parameters(), *model.buffers()):
         # Into a copy, so that a rank lost meanwhile leaves the tensor as it is; on the host, where
         # the broadcast is known to be done when it returns.

@@ -99,15 +99,7 @@ def open_sinks(
     emulated: bool,
     own: Sequence[MetricsSink],
 ) -> Sinks:
-    """Return the sinks of the rank that writes the files.
-
-    Args:
-        config: how the progress is shown, and the programs to log to.
-        folder: the run folder; a `NoFolder` if no files are wanted.
-        infos: all ranks.
-        emulated: whether devices or slow ranks are emulated.
-        own: the script's own sinks.
-    """
+    """Return the sinks of the rank that writes the files."""
     timeline = [TimelineSink(recorder.current)] if recorder.current is not None else []
     path = "" if isinstance(folder, NoFolder) else str(folder.path)
     title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))

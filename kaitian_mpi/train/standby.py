@@ -27,11 +27,6 @@ def plan_standby(infos: Sequence[RankInfo], spares: int, excluded: Collection[in
     """Return which of a job's ranks are on standby; at least one rank stays active.
 
     If no other rank were active, no rank is excluded.
-
-    Args:
-        infos: the ranks.
-        spares: how many of the last ranks are spares.
-        excluded: world ranks without which the job is faster.
     """
     numbers = [info.world_rank for info in infos]
     last = frozenset(numbers[len(numbers) - spares :])
@@ -46,11 +41,6 @@ def replace_lost(
     Each lost rank that was active is replaced by a spare: one of the same device kind and host if
     there is one, else of the same kind, else of the same host, else the first. If no rank were
     active, the excluded ones become active again.
-
-    Args:
-        standby: before the loss.
-        alive: the surviving ranks.
-        lost: the lost ranks.
     """
     spares = [info for info in alive if info.world_rank in standby.spares]
     aside = standby.spares | standby.excluded

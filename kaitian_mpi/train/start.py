@@ -70,12 +70,6 @@ def start(
 ) -> Run:
     """Do everything that comes before the first step. Collective.
 
-    Args:
-        make_task: makes what is to be trained.
-        config: the settings.
-        membership: of all ranks; some may be on standby afterwards.
-        own_sinks: the script's own sinks of metrics.
-
     Returns:
         The run. If an earlier job has finished it (`run.is_finished`), the model has its weights.
 
@@ -138,14 +132,6 @@ def _new_run(
     own_sinks: Sequence[MetricsSink],
 ) -> Run:
     """Find out what each rank can do, and choose those that train. Collective.
-
-    Args:
-        config: the settings.
-        started_with: the ranks that the job has started with; some may be lost.
-        membership: of all ranks; some may be on standby afterwards.
-        setup: the task and its folder.
-        earlier: what there is of an earlier job.
-        own_sinks: the script's own sinks of metrics.
 
     Raises:
         AgreedError: a rank cannot train the task, or the kinds of devices differ.

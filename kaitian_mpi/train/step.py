@@ -98,11 +98,7 @@ class StepObserver:
 
 
 class StepInProgress:
-    """What is known of a step while it is made.
-
-    Args:
-        data_sec: how long this rank's batch was waited for.
-    """
+    """What is known of a step while it is made."""
 
     def __init__(self, data_sec: float = 0.0) -> None:
         self.data_sec = data_sec
@@ -121,13 +117,7 @@ class StepInProgress:
         self._losses: list[torch.Tensor] = []
 
     def begin(self, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]) -> None:
-        """Begin with this rank's share.
-
-        Args:
-            task: weighs the batches.
-            parts: the share.
-            batch_sizes: samples of each rank.
-        """
+        """Begin with this rank's share."""
         self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
         self.own_samples = sum(part.samples for part in parts)
         self.weights = [
@@ -141,12 +131,7 @@ class StepInProgress:
         self._global_weight = sum_on_host(total), total
 
     def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
-        """Return what a micro-batch adds to the mean loss over this rank's share.
-
-        Args:
-            loss: the mean over the micro-batch.
-            index: which of the share's micro-batches.
-        """
+        """Return what a micro-batch adds to the mean loss over this rank's share."""
         weight = self.weights[index]
         if self.own_weight and not weight:
             return loss  # perhaps NaN; the caller makes a gradient of zero of it
@@ -184,13 +169,7 @@ class StepInProgress:
 
 
 class StepParticipation(Participation):
-    """Takes part with what counts of the step's share, and counts waiting as waiting.
-
-    Args:
-        clock: of the steps.
-        slowdown: this rank's emulated slowdown, which waiting does not prolong.
-        step: returns the step in progress.
-    """
+    """Takes part with what counts of the step's share, and counts waiting as waiting."""
 
     def __init__(
         self, clock: StepClock, slowdown: Slowdown, step: Callable[[], StepInProgress]

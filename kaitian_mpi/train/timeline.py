@@ -46,14 +46,7 @@ class Timeline(StepObserver):
     """
 
     def __init__(self, world: World, folder: Path | None, recorder: Recorder, state: State) -> None:
-        """Open the file on rank 0 and align the clocks. Collective.
-
-        Args:
-            world: the ranks that train.
-            folder: the run folder; None if nothing is written.
-            recorder: of this process.
-            state: of the run.
-        """
+        """Open the file on rank 0 and align the clocks. Collective."""
         self._world, self._recorder, self._state = world, recorder, state
         self._nodes = [info.node for info in world.infos]
         self._lanes = ChromeLanes(world.info.world_rank)
@@ -147,12 +140,6 @@ def align_clocks(
 
     The first rank of each host asks rank 0, one after the other; then each answers the other ranks
     of its host, all hosts at once. Ranks that wait for their turn sleep.
-
-    Args:
-        comm: the ranks.
-        nodes: the number of each rank's host.
-        clock: this rank's clock; rank 0's is aligned already, and keeps its offset.
-        now: reads this rank's clock, in seconds.
     """
     first_of = {node: nodes.index(node) for node in reversed(nodes)}
     first_of[nodes[0]] = 0
