@@ -73,7 +73,7 @@ class StepClock:
     is what is between `wait_begins` and `wait_ends`, before the last bucket.
 
     Computing is forward from `start` to `backward_begins`, and from `forward_begins` to the next of
-    those, where a step is of several micro-batches; it is the optimizer's from the sum to the end.
+    those, if a step is of several micro-batches; it is the optimizer's from the sum to the end.
     """
 
     def __init__(self, device: Device) -> None:
@@ -98,11 +98,11 @@ class StepClock:
         self._step.forward_since = self._device.mark()
 
     def wait_begins(self) -> Mark:
-        """Return a mark of where waiting for other ranks begins."""
+        """Mark the begin of waiting for other ranks, and return the mark."""
         return self._device.mark()
 
     def wait_ends(self, began: Mark) -> None:
-        """Mark where it ends."""
+        """Mark the end of that waiting."""
         marks = self._marks
         if marks is None:  # a script has called the model before the first step
             return

@@ -112,7 +112,7 @@ class Loop:
     def _loss_travels(self) -> bool:
         """Whether the loss is summed along with the gradients, which saves a collective.
 
-        Not where these cross rounded, which would round it.
+        Not if these cross rounded, which would round it.
         """
         return self._gradients.carries_number and self._config.relay_dtype == "fp32"
 
@@ -187,7 +187,7 @@ class Loop:
         """Return this rank's share of the next global batch, on the host.
 
         Returns:
-            None where the epoch ends, or the run does.
+            None if the epoch ends, or the run does.
         """
         if self.progress.step >= self.progress.total_steps:
             self._loading = None
@@ -270,7 +270,7 @@ class Loop:
             loss_of_share = step.own_loss() if self._loss_travels else None
             self._gradients.arm(step.weight_of_share, loss_of_share)
         scaled = self._computation.scaler.scale(loss)
-        if scaled.requires_grad:  # it may not where nothing of the share counts
+        if scaled.requires_grad:  # it may not if nothing of the share counts
             scaled.backward()
         else:
             self._sync_bn.take_part_in_backward()
@@ -310,7 +310,7 @@ class Loop:
         )
 
     def _watch_weights(self, step: StepInProgress) -> None:
-        """Warn, once, where the task's weights leave nothing to learn from."""
+        """Warn, once, if the task's weights leave nothing to learn from."""
         self._steps_of_weight_0 = self._steps_of_weight_0 + 1 if step.counts_nothing else 0
         if self._steps_of_weight_0 == _STEPS_TO_WARN:
             warn_rank_0(
@@ -329,7 +329,7 @@ class Loop:
         """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
 
         Statistics that lag behind the weights are recomputed first; not so in the open form,
-        where only the script knows how to compute a batch.
+        in which only the script knows how to compute a batch.
         """
         shares = self.sampler.batch_sizes
         self.state.save()

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 _MAX_NAP_SEC = 0.05
 _DETECTION_SEC = 0.5
 _MAX_FALSE_ALARMS = 3  # in a row
-_ABANDONED = b"x"  # what wakes up a rank on standby where the others have left their work
+_FAILED = b"x"  # wakes up a rank on standby if the others have ended with an error
 
 
 class NotCommittedError(CollectiveError):
@@ -68,8 +68,8 @@ class Membership:
         """The ranks that train; None on a rank on standby."""
         self.losses: list[RankLoss] = []
         """The losses that the job has survived."""
-        self.is_abandoned = False
-        """Whether the others have left their work by an error while this rank was on standby."""
+        self.others_failed = False
+        """Whether the others ended with an error while this rank was on standby."""
         self._standby = Standby()
         self._is_released = False
         self._false_alarms = 0
@@ -115,7 +115,7 @@ class Membership:
         """Return the active ranks, once this one is among them.
 
         Returns:
-            None where the work is done without this rank.
+            None if the work is done without this rank.
 
         Raises:
             NotCommittedError: the ranks are to `recover`.
@@ -205,12 +205,12 @@ class Membership:
             loss.recovery_sec = next((sec for _, sec in known if sec is not None), None)
             loss.is_logged = loss.recovery_sec is not None
 
-    def release(self) -> None:
+    def end_standby(self) -> None:
         """Release the ranks on standby: the work is done. Collective over all ranks.
 
         The default process group is then of all ranks again.
         """
-        if self._is_released or self.is_abandoned or self._standby == Standby():
+        if self._is_released or self.others_failed or self._standby == Standby():
             return
         self._is_released = True
         if self.survives:
@@ -224,15 +224,15 @@ class Membership:
         open_job_store(self.all_ranks.comm)  # the old one has counted the active ranks' groups only
         self.active = _activate(self.all_ranks, Standby())
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Wake up the ranks on standby, whose work ends here. Not collective.
 
-        Called where a rank leaves its work by an error of the script's, which only it may have.
+        For a rank that ends with an error of the script's own, which only it may have.
         """
         if self.active is None or self._is_released or not self.has_standby:
             return
         with suppress(Exception):  # after a loss; then they do not wait
-            self._wake_up(_ABANDONED)
+            self._wake_up(_FAILED)
 
     def _wake_up(self, word: bytes = b"") -> None:
         active = self._standby.active(self.all_ranks.infos)
@@ -253,7 +253,7 @@ class Membership:
         message = WakeUp(comm)
         try:
             wait_until(message.has_arrived, max_nap_sec=_MAX_NAP_SEC)
-            self.is_abandoned = message.word == _ABANDONED
+            self.others_failed = message.word == _FAILED
             return True
         except Exception as error:
             if not self._may_be_loss(error, self.all_ranks):

@@ -60,7 +60,7 @@ def _keep(
     state: State,
     metadata: Callable[[], RunMetadata],
 ) -> str:
-    """Keep the state where there is space; return what the user should do."""
+    """Keep the state in memory, if there is room; return what the user should do."""
     step = state.progress.step
     run_dir = "FOLDER" if isinstance(folder, NoFolder) else folder.path
     again = f"make room, and run the same command with --run-dir {run_dir} --resume auto"

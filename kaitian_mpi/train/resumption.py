@@ -128,7 +128,7 @@ def begin_or_resume(
     restore(world, state, found, config.seed)
     setup.folder.cut_after(state.progress.step)
     print_rank_0(world, f"resuming from step {state.progress.step} ({found.name})")
-    # The file is let go: from now on the ranks have the state.
+    # The file is no longer needed: the ranks have the state.
     return replace(
         earlier, found=replace(found, file=None), begins_branch=resume not in ("", "auto")
     )

@@ -45,7 +45,7 @@ class Setup:
     job: str = ""
     """The ID of this job, and of those that kaitian-supervise starts in its place."""
     path: Path | None = None
-    """The run folder's path on rank 0; None where nothing is written."""
+    """The run folder's path on rank 0; None if nothing is written."""
     dataset_size: str = ""
     """The numbers of training and validation samples; the same on every rank."""
 
@@ -56,7 +56,7 @@ class Setup:
 
     @cached_property
     def validation(self) -> Any:
-        """The held-out data, likewise; None where there is none."""
+        """The held-out data, likewise; None if there is none."""
         data = self.task.validation
         return None if data is None else as_batches(data, self.task.collate)
 
@@ -155,12 +155,12 @@ def _describe_length(task: Task) -> str:
 
 
 def check_same_samples(world: World, name: str, data: Any) -> None:
-    """Compare some samples between the ranks, and warn where only numbers differ. Collective.
+    """Compare some samples between the ranks, and warn if only numbers differ. Collective.
 
     Numbers may differ by random augmentation, or by a decoder's release.
 
     Raises:
-        AgreedError: classes, shapes or types differ, as where hosts list files in another order.
+        AgreedError: classes, shapes or types differ, as if hosts list files in another order.
     """
     digests = gather_values(world.comm, digest_samples(data))
     same_samples = list(zip(*digests, strict=False))  # a rank with slow storage may have read fewer

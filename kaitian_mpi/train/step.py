@@ -33,7 +33,7 @@ class Step:
     batch_sizes: list[int]
     """Samples of each rank, which add up to `samples`."""
     mean_loss: torch.Tensor
-    """The mean over the global batch, where it was computed, the same on all ranks."""
+    """The mean over the global batch, on the device; the same on all ranks."""
     own_samples: int
     """This rank's samples."""
     is_finite: bool
@@ -126,7 +126,7 @@ class StepInProgress:
         self.own_weight = sum(self.weights, 0.0)
 
     def sum_weights(self) -> None:
-        """Start to sum the ranks' weights, where they are not their samples. Collective."""
+        """Start to sum the ranks' weights, if they are not their samples. Collective."""
         total = torch.tensor(self.own_weight, dtype=torch.float64)
         self._global_weight = sum_on_host(total), total
 
@@ -205,7 +205,7 @@ class StepParticipation(Participation):
             self._outputs.append(output)
 
     def take_part_in_backward(self) -> None:
-        """Join the other ranks' backward, where this rank's loss has no gradient. Collective."""
+        """Join the other ranks' backward, if this rank's loss has no gradient. Collective."""
         outputs, self._outputs = self._outputs, []
         if outputs:
             torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])

@@ -33,7 +33,7 @@ class Summary:
     allreduce: str | None = None
     """The algorithm that sums gradients across groups, or did before a loss left a single one.
 
-    `direct` where there was never more than one.
+    `direct` if there was never more than one.
     """
     relay: dict[str, Any] | None = None
     """How tensors cross between groups; None with a single one."""

@@ -375,7 +375,7 @@ class Training:
         loop = self._ready_loop()
         if loop is not None and self._current_saving.save_for_restart():
             loop.close()
-            self._release_standby(is_active=True)
+            self._end_standby(is_active=True)
             return None
         share = None if loop is None else loop.next_share()
         if share is None:
@@ -408,7 +408,7 @@ class Training:
             loop.close()
             self._current_saving.write_results()
             loop.run_finished()
-        self._release_standby(is_active=loop is not None)
+        self._end_standby(is_active=loop is not None)
 
     def _stop(self) -> None:
         """Save the run as it stands, for another job; finish it if its last step is done."""
@@ -422,9 +422,9 @@ class Training:
             loop.undo()
             self._current_saving.save_and_stop()
             loop.close()
-        self._release_standby(is_active)
+        self._end_standby(is_active)
 
-    def _release_standby(self, is_active: bool) -> None:
+    def _end_standby(self, is_active: bool) -> None:
         """End the job's work, with that of the ranks on standby.
 
         Raises:
@@ -433,9 +433,9 @@ class Training:
         membership, run = self._membership, self._started
         if is_active:
             membership.commit()
-        membership.release()
+        membership.end_standby()
         run.loader.close()
-        if membership.has_standby and not membership.is_abandoned:
+        if membership.has_standby and not membership.others_failed:
             self._share_results(run)
             membership.commit()
         self._is_done = True
@@ -489,7 +489,7 @@ class Training:
         if isinstance(error, AgreedError) and self._run is not None:
             self._run.fault = self._run.fault or error
             while not self._is_done:
-                self._guarded(self._release_standby, False)
+                self._guarded(self._end_standby, False)
         self._end(error)
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -504,7 +504,7 @@ class Training:
             loop.close(together=False)
         if (run := self._run) is not None:
             if error is not None and not self._is_done:
-                self._membership.abandon()
+                self._membership.close()
             if error is not None and not run.summary.finished:
                 lines = str(error).strip().splitlines() or [""]
                 text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
