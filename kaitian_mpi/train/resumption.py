@@ -66,11 +66,12 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
     """
     earlier = _compare(config, setup, world)
     if earlier.is_finished:
-        results = earlier.summary
+        epochs, steps = earlier.summary.epochs, earlier.summary.steps
+        done = f"{epochs} epoch{'s' * (epochs != 1)}, {steps} steps"
         warn_rank_0(
             world,
-            f"{setup.path} is finished ({results.epochs} epochs, {results.steps} steps): nothing "
-            "left to train; to continue it, raise --epochs or --max-steps",
+            f"{setup.path} is finished ({done}): nothing left to train; to continue it, raise "
+            "--epochs or --max-steps",
         )
     else:
         describe_start(config, world, setup.folder)
