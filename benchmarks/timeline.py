@@ -23,8 +23,12 @@ from torch import nn
 
 import kaitian_mpi
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
-from kaitian_mpi.observe.timeline.sampling import Sampling
+from kaitian_mpi.observe.timeline.recorder import (
+    Recorder,
+    Sampling,
+    start_recording,
+    stop_recording,
+)
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.watchdog import enter_phase
 

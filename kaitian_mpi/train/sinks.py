@@ -16,11 +16,10 @@ from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe import mlflow, tensorboard, wandb
-from kaitian_mpi.observe.background import BackgroundSink
 from kaitian_mpi.observe.outcome import Outcome
 from kaitian_mpi.observe.progress import open_progress
 from kaitian_mpi.observe.run_folder import NoFolder, RunFolder, RunFolderSink
-from kaitian_mpi.observe.sink import MetricsSink, Sinks
+from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.sink import TimelineSink
 

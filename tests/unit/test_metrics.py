@@ -8,11 +8,10 @@ import pytest
 
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.background import MAX_WAITING, BackgroundSink
 from kaitian_mpi.observe.progress import PlainProgress
 from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading, of_reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
-from kaitian_mpi.observe.sink import MetricsSink, Sinks
+from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.train.sinks import check_own_sinks, check_package
 
 

@@ -9,13 +9,12 @@ from unit.report_runs import START, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.observe.report import page, palette
 from kaitian_mpi.observe.report.bar_figures import draw_step_phases, periods
-from kaitian_mpi.observe.report.canvas import drawing, spread
+from kaitian_mpi.observe.report.canvas import drawing, spread, to_svg
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page
 from kaitian_mpi.observe.report.rank_figures import batch_series, draw_batch_sizes, draw_utilization
 from kaitian_mpi.observe.report.run_figures import event_rows
 from kaitian_mpi.observe.report.run_files import read_run
-from kaitian_mpi.observe.report.svg import to_svg
 
 SMALLEST = 9  # points
 UNITS = ("step", "(s)", "(ms)", "(%)", "%", "samples", "(mean per sample)", "rank")

@@ -34,10 +34,10 @@ from kaitian_mpi.observe.timeline.recorder import (
     EXCHANGE,
     MAIN,
     Recorder,
+    Sampling,
     start_recording,
     stop_recording,
 )
-from kaitian_mpi.observe.timeline.sampling import Sampling
 from kaitian_mpi.observe.timeline.sink import TimelineSink
 from kaitian_mpi.observe.timeline.timeline_file import NAME, TimelineFile, complete_length
 from kaitian_mpi.runtime.watchdog import enter_phase

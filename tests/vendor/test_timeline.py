@@ -14,10 +14,10 @@ from kaitian_mpi.observe.timeline.recorder import (
     COPY_BACK,
     COPY_OUT,
     Recorder,
+    Sampling,
     start_recording,
     stop_recording,
 )
-from kaitian_mpi.observe.timeline.sampling import Sampling
 
 CHUNKS = 8
 LANES = (COPY_OUT, COPY_BACK)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,34 +56,36 @@ def _period(run: Run, intervals: Sequence[Interval]) -> Period | None:
     steps = sum(i.steps for i in timed)
     if not steps:
         return None
-    step_sec = sum((i.step_time_sec or 0.0) * i.steps for i in timed) / steps
-    sums: dict[str, dict[str, float]] = {}
-    weights: dict[str, dict[str, float]] = {}
-    is_by_kind = max(len(i.ranks) for i in timed) > _MAX_BARS
-    counts: dict[str, set[int]] = {}
+    labels = _labels(run, {rank for interval in timed for rank in interval.ranks})
+    values: dict[str, dict[str, list[tuple[float, int]]]] = {}
     for interval in timed:
-        for place, rank in enumerate(interval.ranks):
-            known = run.ranks.get(rank)
-            label = (known.kind if known and known.kind else "all") if is_by_kind else str(rank)
-            counts.setdefault(label, set()).add(rank)
-            for phase, values in interval.phases.items():
-                if not math.isnan(values[place]):
-                    of_label = sums.setdefault(label, {})
-                    of_label[phase] = of_label.get(phase, 0.0) + values[place] * interval.steps
-                    weight = weights.setdefault(label, {})
-                    weight[phase] = weight.get(phase, 0.0) + interval.steps
+        for phase, seconds in interval.phases.items():
+            for rank, value in zip(interval.ranks, seconds, strict=True):
+                if not math.isnan(value):
+                    of_label = values.setdefault(labels[rank], {})
+                    of_label.setdefault(phase, []).append((value, interval.steps))
+    step_sec = sum(i.seconds for i in timed) / steps
     phases = {}
-    for label, of_label in sums.items():
-        means = {phase: of_label[phase] / weights[label][phase] for phase in of_label}
+    for label, of_label in values.items():
+        means = {
+            phase: sum(value * weight for value, weight in found) / sum(w for _, w in found)
+            for phase, found in of_label.items()
+        }
         rest = step_sec - sum(means.values())
-        if rest > 0.01 * step_sec:
-            means["other"] = rest
-        if is_by_kind:
-            phases[f"{label}: mean of {len(counts[label]):,} ranks"] = means
-        else:
-            phases[str(run.ranks.get(int(label), f"rank {label}"))] = means
-    first = timed[0].step - timed[0].steps + 1
-    return Period(first, timed[-1].step, step_sec, phases)
+        phases[label] = {**means, "other": rest} if rest > 0.01 * step_sec else means
+    return Period(timed[0].step - timed[0].steps + 1, timed[-1].step, step_sec, phases)
+
+
+def _labels(run: Run, ranks: Collection[int]) -> dict[int, str]:
+    """Return the label of the bar to which each rank belongs: its own, or its kind's."""
+    known = {rank: run.ranks[rank] for rank in sorted(ranks)}
+    if len(known) <= _MAX_BARS:
+        return {rank: str(info) for rank, info in known.items()}
+    counts = Counter(info.kind or "all" for info in known.values())
+    return {
+        rank: f"{info.kind or 'all'}: mean of {counts[info.kind or 'all']:,} ranks"
+        for rank, info in known.items()
+    }
 
 
 def draw_step_phases(run: Run) -> Figure | None:

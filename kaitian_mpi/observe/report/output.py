@@ -10,13 +10,14 @@ from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import replacing
+from kaitian_mpi.observe.report.canvas import to_image
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page, reloading
 from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.run_files import read_run
-from kaitian_mpi.observe.report.svg import to_image
 
 _MAX_SHARE = 0.1  # of a core, beside a training that may need them all
+_MAX_PAUSE_SEC = 60.0
 
 
 def watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
@@ -37,7 +38,7 @@ def watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
     page, seen = "", None
     try:
         while True:
-            began = time.monotonic()
+            began = time.process_time()
             state = _state(paths)
             if state != seen:
                 runs = [read_run(path) for path in paths]
@@ -45,7 +46,8 @@ def watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
                 if all(run.state != "unfinished" for run in runs):
                     break
                 write(target, reloading(page, every_sec), "-o")
-            time.sleep(max(every_sec, (time.monotonic() - began) * (1 / _MAX_SHARE - 1)))
+            used = time.process_time() - began
+            time.sleep(max(every_sec, min(_MAX_PAUSE_SEC, used / _MAX_SHARE)))
     except KeyboardInterrupt:
         pass
     if page:

@@ -7,9 +7,9 @@ import math
 import time
 from collections.abc import Sequence
 
+from kaitian_mpi.observe.report.canvas import to_svg
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
 from kaitian_mpi.observe.report.run import Run, format_duration
-from kaitian_mpi.observe.report.svg import to_svg
 
 _MAX_ROWS = 200
 _MAX_OPEN_ROWS = 10

@@ -13,19 +13,42 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kaitian_mpi.observe.timeline.clock import AlignedClock
-from kaitian_mpi.observe.timeline.sampling import Sampling
 from kaitian_mpi.runtime.watchdog import on_phase
 
 Item = TypeVar("Item")
 
 MAX_EVENTS = 1 << 16
 """The most events kept in memory, about 20 MB; later ones are counted, not kept."""
+FIRST_STEPS = 10
+EVERY = 10
+_STEPS_UNTIL_DOUBLED = 2_000
 _MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
 
 MAIN, COLLECTIVES, DEVICE = "main", "collectives", "device"
 COPY_OUT, EXCHANGE, COPY_BACK = "relay: copy out", "relay: MPI", "relay: copy back"
 LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
 """The lanes of a rank, in the order shown; process groups but the default one add their own."""
+
+
+class Sampling:
+    """Chooses the steps to record by their numbers alone, so that every rank chooses the same.
+
+    Args:
+        every: record the steps whose number is a multiple of this. 0: the first ten steps and every
+            tenth, from step 2,000 on every 20th, from 6,000 on every 40th and so on, so that the
+            file of a run of a million steps still opens.
+    """
+
+    def __init__(self, every: int = 0) -> None:
+        assert every >= 0
+        self._every = every
+
+    def includes(self, step: int) -> bool:
+        """Return whether a step, counted from 1, is recorded."""
+        if self._every:
+            return step % self._every == 0
+        doublings = (step // _STEPS_UNTIL_DOUBLED + 1).bit_length() - 1
+        return step <= FIRST_STEPS or step % (EVERY << doublings) == 0
 
 
 class Event(NamedTuple):
