@@ -55,16 +55,6 @@ def test_to_json_does_not_modify_the_metadata():
     assert vars(metadata) == vars(make_metadata())
 
 
-def test_settings_are_stored_by_name():
-    assert make_metadata().config["lr"] == 0.3
-    assert TrainConfig(**make_metadata().config) == TrainConfig(model="cnn", lr=0.3, run_dir="run")
-
-
-def test_a_cost_survives_a_json_round_trip():
-    cost = RankCost(CostModel(0.1, 0.2), 3)
-    assert RankCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
-
-
 def test_a_place_does_not_depend_on_the_rank():
     infos = [RankInfo(number, 1, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8") for number in (1, 6)]
     assert infos[0].place == infos[1].place == "a/1/gpu/cuda:1"

@@ -9,7 +9,6 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.resume import FoundCheckpoint, check_resumable, is_over
-from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.resumption import results_until
 from kaitian_mpi.train.summary import Summary
@@ -44,31 +43,6 @@ def test_a_checkpoint_of_another_run_is_rejected(changes, message):
     with pytest.raises(AgreedError) as error:
         check(**changes)
     assert message in str(error.value)
-
-
-def test_changed_settings_are_logged():
-    changes = check(lr=0.2, global_batch_size=128)
-    assert list(changes.lines) == [
-        "--global-batch-size changed from 256 to 128",
-        "--lr changed from 0.1 to 0.2",
-    ]
-    assert changes.invalidated == {Invalidated.PLAN, Invalidated.EXCLUSION}
-
-
-def test_irrelevant_changes_are_not_logged():
-    changes = check(
-        run_dir="other",
-        resume="run/checkpoints/step-00000001.pt",
-        snapshots="name",
-        emulate_kinds="a,b",
-        emulate_slowdown="1:2",
-    )
-    assert changes.lines == check().lines == ()
-
-
-def test_a_setting_newer_than_the_checkpoint_counts_as_unchanged():
-    found = FoundCheckpoint(RunMetadata({"model": "cnn"}, {}, [], "", [], [], [], DATA))
-    assert check(THEN, found).lines == ()
 
 
 @pytest.mark.parametrize(

@@ -200,15 +200,6 @@ def test_new_ranks_get_the_statistics_of_all_samples():
     assert other.model.whole.tolist() == [0] * 5, "what cannot be pooled is the first rank's"
 
 
-def test_pooling_equal_ranks_changes_nothing():
-    state = make_state()
-    train(state)
-    before = buffers(state)
-    state.load_pooled_statistics([state.rank_state()] * 3, [1, 2, 3])
-    for one, other in zip(before, buffers(state), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_progress_counts_steps_samples_and_epochs():
     progress = make_state().progress
     progress.step_done(8)
@@ -256,15 +247,6 @@ def test_the_schedule_counts_samples_whatever_the_global_batch():
     assert progress.fraction_done(config, 50, 100) == 175 / 400
     assert progress.fraction_done(TrainConfig(epochs=4, max_steps=20), 50, 100) == 15.5 / 20
     assert progress.fraction_done(TrainConfig(epochs=1), 50, 100) == 1.0
-
-
-def test_a_run_stopped_in_mid_epoch_can_train_the_rest_later():
-    progress = Progress(2)
-    progress.step_done(8)
-    progress.step_done(8)
-    progress.stopped()
-    assert progress.is_done
-    assert (progress.epoch, progress.position, progress.step_in_epoch) == (0, 16, 2)
 
 
 STEPS = 12
