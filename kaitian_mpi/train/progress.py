@@ -39,6 +39,11 @@ class Progress:
         """Whether all steps are done, so that only the results may be missing."""
         return self.step >= self.total_steps
 
+    @property
+    def steps_applied(self) -> int:
+        """Steps that were done and not skipped."""
+        return self.step - self.bad_steps
+
     def step_done(self, samples: int) -> None:
         """Count a step with this many samples over all ranks."""
         self.step += 1

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,6 +20,7 @@ from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.checkpoint.exit_save import StateLock
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.schedules import Schedules
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,
     check_loadable,
@@ -64,10 +62,8 @@ class State:
         """
         self.computation = computation
         self.model: nn.Module = computation.place_model(task.model)
-        self._task = task
         self.optimizers = task.make_optimizers(self.model)
-        self._own_settings = [_settings(group) for group in self._groups]
-        self._make_schedulers(total_steps)
+        self._schedules = Schedules(task, self.optimizers, total_steps)
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.residuals = Residuals(wire)
@@ -83,46 +79,16 @@ class State:
         self._is_saved = False
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    def schedulers(self) -> list[Any]:
+        """The learning rate schedulers, as the task's function returned them."""
+        return self._schedules.schedulers
 
     def set_total_steps(self, total_steps: int) -> None:
         """Change the number of steps of the whole run, and the schedules that depend on it."""
         self.progress.total_steps = total_steps
-        if self._told_steps not in (None, total_steps):
+        if self._schedules.depends_on(total_steps):
             with self.lock:
-                self._restart_schedulers(total_steps)
-
-    def _make_schedulers(self, total_steps: int) -> None:
-        self.schedulers = self._task.make_schedulers(self.optimizers, total_steps)
-        self._told_steps = total_steps if self._task.tells_steps else None
-        begun_with = self._own_settings, self._scheduler_states(), self._told_steps
-        self._begun_with = json.dumps(begun_with, default=_as_json, skipkeys=True)
-
-    def _restart_schedulers(self, total_steps: int) -> None:
-        """Begin the schedules with this job's settings, and bring them to the present step.
-
-        Raises:
-            UserError: one of them raises.
-        """
-        for group, own in zip(self._groups, self._own_settings, strict=True):
-            parameters = group["params"]
-            group.clear()
-            group.update({"params": parameters, **_settings(own)})
-        self._make_schedulers(total_steps)
-        steps = self.progress.step - self.progress.bad_steps
-        stepped = [scheduler for scheduler in self.schedulers if hasattr(scheduler, "step")]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's: the optimizer has made no step yet
-                for _ in range(steps):
-                    for scheduler in stepped:
-                        scheduler.step()
-        except Exception as error:  # of the user's objects, which may raise anything
-            raise UserError(
-                f"Task: the scheduler cannot continue at step {steps} of {total_steps} "
-                f"({type(error).__name__}: {error}); make it for the steps that it is given"
-            ) from error
+                self._schedules.restart(total_steps, self.progress.steps_applied)
 
     def save(self) -> None:
         """Save what a step or an evaluation changes before its commit: the buffers."""
@@ -184,8 +150,8 @@ class State:
             "model": plain(self.model.state_dict()),
             "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
             "optimizer_types": self._optimizer_types(),
-            "schedulers": self._scheduler_states(),
-            "begun_with": self._begun_with,
+            "schedulers": self._schedules.states(),
+            "begun_with": self._schedules.begun_with,
             "extra": {name: plain(value.state_dict()) for name, value in self.extra.items()},
             "scaler": self.computation.scaler.state_dict(),
             "progress": asdict(self.progress),
@@ -214,7 +180,7 @@ class State:
                 "(--run-dir)"
             )
         with self.lock:
-            settings = [_settings(group) for group in self._groups]
+            settings = self._schedules.settings()
             try:
                 self.model.load_state_dict(state["model"])
                 for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
@@ -238,13 +204,10 @@ class State:
                     parameter.requires_grad_(state["unfrozen"][name])
             self.progress.total_steps = total_steps
             self.equal_at_step = self.progress.step
-            if not any(self._scheduler_states()):
-                for group, own in zip(self._groups, settings, strict=True):
-                    group.update(own)
-            elif state["begun_with"] == self._begun_with:
-                self._load_schedulers(state["schedulers"])
-            else:
-                self._restart_schedulers(max(total_steps, self.progress.step))
+            self._schedules.resume(
+                *(state["schedulers"], state["begun_with"], settings),
+                *(max(total_steps, self.progress.step), self.progress.steps_applied),
+            )
             self.statistics.fractions = None
             self.is_begun = True
 
@@ -296,17 +259,6 @@ class State:
 
     def _optimizer_types(self) -> list[str]:
         return [type(optimizer).__name__ for optimizer in self.optimizers]
-
-    def _scheduler_states(self) -> list[dict[str, Any]]:
-        return [
-            plain(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else {}
-            for scheduler in self.schedulers
-        ]
-
-    def _load_schedulers(self, states: Sequence[dict[str, Any]]) -> None:
-        for scheduler, content in zip(self.schedulers, states, strict=False):
-            if content and hasattr(scheduler, "load_state_dict"):
-                scheduler.load_state_dict(content)
 
     def rank_state(self) -> dict[str, Any]:
         """Return the part of the state that differs between ranks."""
@@ -377,21 +329,6 @@ class State:
         content = broadcast_state(world.comm, own, source, receives, into=own)
         if receives:
             self.load_shared(content)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer group's settings, without its parameters."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value  # changed in place
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _as_json(value: object) -> object:
-    if isinstance(value, torch.Tensor | np.generic):
-        return value.tolist()
-    return type(value).__qualname__
 
 
 @torch.no_grad()

@@ -285,7 +285,7 @@ def rates(state, steps):
         set_learning_rates(TrainConfig(), state, 1, 1)
         found.append(state.progress.learning_rate)
         state.model(torch.randn(8, 2)).square().sum().backward()
-        apply_step(state._task, state, True, 8)
+        apply_step(state._schedules._task, state, True, 8)
     return found
 
 
