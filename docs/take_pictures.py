@@ -93,9 +93,10 @@ def watch(folder: Path) -> Seen:
             if step >= KILL_AT and not killed:
                 killed = True
                 os.kill(rank_3_of(job.pid), signal.SIGKILL)
-            frame = seen.text.rpartition("\x1b[2K")[2]
-            if step >= PICTURE_AT and "slow: " in frame and "busy" in frame and not seen.pictured:
-                seen.pictured = seen.text
+            *_, before, last = [0, 0, *(found.start() for found in ERASED.finditer(seen.text))]
+            frame = seen.text[before:last]  # the last one may be incomplete
+            if step >= PICTURE_AT and "slow: " in frame and not seen.pictured:
+                seen.pictured = seen.text[:last]
     except OSError:  # the job has ended
         pass
     finally:
