@@ -19,7 +19,6 @@ from kaitian_mpi.observe.report.canvas import (
 from kaitian_mpi.observe.report.run import Interval, PlanChange, Run
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAX_COLUMNS = 240
@@ -53,19 +52,10 @@ def busy_percent(interval: Interval, place: int) -> float | None:
 def draw_utilization(run: Run) -> Figure | None:
     """Draw each rank's utilization over time."""
     series = utilization(run)
-    if not series:
-        return None
+    title, unit = "Utilization of each rank", "computing (% of the step's time)"
     if len(series) > MAX_LINES:
-        return _heat_map(run, series, "Utilization of each rank", "computing (% of time)", 100)
-    figure = new_figure("Utilization of each rank", run, 3.9)
-    axes = figure.subplots()
-    _draw_lines(axes, series)
-    axes.set_ylim(0, 105)
-    finish_axes(axes, TIME, "computing (% of the step's time)")
-    axes.set_xlim(0, max(axes.get_xlim()[1], 1e-9))
-    mark_changes([axes], run, lambda change: change.at_sec)
-    label_ends(axes, _ends(run, series, "{:.0f}%"))
-    return figure
+        return _heat_map(run, series, title, unit, 100)
+    return _lines(run, series, title, unit, 100) if series else None
 
 
 def describe_utilization(run: Run) -> str:
@@ -95,33 +85,12 @@ def batch_series(run: Run) -> dict[int, list[tuple[float, float]]]:
 
 
 def draw_batch_sizes(run: Run) -> Figure | None:
-    """Draw each rank's batch size over the steps, and why it changed."""
+    """Draw each rank's batch size over the steps."""
     series = batch_series(run)
-    if not series:
-        return None
+    title, unit = "Batch size of each rank", "samples per step"
     if len(series) > MAX_LINES:
-        return _heat_map(run, series, "Batch size of each rank", "samples per step", None)
-    figure = new_figure("Batch size of each rank", run, 3.9)
-    axes = figure.subplots()
-    for rank, points in series.items():
-        style = palette.rank_style(rank)
-        xs, ys = zip(*points, strict=True)
-        axes.step(
-            xs,
-            ys,
-            where="post",
-            color=style.color,
-            linestyle=style.line,
-            marker=style.marker,
-            markersize=5,
-            linewidth=2,
-        )
-    highest = max(y for points in series.values() for _, y in points if not math.isnan(y))
-    axes.set_ylim(0, 1.08 * highest or 1)
-    finish_axes(axes, "step", "samples per step")
-    mark_changes([axes], run, lambda change: change.step)
-    label_ends(axes, _ends(run, series, "{:.0f}"))
-    return figure
+        return _heat_map(run, series, title, unit, None)
+    return _lines(run, series, title, unit, None) if series else None
 
 
 def describe_batch_sizes(run: Run) -> str:
@@ -134,6 +103,39 @@ def describe_batch_sizes(run: Run) -> str:
     again = "never planned again" if not count else f"planned again {count} time{'s' * (count > 1)}"
     text = f"Samples per step: at first {_list(first, '{:.0f}')}; {again}"
     return f"{text}; at last {_list(last, '{:.0f}')}." if count else f"{text}."
+
+
+def _lines(
+    run: Run,
+    series: Mapping[int, Sequence[tuple[float, float]]],
+    title: str,
+    unit: str,
+    highest: float | None,
+) -> Figure:
+    """Draw a line for each rank, of percents over time or, without `highest`, over the steps."""
+    figure = new_figure(title, run, 3.9)
+    axes = figure.subplots()
+    is_step = highest is None
+    for rank, points in series.items():
+        style = palette.rank_style(rank)
+        xs, ys = zip(*points, strict=True)
+        axes.plot(
+            *(xs, ys),
+            drawstyle="steps-post" if is_step else "default",
+            color=style.color,
+            linestyle=style.line,
+            linewidth=1.8,
+            marker=style.marker,
+            markersize=5,
+            markevery=1 if is_step else max(1, len(xs) // 12),
+        )
+    known = [y for points in series.values() for _, y in points if not math.isnan(y)]
+    finish_axes(axes, "step" if is_step else TIME, unit)
+    axes.set_ylim(0, 1.05 * (highest or max(known)) or 1)
+    axes.set_xlim(0, max(axes.get_xlim()[1], 1e-9))
+    mark_changes([axes], run, lambda change: change.step if is_step else change.at_sec)
+    label_ends(axes, _ends(run, series, "{:.0f}" if is_step else "{:.0f}%"))
+    return figure
 
 
 def _heat_map(
@@ -174,22 +176,6 @@ def _heat_map(
     axes.set_yticks(ticks, [str(ranks[i]) for i in ticks])
     mark_changes([axes], run, lambda change: change.step if is_step else change.at_sec)
     return figure
-
-
-def _draw_lines(axes: Axes, series: Mapping[int, Sequence[tuple[float, float]]]) -> None:
-    for rank, points in series.items():
-        style = palette.rank_style(rank)
-        xs, ys = zip(*points, strict=True)
-        axes.plot(
-            xs,
-            ys,
-            color=style.color,
-            linestyle=style.line,
-            marker=style.marker,
-            markevery=max(1, len(xs) // 12),
-            markersize=5,
-            linewidth=1.8,
-        )
 
 
 def _ends(run: Run, series: Mapping[int, Sequence[tuple[float, float]]], form: str) -> list[End]:
