@@ -26,7 +26,6 @@ from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.metrics import Metrics
 from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord
 from kaitian_mpi.train.presence import Presence
-from kaitian_mpi.train.profiling import ProfiledSteps
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.resumption import begin_branch, begin_or_resume
@@ -34,7 +33,6 @@ from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.sinks import open_sinks
 from kaitian_mpi.train.step import StepObserver
-from kaitian_mpi.train.timeline import Timeline
 
 
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
@@ -81,8 +79,13 @@ def _observers(
     yield metrics
     yield Milestones(run, world)
     yield WeightCheck(world, state, sinks, config.check_every)
-    yield ProfiledSteps(config.profile, world, run.setup.path, state)
+    if config.profile:
+        from kaitian_mpi.train.profiling import ProfiledSteps
+
+        yield ProfiledSteps(config.profile, world, run.setup.path, state)
     if recorder.current is not None:
+        from kaitian_mpi.train.timeline import Timeline
+
         yield Timeline(world, run.setup.path, recorder.current, state)
     yield RunRecord(run, world, loop.sampler, metrics, balancing)
     watchdog = current_watchdog()

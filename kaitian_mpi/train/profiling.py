@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import profiler
 
-from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.profile import ProfileWindow, parse_profile
-from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -34,19 +32,6 @@ FOLDER = "profile"
 _CHUNK_BYTES = 4 << 20
 _PREFIX = "kaitian-profile-"
 _log = logging.getLogger(__name__)
-
-
-def check_profile(config: TrainingConfig, world: World) -> None:
-    """Check that the job has the ranks that `--profile` names; the same on every rank.
-
-    Raises:
-        AgreedError: the value is malformed, or names a rank that the job does not have.
-    """
-    if config.profile:
-        try:
-            parse_profile(config.profile).check_ranks(world.size)
-        except UserError as error:
-            raise AgreedError(str(error)) from error
 
 
 class ProfiledSteps(StepObserver):

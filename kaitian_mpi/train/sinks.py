@@ -15,13 +15,11 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe import mlflow, tensorboard, wandb
 from kaitian_mpi.observe.outcome import Outcome
 from kaitian_mpi.observe.progress import open_progress
 from kaitian_mpi.observe.run_folder import NoFolder, RunFolder, RunFolderSink
 from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.sink import TimelineSink
 
 _METHODS = ("on_reading", "on_evaluation", "on_logged", "on_event", "close")
 
@@ -37,12 +35,18 @@ def check_sinks(config: TrainingConfig, world: World) -> None:
     with agree_on_errors(world.comm):
         writes = world.rank == 0
         if config.tensorboard:
+            from kaitian_mpi.observe import tensorboard
+
             check_package("--tensorboard", "tensorboard", tensorboard.MODULE if writes else "")
         if config.wandb:
+            from kaitian_mpi.observe import wandb
+
             check_package("--wandb", "wandb", "wandb" if writes else "")
             if writes:
                 wandb.check_login()
         if config.mlflow:
+            from kaitian_mpi.observe import mlflow
+
             mlflow.prepare_environment()
             check_package("--mlflow", "mlflow", "mlflow" if writes else "")
 
@@ -99,7 +103,11 @@ def open_sinks(
     own: Sequence[MetricsSink],
 ) -> Sinks:
     """Return the sinks of the rank that writes the files."""
-    timeline = [TimelineSink(recorder.current)] if recorder.current is not None else []
+    timeline: list[MetricsSink] = []
+    if recorder.current is not None:
+        from kaitian_mpi.observe.timeline.sink import TimelineSink
+
+        timeline = [TimelineSink(recorder.current)]
     path = "" if isinstance(folder, NoFolder) else str(folder.path)
     title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
     progress = open_progress(config, infos, title)
@@ -115,10 +123,16 @@ def _slow_sinks(
     """Yield the name of each sink that must not delay training, and what creates it."""
     settings = asdict(config)
     if config.tensorboard:
+        from kaitian_mpi.observe import tensorboard
+
         yield "TensorBoard", partial(tensorboard.TensorBoardSink, folder.path)
     if config.wandb:
+        from kaitian_mpi.observe import wandb
+
         yield "Weights & Biases", partial(wandb.WandbSink, config.wandb, settings, folder)
     if config.mlflow:
+        from kaitian_mpi.observe import mlflow
+
         yield "MLflow", partial(mlflow.MlflowSink, config.mlflow, settings, folder)
     for sink in own:
         yield type(sink).__name__, partial(_same, sink)

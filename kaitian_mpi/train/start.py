@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.config.profile import parse_profile
 from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -32,11 +34,9 @@ from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
-from kaitian_mpi.train.measure.parity import check_parity
 from kaitian_mpi.train.measure.plan import is_emulated, record_allreduce
 from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
 from kaitian_mpi.train.membership import Membership
-from kaitian_mpi.train.profiling import check_profile
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.results import load_finished
 from kaitian_mpi.train.resumption import EarlierJob, find_earlier_job
@@ -107,6 +107,19 @@ def check_settings(config: TrainingConfig, world: World) -> None:
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
 
 
+def check_profile(config: TrainingConfig, world: World) -> None:
+    """Check that the job has the ranks that `--profile` names; the same on every rank.
+
+    Raises:
+        AgreedError: the value is malformed, or names a rank that the job does not have.
+    """
+    if config.profile:
+        try:
+            parse_profile(config.profile).check_ranks(world.size)
+        except UserError as error:
+            raise AgreedError(str(error)) from error
+
+
 _CHECKS = (
     check_settings,
     check_run_folder,
@@ -141,7 +154,7 @@ def _new_run(
     profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
     selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
     excluded = selection.excluded_ranks
-    agrees = membership.attempt(partial(check_parity, config, setup, profiles, excluded))
+    agrees = membership.attempt(partial(compare_kinds, config, setup, profiles, excluded))
     startup_clock.begin("first step")
     state: State = on_all(partial(make_state, config, setup, profiles, earlier))
     earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
@@ -168,6 +181,22 @@ def _new_run(
         own_sinks=own_sinks,
         summary=summary,
     )
+
+
+def compare_kinds(
+    config: TrainingConfig,
+    setup: Setup,
+    profiles: Profiles,
+    excluded: Collection[int],
+    world: World,
+) -> bool | None:
+    """Return whether the device kinds that train compute alike; None if that is not compared."""
+    kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
+    if not config.parity or len(kinds) < 2:
+        return None
+    from kaitian_mpi.train.measure.parity import check_parity
+
+    return check_parity(config, setup, profiles, excluded, world)
 
 
 def _finished_run(

@@ -13,11 +13,11 @@ from torch.nn import functional
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.observe.run_folder import NoFolder
-from kaitian_mpi.train.measure.parity import check_parity
 from kaitian_mpi.train.measure.parity_report import FILE
 from kaitian_mpi.train.measure.plan import profile_unmeasured
 from kaitian_mpi.train.measure.profiles import Profiles
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.start import compare_kinds
 from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(2, 3)
@@ -96,7 +96,7 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     folder = Folder()
     profile = profile_unmeasured(config)
     profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
-    found = check_parity(config, Setup(task, folder, ()), profiles, excluded, world)
+    found = compare_kinds(config, Setup(task, folder, ()), profiles, excluded, world)
     return found, folder.written.get(FILE)
 
 

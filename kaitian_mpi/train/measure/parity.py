@@ -71,20 +71,20 @@ def check_parity(
     dropout. The reference is the same in float64 on a host, or else one kind's own result.
 
     Args:
-        config: whether to compare, and the seed.
+        config: the seed.
         setup: the task, which is not changed.
         profiles: how each rank computes.
         excluded: world ranks that do not train.
         world: all ranks.
 
     Returns:
-        True, as they agree; None where nothing is compared: with one kind of device, a task
-        without a loss to compare, or a loss that is not finite.
+        True, as they agree; None if nothing is compared: with a task without a loss to compare, or
+        a loss that is not finite.
 
     Raises:
         AgreedError: a kind differs by more than rounding explains.
     """
-    task = _task_to_compare(config, setup, excluded, world)
+    task = _task_to_compare(setup, world)
     if task is None:
         return None
     began = perf_counter()
@@ -98,13 +98,8 @@ def check_parity(
     return conclude(setup, world, reports, shared, perf_counter() - began)
 
 
-def _task_to_compare(
-    config: TrainingConfig, setup: Setup, excluded: Collection[int], world: World
-) -> Task | None:
-    """Return the task with the loss that is compared; None where nothing is."""
-    kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    if not config.parity or len(kinds) < 2:
-        return None
+def _task_to_compare(setup: Setup, world: World) -> Task | None:
+    """Return the task with the loss that is compared; None without such a loss."""
     compared = setup.task.loss or setup.task.parity_loss
     if compared is None:
         print_rank_0(
