@@ -1,1 +1,1 @@
-"""What kaitian-train trains: a task made from its flags."""
+"""The tasks of kaitian-train, made from its flags."""

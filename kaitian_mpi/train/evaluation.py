@@ -31,7 +31,7 @@ class Evaluation:
 
     @property
     def quality(self) -> float | None:
-        """How good the model is, higher is better: by its accuracy, or else by its loss."""
+        """A score of the model, higher is better: its accuracy, or else minus its loss."""
         if "accuracy" in self.means:
             return self.means["accuracy"]
         return -self.means["loss"] if "loss" in self.means else None
@@ -54,9 +54,9 @@ def evaluate(
         task: its metrics; if it has none, its loss.
         model: the same on every rank.
         data: returns a batch when indexed by a list of sample indices.
-        computation: how this rank computes.
+        computation: this rank's device and precision.
         world: the ranks.
-        shares: in what proportion the ranks share the work.
+        shares: the proportions of the ranks' work.
         micro_batch_size: samples that fit this rank's memory at once; None: any number.
         limit: the watchdog's for a batch, which follows what batches take.
 

@@ -1,4 +1,4 @@
-"""How far a run is, and how many steps it has."""
+"""The progress of a run, and its number of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kaitian_mpi.train.data.sampler import steps_per_epoch
 
 @dataclass
 class Progress:
-    """How far the run is; the same on every rank."""
+    """The progress of the run; the same on every rank."""
 
     total_steps: int
     """Steps of the whole run: those done, and those left with the current batch sizes."""
@@ -27,7 +27,7 @@ class Progress:
     bad_steps: int = 0
     """Steps skipped because their gradient was not finite."""
     consecutive_bad_steps: int = 0
-    """How many of them were the last ones in a row."""
+    """The number of them since the last good step."""
     training_sec: float = 0.0
     """Seconds spent training, without benchmarks, evaluations and recoveries."""
     learning_rate: float = 0.0
@@ -93,7 +93,7 @@ def count_steps(
         samples: samples in an epoch.
         global_batch_size: samples in each of the steps that are left.
         min_batch: the fewest samples that a rank can train on.
-        progress: what is done; None for nothing.
+        progress: of the steps that are done; None if none are.
     """
     done = progress or Progress(0)
     left = 0

@@ -53,7 +53,7 @@ class State:
 
         Args:
             task: its model, on any device, is moved to the rank's.
-            computation: how this rank computes.
+            computation: this rank's device and precision.
             total_steps: of the whole run.
             wire: the format in which gradients cross slow links.
 
@@ -255,7 +255,7 @@ class State:
         """
         state = self.shared()
         for name, called in _PARTS.items():
-            check_loadable(plain(state[name]), f"Task: {called}")
+            check_loadable(state[name], f"Task: {called}")
 
     def _optimizer_types(self) -> list[str]:
         return [type(optimizer).__name__ for optimizer in self.optimizers]

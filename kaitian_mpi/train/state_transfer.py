@@ -60,7 +60,7 @@ def check_loadable(value: Any, where: str) -> None:
 
     Args:
         value: with `plain` containers.
-        where: what it is called.
+        where: its name in messages.
 
     Raises:
         UserError: it holds something else.
@@ -104,11 +104,11 @@ def broadcast_state(
 
     Args:
         comm: of all ranks that call this.
-        state: what rank `root` sends, with tensors on any device; ignored elsewhere.
+        state: sent by rank `root`, with tensors on any device; ignored elsewhere.
         root: the rank that sends.
         receives: whether this rank wants the state.
         into: a state of this rank that may be overwritten: its tensors in host memory are received
-            into and become part of the result where shape, strides and dtype match. None for none.
+            into and become part of the result if shape, strides and dtype match. None for none.
         release: called on rank `root` with each piece of a tensor that is sent.
 
     Returns:
@@ -269,7 +269,7 @@ def _target(place: dict[str, Any], present: Any) -> torch.Tensor:
 def _fits(
     present: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> TypeGuard[torch.Tensor]:
-    """Return whether what is present is a large tensor with such a memory."""
+    """Return whether the present value is a large tensor with this layout in memory."""
     return (
         _is_large(present)
         and present.dtype == dtype
@@ -288,7 +288,7 @@ def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[torch.Ten
     Args:
         tensor: on any device.
         size: if given, `tensor` is a single piece, returned repeatedly for this many bytes: a
-            buffer for what is not wanted.
+            buffer for unwanted tensors.
     """
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
     for begin in range(0, flat.numel() if size is None else size, _PIECE_BYTES):

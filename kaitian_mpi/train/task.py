@@ -1,4 +1,4 @@
-"""What is trained: a model, its data, its loss and its optimizer, as the user gives them."""
+"""A training task: a model, its data, its loss and its optimizer, as the user gives them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MetricValue = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Any training: what `Training` needs to know of it.
+    """A training task, given to `Training`.
 
     Functions are called on every rank. A batch is whatever `collate` returns; it arrives on the
     rank's device, whatever its structure: tensors, lists, tuples, dicts, dataclasses, and objects
@@ -71,9 +71,9 @@ class Task:
     """`metrics(model, batch)`: by name, a sum over the batch's samples, or a pair (sum, count).
     None: the loss alone is evaluated."""
     name: str = ""
-    """What results call it; by default the class of the model."""
+    """Its name in results; by default the class of the model."""
     extra_state: Any = None
-    """What else belongs to the training, with `state_dict` and `load_state_dict`: one object, or
+    """Other objects of the training, with `state_dict` and `load_state_dict`: one object, or
     several by name. Saved and restored with the model."""
 
     def __post_init__(self) -> None:

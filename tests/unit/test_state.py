@@ -398,7 +398,7 @@ def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys(lr, make_schedule
         (torch.Size([1, 2]), (1, 2)),
     ],
 )
-def test_what_stands_for_plain_values_is_saved_as_these(value, saved):
+def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values(value, saved):
     state = scheduled(None, extra=Counter(value))
     state.check_restorable()
     found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]

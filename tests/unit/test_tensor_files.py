@@ -63,7 +63,7 @@ def test_memory_that_is_not_the_files_keeps_its_values(saved):
     assert own[-1] == LARGE - 1
 
 
-def test_what_is_taken_over_shares_no_memory_with_the_file(saved):
+def test_a_copy_shares_no_memory_with_the_file(saved):
     state, path = saved
     file, released = map_tensors(path), []
 
@@ -84,7 +84,7 @@ def test_what_is_taken_over_shares_no_memory_with_the_file(saved):
     assert_same(file.content, state)
 
 
-def test_large_tensors_are_taken_over_in_place_where_they_match(saved):
+def test_large_tensors_are_copied_in_place_if_they_match(saved):
     state, path = saved
     small = torch.zeros(())
     own = {

@@ -174,7 +174,7 @@ def test_a_damaged_file_is_a_one_line_error(tmp_path, name, damage):
 
 
 @pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
-def test_what_is_no_file_is_a_one_line_error(tmp_path, name):
+def test_a_path_without_a_file_is_a_one_line_error(tmp_path, name):
     pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
     path = tmp_path / name
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a checkpoint's two files hold, and how they are verified.
+"""The two files of a checkpoint: their content and its verification.
 
 The .pt file holds only tensors and plain values, for plain `torch.load`. The .json file beside it
 describes it, with its size and SHA-256, and has a checksum of its own content.
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 class HashingWriter(TensorWriter):
-    """Writes to a file and hashes what it wrote."""
+    """Writes to a file, and hashes the bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)

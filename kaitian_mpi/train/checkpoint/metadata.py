@@ -1,4 +1,4 @@
-"""A run's metadata, saved with its state: what a job that resumes the run needs to know."""
+"""A run's metadata, saved with its state for a job that resumes the run."""
 
 from __future__ import annotations
 

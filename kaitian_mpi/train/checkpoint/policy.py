@@ -1,4 +1,4 @@
-"""The checkpoint policy: when the state is saved, and what is saved with it."""
+"""The checkpoint policy: saves the state, with its metadata, when it is due."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Checkpointing:
         """Prepare; nothing is written yet.
 
         Args:
-            config: how often.
+            config: the flags about checkpoints and snapshots.
             run_folder: the run's folder, on any host that may write; None: no checkpoint is
                 written.
         """
@@ -221,7 +221,7 @@ class Checkpointing:
         Args:
             world: the ranks that train; the first of each host saves.
             state: between two steps.
-            metadata: returns what is saved with the state.
+            metadata: returns the metadata to save with the state.
             always: whether it is due in any case.
         """
         hosts = [info.host for info in world.infos]

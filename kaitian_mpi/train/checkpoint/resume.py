@@ -85,7 +85,7 @@ def find_checkpoint(
 def check_resumable(
     config: TrainingConfig, world: World, found: FoundCheckpoint, dataset_size: str
 ) -> Changes:
-    """Compare a checkpoint's settings with this job's; return what has changed.
+    """Compare a checkpoint's settings with this job's; return the differences.
 
     Args:
         config: this job's settings.

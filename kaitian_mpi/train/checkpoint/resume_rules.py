@@ -1,4 +1,4 @@
-"""What happens when a run is resumed with a changed flag: one table, pure functions."""
+"""The effects of a changed flag when a run is resumed: one table, pure functions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Sampling and loading: which samples each rank takes at each step."""
+"""Sampling and loading of each rank's samples of a step."""

@@ -78,11 +78,11 @@ class MicroBatch(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a rank loads for a step."""
+    """The samples that a rank loads for a step."""
 
     epoch: int
     seed: int
-    """Of the random numbers that loading the samples draws in a data-loading process."""
+    """Seeds the random numbers that a data-loading process draws for these samples."""
     parts: list[tuple[int, list[int]]]
     """The number of samples of each micro-batch, and the indices to load for it."""
 
@@ -180,7 +180,7 @@ def map_tensors(
 
     Args:
         batch: a tensor, or a list, tuple, named tuple, mapping or dataclass of batches.
-        change: returns what to put in a tensor's place.
+        change: returns the replacement of a tensor.
         change_object: does so for an object with a method `to`; None means the object itself.
     """
     if isinstance(batch, torch.Tensor):

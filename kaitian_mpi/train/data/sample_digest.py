@@ -103,7 +103,7 @@ def _describe(leaf: Any) -> tuple[str, bytes]:
 
 
 def _sample(data: Any, index: int) -> Any:
-    # A user's dataset may count what is fetched in batches for training.
+    # A user's dataset may count the samples that it is asked for in batches.
     single = getattr(data, "one", None)
     return single(index) if single is not None else data[[index]]
 
