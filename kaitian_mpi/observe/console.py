@@ -41,7 +41,7 @@ def show_topology(world: World, survives: bool = False) -> None:
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
     if world.group.node is not None:
         title += " by kind and host"
-    table = make_table(title + (" (device kinds emulated)" if emulated else ""))
+    table = Table(title + (" (device kinds emulated)" if emulated else ""))
     for column in ("rank", "host", "group", "role", "device", "memory"):
         table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
     leaders = {group.leader for group in world.groups}
@@ -147,11 +147,6 @@ class Table:
 
 def _align(cell: str, width: int, is_right: bool) -> str:
     return cell.rjust(width) if is_right else cell.ljust(width)
-
-
-def make_table(title: str) -> Table:
-    """Return an empty table."""
-    return Table(title)
 
 
 def show_table(world: World, table: Table) -> None:

@@ -45,8 +45,7 @@ def _compare(runs: Sequence[Run], bar: _Bar) -> str:
         share = rate / max(rates) if rate else 0
         shown = f"{rate:,.4g}" if rate else _UNKNOWN
         line = f"{name:{wide}}  {run.facts.get('balance', ''):9.9} {shown:>10}  {bar(share)}"
-        values = run.evaluations[-1].values if run.evaluations else {}
-        line += "".join(f"  {values[each]:>{9 + len(each)}.4g}" for each in results)
+        line += "".join(f"  {run.results[each]:>{9 + len(each)}.4g}" for each in results)
         lines.append(line.rstrip())
     for name, rate, run in list(zip(names, rates, runs, strict=True))[1:]:
         if rate and rates[0]:
@@ -112,9 +111,8 @@ def _results(run: Run) -> list[str]:
     if run.intervals:
         duration = format_duration(run.training_time_sec)
         parts.append(f"{run.steps:,} steps" + (f" in {duration}" if duration else ""))
-    if run.evaluations:
-        found = list(run.evaluations[-1].values.items())
-        parts += [f"held-out {name} {value:.4g}" for name, value in found[-2:]]
+    found = list(run.results.items())
+    parts += [f"held-out {name} {value:.4g}" for name, value in found[-2:]]
     return ["  " + ", ".join(parts)] if parts else []
 
 
@@ -139,8 +137,7 @@ def _batch_sizes(plan: PlanChange | None) -> dict[int, int]:
 
 def _common_results(runs: Sequence[Run]) -> list[str]:
     """Return the names of the held-out results that all runs have, the accuracy first."""
-    found = [run.evaluations[-1].values if run.evaluations else {} for run in runs]
-    names = [name for name in found[0] if all(name in values for values in found)]
+    names = [name for name in runs[0].results if all(name in run.results for run in runs)]
     return sorted(names, key=lambda name: name != "accuracy")
 
 

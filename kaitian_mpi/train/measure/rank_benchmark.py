@@ -12,7 +12,7 @@ from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import make_table, show_table
+from kaitian_mpi.observe.console import Table, show_table
 from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier, wait_until
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.cache import BenchmarkCache
@@ -94,7 +94,7 @@ def show_benchmark(
 ) -> None:
     """Print each rank's cost and batch size, on world rank 0."""
     source = " (from --benchmark-cache)" if results[0].from_cache else ""
-    table = make_table(f"benchmark{source}: samples per step sum to {sum(batch_sizes)}")
+    table = Table(f"benchmark{source}: samples per step sum to {sum(batch_sizes)}")
     texts = ("group", "computes in")
     columns = ("rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score")
     for column in (*columns, "samples/step"):
