@@ -177,9 +177,12 @@ def _copied(
     if known not in copies:  # a tied weight is copied once
         fits = _fits(present, value.dtype, value.shape, value.stride())
         target = present.detach() if fits else torch.empty_like(value, device="cpu")
-        for piece, part in zip(_pieces(value), _pieces(target), strict=True):
-            part.copy_(piece)
-            release(piece)
+        if value.is_cpu:
+            for piece, part in zip(_pieces(value), _pieces(target), strict=True):
+                part.copy_(piece)
+                release(piece)
+        else:
+            target.copy_(value)
         copies[known] = target
     return copies[known]
 
