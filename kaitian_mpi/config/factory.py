@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kaitian_mpi.errors import UserError
@@ -58,3 +59,11 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
 def one_line(error: Exception) -> str:
     """Return an exception's type and message as one line, for use in a `UserError`."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return a callable's parameters; None if unknown: some that are written in C tell nothing."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kaitian_mpi.config.factory import load_factory, one_line
+from kaitian_mpi.config.factory import load_factory, one_line, parameters_of
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.task import Task
@@ -62,9 +62,8 @@ def build_task(
 def _check_settings(
     spec: str, build: Callable[..., Any], settings: Mapping[str, Any], of_training: Collection[str]
 ) -> None:
-    try:
-        parameters = inspect.signature(build).parameters
-    except (TypeError, ValueError):  # some callables written in C have no signature
+    parameters = parameters_of(build)
+    if parameters is None:
         return
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     named = {

@@ -19,6 +19,11 @@ class RunningStatistics:
     The mean over the ranks equals that of one device with the global batches: a step is weighted by
     the momentum, however many micro-batches it is computed in, and a rank by its fraction of each
     step's samples, however the plan changes.
+
+    Attributes:
+        fractions: per layer, this rank's fraction of the samples that the ranks' statistics are
+            based on. Steps are weighted as in the statistics themselves. None if unknown, e.g. for
+            statistics loaded from elsewhere: then the fraction in the next step is used.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,32 +35,19 @@ class RunningStatistics:
             if isinstance(module, _BatchNorm) and module.running_mean is not None
         ]
         self._momenta = [norm.momentum for norm in self._norms]
-        self._fractions: list[float] | None = None
+        self.fractions: list[float] | None = None
         self._saved_fractions: list[float] | None = None
         self._fractions_before: list[float] = []
         self._step_momenta: list[float] = []
         self._taken, self._samples = 0, 0
 
-    @property
-    def fractions(self) -> list[float] | None:
-        """Per layer, this rank's fraction of the samples that the ranks' statistics are based on.
-
-        Steps are weighted as in the statistics themselves. None if unknown, e.g. for statistics
-        loaded from elsewhere: then the fraction in the next step is used.
-        """
-        return self._fractions
-
-    @fractions.setter
-    def fractions(self, fractions: list[float] | None) -> None:
-        self._fractions = None if fractions is None else list(fractions)
-
     def save(self) -> None:
         """Save what a step changes besides the model's buffers."""
-        self._saved_fractions = self._fractions
+        self._saved_fractions = self.fractions
 
     def restore(self) -> None:
         """Restore what `save` saved."""
-        self._fractions = self._saved_fractions
+        self.fractions = self._saved_fractions
 
     def lag(self, step_in_epoch: int) -> bool:
         """Return whether the statistics may lag behind the weights.
@@ -84,12 +76,12 @@ class RunningStatistics:
             samples: all ranks' samples in the step.
         """
         own = own_samples / samples
-        self._fractions_before = self._fractions or [own] * len(self._norms)
+        self._fractions_before = self.fractions or [own] * len(self._norms)
         self._step_momenta = [
             max(momentum or 0.0, 1.0 / (step_in_epoch + 1)) for momentum in self._momenta
         ]
         self._taken, self._samples = 0, samples
-        self._fractions = self._current_fractions()
+        self.fractions = self._current_fractions()
         for norm, step_momentum in zip(self._norms, self._step_momenta, strict=True):
             if norm.momentum is not None and _is_synchronized(norm):
                 norm.momentum = step_momentum
@@ -97,8 +89,8 @@ class RunningStatistics:
     def before_batch(self, samples: int) -> None:
         """Weight the next forward pass by its number of samples in the step."""
         self._taken += samples
-        self._fractions = self._current_fractions()
-        weights = zip(self._norms, self._momenta, self._step_momenta, self._fractions, strict=True)
+        self.fractions = self._current_fractions()
+        weights = zip(self._norms, self._momenta, self._step_momenta, self.fractions, strict=True)
         for norm, momentum, step_momentum, fraction in weights:
             if momentum is not None and not _is_synchronized(norm):
                 norm.momentum = step_momentum * (samples / self._samples / fraction)
@@ -135,7 +127,7 @@ class RunningStatistics:
             fraction: this rank's fraction of the samples, used if it is not known from the steps.
         """
         if self._norms:
-            fractions = self._fractions or [fraction] * len(self._norms)
+            fractions = self.fractions or [fraction] * len(self._norms)
             weights = torch.cat(
                 [
                     torch.full_like(_tensor(norm.running_mean), max(own, _MIN_WEIGHT))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
+from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
 
@@ -221,13 +222,9 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Return whether a function needs or takes two positional arguments."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return False
     positional = [
         one
-        for one in parameters
+        for one in (parameters_of(function) or {}).values()
         if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
     ]
     return len(positional) == 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from kaitian_mpi.config.factory import load_factory, one_line
+from kaitian_mpi.config.factory import load_factory, one_line, parameters_of
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.datasets.arrays import shuffled_split
 from kaitian_mpi.train.data.batches import Batches
@@ -57,10 +56,7 @@ def load_user_data(spec: str, data_dir: str, val_split: float) -> tuple[Batches,
 
 def _call(spec: str, data_dir: str) -> Any:
     factory = load_factory("--dataset", spec)
-    try:
-        parameter = inspect.signature(factory).parameters.get("data_dir")
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        parameter = None
+    parameter = (parameters_of(factory) or {}).get("data_dir")
     if parameter is not None and parameter.default is parameter.empty and not data_dir:
         raise UserError(f"--dataset {spec}: the factory requires data_dir; give --data-dir")
     try:
