@@ -29,8 +29,7 @@ MAX_LINES = 8
 """Ranks that get a line each; more are shown as a heat map."""
 _MAX_MARKS = 200
 PNG_DPI = 110
-_ID = re.compile(r' id="([^"]*)"')
-_USED_ID = re.compile(r'(?:url\(#|href="#)([^")]+)')
+_ID = re.compile(r'( id="|url\(#|href="#)')
 _OPENING = re.compile(r"<svg\b[^>]*>")
 _SIZE = re.compile(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
 _METADATA = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL)
@@ -231,10 +230,8 @@ def to_svg(figure: Figure, alt: str, name: str = "figure") -> str:
     """
     drawn = to_image(figure, "svg").decode()
     drawn = _METADATA.sub("", drawn[drawn.index("<svg") :])
-    used = set(_USED_ID.findall(drawn))
     prefix = re.sub(r"[^a-z0-9]+", "-", name.lower()) + "-"
-    drawn = _ID.sub(lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", drawn)
-    drawn = re.sub(r'(url\(#|href="#)([^")]+)', rf"\g<1>{prefix}\g<2>", drawn)
+    drawn = _ID.sub(rf"\g<1>{prefix}", drawn)
     size = _SIZE.search(drawn)
     assert size is not None
     label = html.escape(alt, quote=True)

@@ -149,12 +149,12 @@ def describe_facts(config: dict[str, Any], summary: dict[str, Any]) -> dict[str,
     """Return what the files say of the whole run, by name; only what is known."""
     facts = {
         "trained": _trained(config),
-        "ranks that train": _count(summary.get("world_size")),
-        "steps": _count(summary.get("steps")),
+        "ranks that train": _shown(summary.get("world_size")),
+        "steps": _shown(summary.get("steps")),
         "epochs": _epochs(config, summary),
-        "global batch": _count(summary.get("global_batch_size"), "samples per step"),
-        "rate": _rounded(summary.get("samples_per_sec"), "samples/s"),
-        "mean step": _milliseconds(summary.get("step_time_sec")),
+        "global batch": _shown(summary.get("global_batch_size"), "{:,.0f} samples per step"),
+        "rate": _shown(summary.get("samples_per_sec"), "{:,.1f} samples/s"),
+        "mean step": _shown(summary.get("step_time_sec"), "{:,.1f} ms", 1e3),
         "training time": format_duration(number(summary.get("training_time_sec"))),
         "start-up": _startup(summary),
         "sum of gradients between kinds": text(summary.get("allreduce")).removeprefix("direct"),
@@ -191,21 +191,10 @@ def _epochs(config: dict[str, Any], summary: dict[str, Any]) -> str:
     return f"{done:,} of {wanted:,}" if wanted else f"{done:,}"
 
 
-def _count(value: Any, unit: str = "") -> str:
-    found = whole(value)
-    return "" if found is None else f"{found:,} {unit}".strip()
-
-
-def _rounded(value: Any, unit: str) -> str:
+def _shown(value: Any, form: str = "{:,.0f}", scale: float = 1.0) -> str:
+    """Return a number as text; empty if it is none."""
     found = number(value)
-    return (
-        "" if found is None else f"{found:,.4g} {unit}" if found < 1e4 else f"{found:,.0f} {unit}"
-    )
-
-
-def _milliseconds(value: Any) -> str:
-    found = number(value)
-    return "" if found is None else f"{1e3 * found:,.1f} ms"
+    return "" if found is None else form.format(scale * found)
 
 
 def _startup(summary: dict[str, Any]) -> str:
