@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kaitian_mpi.train.repeatable import Repeatable, without_dropout
+from kaitian_mpi.train.measure.repeatable import Repeatable, switch_off_dropout
 
 X = torch.arange(12.0).reshape(3, 4)
 DRAWS = {
@@ -60,7 +60,7 @@ def test_no_dropout_is_applied():
         nn.LSTM(4, 4, num_layers=2, dropout=0.5),
     )
     for layer in layers:
-        without_dropout(layer)
+        switch_off_dropout(layer)
         with Repeatable():
             first, second = (layer(X[None]) for _ in range(2))
         first, second = (one[0] if isinstance(one, tuple) else one for one in (first, second))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+import math
+import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -21,16 +22,23 @@ from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.batches import map_tensors
-from kaitian_mpi.train.gradient_probe import Gradients, compute_gradients, rounding_unit
-from kaitian_mpi.train.measure.parity_reference import Reference, make_reference
-from kaitian_mpi.train.measure.parity_report import KindReport, conclude
-from kaitian_mpi.train.measure.parity_tolerance import Difference, Tolerance, differences
+from kaitian_mpi.train.measure.outcome import (
+    Outcome,
+    compute_outcome,
+    rounding_unit,
+    size_of,
+)
 from kaitian_mpi.train.measure.profiles import Profiles
+from kaitian_mpi.train.measure.tolerance import Difference, differences, distances, tolerances
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 
+FILE = "parity.json"
 _SAMPLES = 4
 _SHOWN = 3
+# On the host, the reference must be cheap beside the training.
+_MAX_HOST_PARAMETERS = 50_000_000
+_MAX_HOST_FORWARD_SEC = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,15 +51,12 @@ class _Part:
     computation: Computation
     seed: int
     """Of random numbers."""
+    unit: float
+    """The unit roundoff of what this rank computes."""
     is_chosen: bool
     """Whether the rank stands for a kind."""
     source: int
     """The rank that computes the reference."""
-
-    @property
-    def unit(self) -> float:
-        """The unit roundoff of what this rank computes."""
-        return rounding_unit(self.task.model, self.computation)
 
 
 def check_parity(
@@ -63,8 +68,8 @@ def check_parity(
 ) -> bool | None:
     """Compare what a batch leads to between the kinds of devices. Collective.
 
-    That is the loss, the gradients, and what the forward does to buffers, such as the statistics of
-    batch norms, which only show in an evaluation.
+    That is the loss, the model's outputs, the gradient as a whole, and what the forward does to
+    buffers, such as the statistics of batch norms, which only show in an evaluation.
 
     One rank of each kind, and of each torch version, precision and memory format of it, computes
     the same few samples with the initial weights, each with the same random numbers and without
@@ -87,15 +92,14 @@ def check_parity(
     task = _task_to_compare(setup, world)
     if task is None:
         return None
-    began = perf_counter()
+    began = time.perf_counter()
     part = _make_part(config, task, profiles, excluded, world)
     enter_phase("the parity check")
     batch = _same_batch(setup, profiles, world, part.source)
-    own, reference = _compute_all(part, batch)
-    shared = _share(world, part.source, reference)
-    worst = _compare(part, shared, own)
-    reports = _gather_reports(part, own, worst)
-    return conclude(setup, world, reports, shared, perf_counter() - began)
+    own, reference, shared = _compute_all(part, batch)
+    reference = _receive(part, reference, shared)
+    reports = _gather_reports(part, own, reference, shared)
+    return _conclude(setup, world, reports, shared, time.perf_counter() - began)
 
 
 def _task_to_compare(setup: Setup, world: World) -> Task | None:
@@ -121,33 +125,38 @@ def _make_part(
     """Choose the ranks that compute, and return this rank's part. Collective."""
     profile = profiles.by_place[world.info.place]
     chosen = _representatives(world, profiles, excluded)
+    computation = Computation(world.device, profile.precision, profile.memory_format)
     return _Part(
         world=world,
         task=task,
-        computation=Computation(world.device, profile.precision, profile.memory_format),
+        computation=computation,
         seed=config.seed,
+        unit=rounding_unit(task.model, computation),
         is_chosen=world.rank in chosen,
         source=_reference_rank(world, chosen),
     )
 
 
-def _compute_all(part: _Part, batch: Any) -> tuple[Gradients | None, Reference | None]:
-    """Return this rank's gradients if it is chosen, and the reference on its rank. Collective.
+def _compute_all(part: _Part, batch: Any) -> tuple[Outcome | None, Outcome | None, dict[str, Any]]:
+    """Return this rank's outcome if it is chosen, and the reference on its rank. Collective.
+
+    Also what all ranks need to know of the reference: its loss, where it was computed, and by how
+    much a result may differ from it, by unit roundoff.
 
     Raises:
         AgreedError: an error of the user's, on any rank.
     """
     world = part.world
-    known = gather_values(world.comm, part.unit if part.is_chosen else 0.0)
-    common = part.task, batch, part.computation, part.seed
-    own: Gradients | None = None
-    reference: Reference | None = None
+    units = set(gather_values(world.comm, part.unit if part.is_chosen else 0.0))
+    own: Outcome | None = None
+    reference: Outcome | None = None
+    shared: dict[str, Any] | None = None
     with agree_on_errors(world.comm):
         try:
             if part.is_chosen:
-                own = compute_gradients(*common)
+                own = compute_outcome(part.task, batch, part.computation, part.seed)
             if world.rank == part.source:
-                reference = make_reference(*common, sorted({u for u in known if u}), world)
+                reference, shared = _make_reference(part, batch, sorted(units - {0.0}))
         except UserError:
             _wait_for_others(world)
             raise
@@ -155,7 +164,60 @@ def _compute_all(part: _Part, batch: Any) -> tuple[Gradients | None, Reference |
             error.add_note("in the parity check before training, which --no-parity leaves out")
             raise
         _wait_for_others(world)
-    return own, reference
+    found: dict[str, Any] = gather_values(world.comm, shared)[part.source]
+    return own, reference, found
+
+
+def _make_reference(
+    part: _Part, batch: Any, units: Sequence[float]
+) -> tuple[Outcome, dict[str, Any]]:
+    """Compute the reference: on the host in float64, then float32, then as this rank trains.
+
+    The host comes first because it depends on no kind's kernels and so shows which kind is wrong;
+    but a large model takes too long there, and a model's code may be for one device or dtype only.
+    """
+    # Contiguous, as any model takes it and convolutions in float64 are faster so.
+    host = Computation(torch.device("cpu"), "fp32", "contiguous")
+    ways: list[tuple[Computation, torch.dtype | None]] = [(part.computation, None)]
+    if _is_cheap_on_host(part, batch, host):
+        ways = [(host, None), *ways]
+        if not any(parameter.is_complex() for parameter in part.task.model.parameters()):
+            ways = [(host, torch.float64), *ways]
+    for computation, dtype in ways:
+        try:
+            common = part.task, batch, computation, part.seed, dtype
+            reference = compute_outcome(*common)
+            allowed = {}
+            for unit in units:
+                changed = compute_outcome(*common, change=unit)
+                allowed[unit] = tolerances(distances(changed, reference, unit), reference, unit)
+        except Exception:  # of user code that is for one device or dtype
+            if computation is part.computation:
+                raise
+            continue
+        how = "in float64 on its host" if dtype else f"in {computation.precision}"
+        shared = {
+            "text": f"{part.world.info} {how}",
+            "loss": reference.loss,
+            "outputs": reference.outputs.numel(),
+            "levels": reference.levels,
+            "allowed": list(allowed.items()),
+        }
+        return reference, shared
+    raise AssertionError("the last way returns or raises")
+
+
+def _is_cheap_on_host(part: _Part, batch: Any, host: Computation) -> bool:
+    """Return whether the host computes the batch without delaying the start by much."""
+    if sum(p.numel() for p in part.task.model.parameters()) > _MAX_HOST_PARAMETERS:
+        return False
+    began = time.perf_counter()
+    try:
+        with torch.no_grad():
+            compute_outcome(part.task, batch, host, part.seed, torch.float32)
+    except Exception:  # user code that runs on its device only may raise anything
+        return False
+    return time.perf_counter() - began < _MAX_HOST_FORWARD_SEC
 
 
 def _wait_for_others(world: World) -> None:
@@ -165,7 +227,7 @@ def _wait_for_others(world: World) -> None:
 
 
 def _representatives(world: World, profiles: Profiles, excluded: Collection[int]) -> list[int]:
-    """Return the first rank of each kind, and of whatever else chooses other kernels."""
+    """Return the first rank of each kind, device model, torch version, precision and format."""
     first: dict[tuple[str, ...], int] = {}
     for rank, info in enumerate(world.infos):
         profile = profiles.by_place[info.place]
@@ -189,7 +251,7 @@ def _reference_rank(world: World, chosen: Sequence[int]) -> int:
 def _same_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> Any:
     """Return a few samples, spread over the data, the same on every rank. Collective.
 
-    Where a random augmentation or a decoder has made others of them, they are the source's.
+    If random augmentation or a decoder makes them differ, they are the source's.
 
     Raises:
         AgreedError: the samples cannot be loaded, or have other shapes.
@@ -218,8 +280,8 @@ def _same_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> 
         own, others = ([list(each.shape) for each in some] for some in (tensors, received))
         if own != others:
             raise UserError(
-                f"the parity check: found samples of shapes {own}, needed those of rank {source}, "
-                f"{others}; give every host the same data, or skip this with --no-parity"
+                f"the parity check: the samples have shapes {own} here and {others} on rank "
+                f"{source}; give every host the same data, or skip this with --no-parity"
             )
     left = iter(received)
     return map_tensors(batch, lambda tensor: next(left) if _is_plain(tensor) else tensor)
@@ -230,65 +292,98 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) is torch.Tensor
 
 
-def _share(world: World, source: int, reference: Reference | None) -> dict[str, Any]:
-    """Return what all ranks need to know of the reference but the gradients. Collective."""
-    shared = None
-    if reference is not None:
-        gradients = reference.gradients.tensors
-        shared = {
-            "text": reference.text,
-            "loss": reference.gradients.loss,
-            "shapes": {name: list(each.shape) for name, each in gradients.items()},
-            "doubles": [name for name, each in gradients.items() if each.dtype == torch.float64],
-            "tolerances": [(unit, asdict(each)) for unit, each in reference.tolerances.items()],
-            "gradients": None,
+def _receive(part: _Part, reference: Outcome | None, shared: Mapping[str, Any]) -> Outcome:
+    """Return the reference, which its rank sends to all others. Collective."""
+    model = part.task.model
+    if reference is None:
+        gradients = {
+            name: torch.empty(
+                size_of(p), dtype=torch.float64 if p.dtype == torch.float64 else torch.float32
+            )
+            for name, p in model.named_parameters()
         }
-    found: dict[str, Any] = gather_values(world.comm, shared)[source]
-    found["gradients"] = None if reference is None else reference.gradients.tensors
-    return found
-
-
-def _compare(part: _Part, shared: dict[str, Any], own: Gradients | None) -> list[Difference]:
-    """Return by what this rank's result differs most, if it has one. Collective.
-
-    Args:
-        part: this rank's.
-        shared: of the reference.
-        own: this rank's result; None if it stands for no kind.
-    """
-    received = shared["gradients"] or {}
-    for name, shape in shared["shapes"].items():
-        if shared["gradients"] is None:
-            dtype = torch.float64 if name in shared["doubles"] else torch.float32
-            received[name] = torch.empty(shape, dtype=dtype)
-        dist.broadcast(received[name], part.source)
-    if own is None:
-        return []
-    tolerance = Tolerance(**dict(shared["tolerances"])[part.unit])
-    return differences(own, received, shared["loss"], tolerance)[:_SHOWN]
+        buffers = {
+            name: torch.empty(size_of(b), dtype=torch.float64) for name, b in model.named_buffers()
+        }
+        outputs = torch.empty(shared["outputs"], dtype=torch.float64)
+        reference = Outcome(shared["loss"], outputs, gradients, buffers, shared["levels"])
+    for each in (*reference.gradients.values(), *reference.buffers.values(), reference.outputs):
+        if each.numel():
+            dist.broadcast(each, part.source)
+    return reference
 
 
 def _gather_reports(
-    part: _Part, own: Gradients | None, worst: Sequence[Difference]
-) -> list[KindReport]:
-    """Return what was found on each of the chosen ranks. Collective.
-
-    Args:
-        part: this rank's.
-        own: this rank's result; None if it stands for no kind.
-        worst: by what that differs most from the reference.
-    """
+    part: _Part, own: Outcome | None, reference: Outcome, shared: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return what was found on each of the chosen ranks, as in parity.json. Collective."""
     info, report = part.world.info, None
     if own is not None:
-        report = KindReport(
-            rank=info.world_rank,
-            kind=info.kind,
-            place=str(info),
-            torch_version=info.torch_version,
-            precision=part.computation.precision,
-            memory_format=part.computation.memory_format,
-            loss=own.loss,
-            worst=[asdict(each) for each in worst],
+        found = differences(own, reference, part.unit, dict(shared["allowed"])[part.unit])
+        report = {
+            "rank": info.world_rank,
+            "kind": info.kind,
+            "place": str(info),
+            "torch_version": info.torch_version,
+            "precision": part.computation.precision,
+            "memory_format": part.computation.memory_format,
+            "loss": own.loss,
+            "worst": [asdict(each) for each in found[:_SHOWN]],
+        }
+    return [each for each in gather_values(part.world.comm, report) if each is not None]
+
+
+def _worst_of(report: Mapping[str, Any]) -> list[Difference]:
+    return [Difference(**each) for each in report["worst"]]
+
+
+def _describe(report: Mapping[str, Any]) -> str:
+    found = ", ".join(map(str, _worst_of(report)))
+    return (
+        f"{report['kind']} ({report['place']}, torch {report['torch_version']}, "
+        f"{report['precision']}): {found}"
+    )
+
+
+def _conclude(
+    setup: Setup,
+    world: World,
+    reports: Sequence[Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    seconds: float,
+) -> bool | None:
+    """Write and log the result; the same on every rank.
+
+    Raises:
+        AgreedError: a kind does not agree.
+    """
+    wrong = [each for each in reports if _worst_of(each)[0].excess > 1]
+    is_number = math.isfinite(shared["loss"])
+    content = {
+        "agrees": not wrong if is_number else None,
+        "reference": shared["text"],
+        "reference_loss": shared["loss"],
+        "seconds": round(seconds, 3),
+        "kinds": list(reports),
+    }
+    setup.folder.write(FILE, content)
+    if not is_number:
+        print_rank_0(
+            world,
+            f"parity: not compared, because the loss of the first samples is {shared['loss']}",
         )
-    gathered = gather_values(part.world.comm, None if report is None else asdict(report))
-    return [KindReport(**each) for each in gathered if each is not None]
+        return None
+    if wrong:
+        raise AgreedError(
+            f"parity: forward and backward differ from those of {shared['text']} by more than "
+            f"rounding on {'; '.join(map(_describe, wrong))}; update that device's driver or torch "
+            "plug-in, start without it, or skip this with --no-parity"
+        )
+    kinds = ", ".join(dict.fromkeys(report["kind"] for report in reports))
+    kind, nearest = max(
+        ((report["kind"], _worst_of(report)[0]) for report in reports),
+        key=lambda found: found[1].excess,
+    )
+    print_rank_0(world, f"parity: {kinds} compute like {shared['text']} ({seconds:.1f} s)")
+    print_rank_0(world, f"parity: nearest to its limit is {kind}: {nearest}")
+    return True
