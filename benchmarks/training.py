@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 import kaitian_mpi
-from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
@@ -67,7 +67,7 @@ class Bare:
         self.model = kaitian_mpi.data_parallel(GPT())
         self.optimizer = make_optimizer(self.model)
         schedule = ((0, factor),) if world.rank == world.size - 1 else ()
-        self.slowdown = Slowdown(schedule)
+        self.slowdown = Pace(schedule)
         # Of the gradients it is the last that is computed: a slow rank is late for their sum.
         tokens = self.model.get_parameter("module.tokens.weight")
         tokens.register_hook(lambda gradient: self.slowdown.catch_up())

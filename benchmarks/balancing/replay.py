@@ -29,7 +29,7 @@ from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.balance.planner import plan_fastest
 from kaitian_mpi.balance.rank_steps import RankSteps
 from kaitian_mpi.balance.rebalancer import Rebalancer
-from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
@@ -52,7 +52,7 @@ def record(world: World, slowdown: float, seconds: float) -> tuple[list[RankCost
     model = GPT()
     optimizer, data = make_optimizer(model), torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
     is_slow = world.rank == world.size - 1
-    emulated = Slowdown(((0, slowdown),) if is_slow else ())
+    emulated = Pace(((0, slowdown),) if is_slow else ())
 
     def step(samples: int) -> list[float]:
         sleeping_barrier(world.comm)

@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 import kaitian_mpi
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Schedule, Slowdown
+from kaitian_mpi.devices.pace import Pace, Schedule
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
@@ -101,16 +102,16 @@ class Bench:
         torch.manual_seed(0)
         return build_model(self.options.model, self.source.num_classes)
 
-    def setup(self, config: TrainConfig, schedules: tuple[Schedule, ...] = ()) -> Setup:
+    def setup(self, config: TrainConfig) -> Setup:
         """Return a new model to train on the repeated data."""
         data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
-        return Setup(classify(config, self.model(), data), NoFolder(), schedules)
+        return Setup(classify(config, self.model(), data), NoFolder())
 
     def plan(self, batch: int, schedules: tuple[Schedule, ...]) -> Plan:
         """Return the plan made by the package's own benchmark. Collective."""
         config = self.config(batch)
-        slowdown = Slowdown(schedules[self.world.rank])
-        results = benchmark_ranks(Workload(config, self.world, self.setup(config), slowdown))
+        world = self.paced(schedules)
+        results = benchmark_ranks(Workload(config, world, self.setup(config)))
         return make_plan(config, self.world, [profile_of(result) for result in results])
 
     def fixed(self, shares: list[int]) -> Plan:
@@ -120,13 +121,18 @@ class Bench:
     def run(self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static") -> Run:
         """Return a run whose ranks follow these slowdown schedules."""
         config = self.config(sum(plan.batch_sizes), balance)
-        setup = self.setup(config, schedules)
-        slowdown = Slowdown(schedules[self.world.rank])
+        setup, world = self.setup(config), self.paced(schedules)
         steps = count_steps(config, len(self.data), config.global_batch_size)
         state = State(setup.task, self.computation(), steps)
         loader = ShareLoader(setup.train, config.workers, pin_memory=False)
-        loop = Loop(config, self.world, setup, state, plan, slowdown, loader)
-        return Run(loop, make_balancing(config, self.world, setup.folder, loop, plan))
+        loop = Loop(config, world, setup, state, plan, loader)
+        return Run(loop, make_balancing(config, world, setup.folder, loop, plan))
+
+    def paced(self, schedules: tuple[Schedule, ...]) -> World:
+        """Return the world with a device of this rank's schedule."""
+        emulation = replace(self.world.emulation, schedules=schedules)
+        device = emulation.wrap(self.world.device_kind, self.world.rank, "cpu")
+        return replace(self.world, emulation=emulation, device_kind=device)
 
     def computation(self) -> Computation:
         """Return the computation settings shared by all runs."""
@@ -150,7 +156,7 @@ class Alone:
         self._task = bench.setup(bench.config(share)).task
         self._model = self._computation.place_model(self._task.model).train()
         (self._optimizer,) = self._task.make_optimizers(self._model)
-        self._slowdown = Slowdown(schedule)
+        self._slowdown = Pace(schedule)
         self._data, self._share, self._next = bench.data, share, 0
 
     def samples_per_sec(self, world: World, seconds: float) -> float:

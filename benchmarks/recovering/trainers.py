@@ -9,7 +9,6 @@ import torch
 
 from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
@@ -50,14 +49,14 @@ def make_loop(
     data = load_data(config)
     torch.manual_seed(0)
     task = classify(config, build_model(config.model, data.num_classes), data)
-    setup = Setup(task, NoFolder(), ())
+    setup = Setup(task, NoFolder())
     shares = plan_equal(world.size, config.global_batch_size)
     plan = Plan(shares, [1.0] * world.size, None, "channels_last", "fp32", None)
     computation = Computation(world.device, "fp32", "channels_last")
     steps = count_steps(config, len(setup.train), config.global_batch_size)
     state = State(task, computation, steps)
     loader = ShareLoader(setup.train, config.workers, pin_memory=False)
-    loop = Loop(config, world, setup, state, plan, Slowdown(()), loader, commit)
+    loop = Loop(config, world, setup, state, plan, loader, commit)
     metrics = Metrics(config, world, Sinks(), loop.clock, state, len(setup.train), {})
     loop.observers += [make_balancing(config, world, setup.folder, loop, plan), metrics]
     return loop

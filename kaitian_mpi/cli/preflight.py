@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.planner import plan_equal
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.emulation import given_emulation, read_emulation
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.emulation import agree_on_emulation
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.preflight.collect import collect
 from kaitian_mpi.preflight.facts import JobFacts
@@ -33,8 +33,9 @@ def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
         AgreedError: a value is malformed, does not match the number of ranks, or differs between
             the ranks.
     """
-    found = agree_on_emulation(comm, config.emulate_kinds, config.emulate_slowdown)
-    return replace(config, emulate_kinds=found.kinds, emulate_slowdown=found.slowdown)
+    given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
+    emulation = read_emulation(gather_values(comm, given))
+    return replace(config, emulate_kinds=emulation.kinds, emulate_slowdown=emulation.slowdown)
 
 
 def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:

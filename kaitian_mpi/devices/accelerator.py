@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.cpu import HostMark, is_host_out_of_memory
+from kaitian_mpi.devices.pace import CallPace, Pace
 from kaitian_mpi.devices.plugin import KindError, import_plugin, one_line
 
 _OUT_OF_MEMORY = (
@@ -62,6 +63,7 @@ class Accelerator:
     mpi_query = ""
     """The function by which an MPI library says that it can access the devices' memory."""
     is_host = False
+    pace, calls = Pace(), CallPace()
     pins_memory = False
     futures_handle_streams = False
     _kept: list[_KeptTensor] = []  # noqa: RUF012 - replaced, never changed

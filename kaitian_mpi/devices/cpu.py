@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.devices.pace import CallPace, Pace
 from kaitian_mpi.runtime.system import usable_cores
 
 # From glibc's malloc.h.
@@ -37,6 +38,7 @@ class CpuDevice:
     library = plugin = ""
     run_on_hardware = "x86-64, by every run of the tests"
     is_host = True
+    pace, calls = Pace(), CallPace()
     pins_memory = False
     futures_handle_streams = False
 

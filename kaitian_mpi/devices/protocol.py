@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from kaitian_mpi.devices.pace import CallPace, Pace
+
 
 class Mark(Protocol):
     """A point in a device's work, with the time at which the device reaches it."""
@@ -68,6 +70,12 @@ class Device(Protocol):
     plugin: str
     """The package that makes torch know the device type, such as `torch_npu`; empty if a build of
     torch itself does."""
+
+    pace: Pace
+    """How fast the steps of a `Training` are, if not as fast as the device is."""
+
+    calls: CallPace
+    """The same for a script's own loop."""
 
     run_on_hardware: str
     """On what the kind has been run, such as `NVIDIA H100, 2026-11-22`; empty: not on hardware."""

@@ -51,7 +51,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     comms = split_into_groups(comm, kinds, nodes, world.relay.group_by)
     own = _own_device(world, [places[rank] for rank in comms.own.ranks])
     group_store = job_store().view(f"group {unique}", options.timeout)
-    name, slowdown = str(options.group_id), world.script_slowdown
+    name = str(options.group_id)
     has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
     network = network_of(comms, nodes, world.relay)
     relay = Relay(
@@ -64,11 +64,11 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     accept_pickled_paths(info.python_version for info in world.infos)
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
-        *(options.store, group_store, comms, own, name, options.timeout, slowdown, relay, versions),
+        *(options.store, group_store, comms, own, name, options.timeout, relay, versions),
         check_devices=world.check_devices,
         unique_name=unique,
     )
-    slowdown.forget()  # waiting for the other ranks above was not computing
+    world.device_kind.calls.forget()  # waiting for the other ranks above was not computing
     return group
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
 from kaitian_mpi.distributed import BACKEND, device_types
 from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
@@ -57,7 +56,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         own: OwnDevice,
         name: str,
         timeout: timedelta,
-        slowdown: ScriptSlowdown,
         relay: Relay,
         torch_versions: Sequence[str],
         *,
@@ -73,7 +71,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             own: this rank's device.
             name: torch's name of the group.
             timeout: how long one operation may take.
-            slowdown: the emulated slowdown of this process.
             relay: this group's own.
             torch_versions: of each rank of the group.
             check_devices: given the tensors of each call.
@@ -113,11 +110,12 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._mailbox = Mailbox(
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )
-        # Where no slowdown is emulated, these are the methods themselves.
-        self._run = slowdown.around(router.run)
-        self._send = slowdown.around(self._mailbox.send)
-        self._receive = slowdown.around(self._mailbox.receive)
-        self._monitored_barrier = slowdown.around(MonitoredBarrier(comms.world).run)
+        # Usually these are the methods themselves.
+        pace = own.kind.calls
+        self._run = pace.around(router.run)
+        self._send = pace.around(self._mailbox.send)
+        self._receive = pace.around(self._mailbox.receive)
+        self._monitored_barrier = pace.around(MonitoredBarrier(comms.world).run)
         self._closed = False
         register_close(self.shutdown)
 

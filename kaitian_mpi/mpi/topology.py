@@ -35,6 +35,8 @@ class RankInfo:
     torch_version: str
     emulated: bool = False
     """Whether the kind is emulated by a CPU rank."""
+    slowdown: str = ""
+    """The emulated slowdown, such as `3x, 1x from step 90`; empty if there is none."""
     physical_device: str = ""
     """Identifies the physical device among all of the job; empty for a CPU."""
     library: str = ""

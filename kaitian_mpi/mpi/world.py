@@ -13,10 +13,8 @@ import torch
 
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
-from kaitian_mpi.devices.emulation import check_slowdown_on
-from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
+from kaitian_mpi.devices.emulation import Emulation, given_emulation, read_emulation
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
 from kaitian_mpi.mpi.relay_settings import RelaySettings, agree_on_settings
@@ -61,9 +59,7 @@ class World:
     started: int
     """How many ranks mpirun started."""
     emulation: Emulation
-    """What the job emulates, by the numbers of the ranks that mpirun started."""
-    script_slowdown: ScriptSlowdown
-    """This rank's emulated slowdown outside of a `Training`."""
+    """By the numbers of the ranks that mpirun started."""
     check_devices: OwnDeviceCheck
     """Given the tensors of each call that communicates."""
     relay: RelaySettings = field(default_factory=RelaySettings)
@@ -154,7 +150,8 @@ def join_world(
             emulated is malformed.
     """
     own = track_comm(comm.Dup())
-    emulation = agree_on_emulation(own, emulate_kinds, emulate_slowdown)
+    given = given_emulation(emulate_kinds, emulate_slowdown)
+    emulation = read_emulation(gather_values(own, given))
     relay = agree_on_settings(own, group_by)
     device, index, info, shares = _take_device(own, devices, share_device, emulation, shown)
     facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
@@ -165,10 +162,9 @@ def join_world(
         check_own_devices(infos)
     open_job_store(own)
     _log_emulation(emulation, own.rank)
-    slowdown = ScriptSlowdown(emulation.schedules[own.rank], _needs_training(emulation))
     check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
     threads, size = _use_cores(own), own.size
-    return World(own, infos, device, index, threads, size, emulation, slowdown, check, relay)
+    return World(own, infos, device, index, threads, size, emulation, check, relay)
 
 
 def _take_device(
@@ -206,29 +202,30 @@ def _take_device(
                 _log.warning("%s", fault)
         device, index = known.devices[choice.kind], choice.index
         device.select(index)
-        info = _describe_rank(comm.rank, host, node, device, index, emulation.labels)
-        check_slowdown_on(device.is_host, info.device, emulation.schedules, emulation.slowdown_name)
+        device = emulation.wrap(device, comm.rank, str(device.torch_device(index)))
+        info = _describe_rank(comm.rank, host, node, device, index, emulation)
     # A fault would have left the block above on every rank, so its names are bound.
     return device, index, info, share
 
 
 def _describe_rank(
-    rank: int, host: str, node: int, device: Device, index: int, labels: Sequence[str]
+    rank: int, host: str, node: int, device: Device, index: int, emulation: Emulation
 ) -> RankInfo:
-    """Return what a rank reports about itself and its device; `labels` are emulated kinds."""
+    """Return what a rank reports about itself and its device."""
     physical, by_library = device.physical_id(index), device.library_id(index)
     place = f"{node}/{device.kind}"
     return RankInfo(
         world_rank=rank,
         local_rank=read_launch(os.environ).local_rank,
         host=host,
-        kind=labels[rank] if labels else device.kind,
+        kind=device.kind,
         device=str(device.torch_device(index)),
         device_name=device.name(index),
         memory_bytes=device.memory_bytes(index),
         torch_version=torch.__version__,
         python_version=platform.python_version(),
-        emulated=bool(labels),
+        emulated=bool(emulation.labels),
+        slowdown=emulation.slowdown_of(rank),
         physical_device=f"{place}/{physical}" if physical else "",
         library=device.library or device.vendor_backend or "",
         library_device=f"{place}/{by_library}" if by_library != physical else "",
@@ -291,15 +288,24 @@ def _log_emulation(emulation: Emulation, rank: int) -> None:
         _log.log(level, "the job is emulated: %s", text)
 
 
-def _needs_training(emulation: Emulation) -> str:
-    """Return the error for a script without a `Training`; empty if it needs none."""
-    if not emulation.has_steps:
-        return ""
-    return (
-        f"{emulation.slowdown_name}: found {emulation.slowdown!r} in a script that communicates "
-        "outside of a Training, needed rank:factor without @step, since only a Training has steps; "
-        "omit the steps, or give them to Training(emulate_slowdown=...)"
-    )
+def slowed_as(world: World, slowdown: str) -> World:
+    """Return the world with the slowdowns that a `Training` was given. Collective.
+
+    Args:
+        world: all ranks.
+        slowdown: as `--emulate-slowdown`; empty: as the world's own.
+
+    Raises:
+        AgreedError: it is malformed, or a rank that it slows has no CPU.
+    """
+    if not any(gather_values(world.comm, slowdown)):
+        return world
+    with agree_on_errors(world.comm):
+        emulation = world.emulation.with_slowdown(slowdown)
+        place, calls = (world.info.world_rank, world.info.device), world.device_kind.calls
+        device = emulation.wrap(world.device_kind, *place, calls)
+    infos = [replace(info, slowdown=emulation.slowdown_of(info.world_rank)) for info in world.infos]
+    return replace(world, emulation=emulation, device_kind=device, infos=tuple(infos))
 
 
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import lost_line, print_rank_0, warn_rank_0
@@ -47,8 +46,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     _restore_state(run, world, plan)
     run.checkpoints.restart_timer()
     commit = run.membership.commit if run.membership.survives else None
-    slowdown = Slowdown(run.setup.slowdowns[world.info.world_rank])
-    loop = Loop(run.config, world, run.setup, run.state, plan, slowdown, run.loader, commit)
+    loop = Loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
     try:
         _report_start(run, world, plan)
         run.earlier = begin_branch(

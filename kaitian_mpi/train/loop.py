@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.mpi.world import World
@@ -51,7 +50,6 @@ class Loop:
         setup: Setup,
         state: State,
         plan: Plan,
-        slowdown: Slowdown,
         loader: ShareLoader,
         commit: Callable[[bool], None] | None = None,
     ) -> None:
@@ -63,7 +61,6 @@ class Loop:
             setup: the task.
             state: the same on every rank.
             plan: the ranks' batch sizes.
-            slowdown: this rank's emulated slowdown.
             loader: of the training data.
             commit: called before a step or evaluation takes effect, with whether this rank has done
                 it; raises if some rank has not.
@@ -71,7 +68,7 @@ class Loop:
         self._exchange = StepExchange(world.comm)
         self.world, self.state = world, state
         self._config, self._setup, self._task = config, setup, setup.task
-        self._computation, self._slowdown = state.computation, slowdown
+        self._computation, self._pace = state.computation, world.device_kind.pace
         self._commit = commit
         state.restore()
         self.sampler = LoadAdaptiveSampler(
@@ -94,7 +91,7 @@ class Loop:
         )
         self._steps_seen = 0
         self._step = StepInProgress()
-        self._sync_bn = StepParticipation(self.clock, slowdown, lambda: self._step)
+        self._sync_bn = StepParticipation(self.clock, self._pace, lambda: self._step)
         participate(state.model, self._sync_bn)
         self.observers: list[StepObserver] = []
         self._is_in_epoch = False
@@ -235,9 +232,9 @@ class Loop:
         self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
         if self._task.weight is not None:
             step.sum_weights()
-        self._slowdown.go_to(self.progress.step + 1)
+        self._pace.go_to(self.progress.step + 1)
         self.clock.start()
-        self._slowdown.start()
+        self._pace.start()
         enter_phase("forward", step=self.progress.step + 1)
 
     def undo(self) -> None:
@@ -259,7 +256,7 @@ class Loop:
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
         """Add a micro-batch's gradient to the share's; with the last, sum over the ranks."""
-        self._slowdown.catch_up()
+        self._pace.catch_up()
         self.clock.backward_begins()
         step = self._step
         loss = step.weigh(loss, index)
@@ -275,7 +272,7 @@ class Loop:
         else:
             self._sync_bn.take_part_in_backward()
         if not is_last:
-            self._slowdown.catch_up()
+            self._pace.catch_up()
             self.clock.forward_begins()
 
     def finish(self) -> Step:
@@ -289,11 +286,11 @@ class Loop:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
         self.clock.gradients_summed()
-        self._slowdown.start()
+        self._pace.start()
         epoch = self.progress.epoch
         enter_phase("the optimizer", step=self.progress.step + 1)
         apply_step(self._task, self.state, is_finite, step.samples)
-        self._slowdown.catch_up()
+        self._pace.catch_up()
         self.clock.stop()
         times = self.clock.take()
         self._watch(times, step.data_sec)
@@ -410,7 +407,7 @@ class Loop:
         enter_phase("reporting the step", step=self.progress.step, waits=True)
 
     def _bucket_ready(self, is_last: bool) -> None:
-        self._slowdown.catch_up()
+        self._pace.catch_up()
         self.clock.bucket_ready()
         if is_last:
             enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)

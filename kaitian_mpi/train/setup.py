@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices.emulation import Schedule, check_slowdown_on, parse_slowdown
 from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
@@ -40,8 +39,6 @@ class Setup:
 
     task: Task
     folder: RunFolder
-    slowdowns: tuple[Schedule, ...]
-    """The emulated slowdown of every rank; empty if there is none."""
     job: str = ""
     """The ID of this job, and of those that kaitian-supervise starts in its place."""
     path: Path | None = None
@@ -114,8 +111,6 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
         AgreedError: one of these fails on a rank, or the ranks' data or models differ.
     """
     with agree_on_errors(world.comm):
-        slowdowns = parse_slowdown(config.emulate_slowdown, world.started)
-        check_slowdown_on(world.device_kind.is_host, world.info.device, slowdowns)
         set_phase_limit(setup_limit(config.step_timeout))
         enter_phase("making the task")
         task = make_task()
@@ -123,7 +118,7 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
         if config.sync_bn:
             _synchronize_batch_norms(task.model)
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
-    setup = Setup(task, NoFolder(), slowdowns, dataset_size=_describe_length(task))
+    setup = Setup(task, NoFolder(), dataset_size=_describe_length(task))
     check_same(world.comm, {"the dataset": setup.dataset_size}, "give every host the same files")
     for name, part in (("training", setup.train), ("validation", setup.validation)):
         if part is not None:

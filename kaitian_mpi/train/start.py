@@ -16,7 +16,6 @@ from typing import Any
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.profile import parse_profile
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
@@ -161,7 +160,7 @@ def _new_run(
     membership.put_on_standby(config.spares, excluded)
     summary = replace(
         earlier.summary,
-        emulated=is_emulated(started_with, setup),
+        emulated=is_emulated(started_with),
         excluded=[
             {"rank": info.world_rank, "reason": why} for info, why in selection.excluded.items()
         ],
@@ -231,10 +230,7 @@ def profile_ranks(
 ) -> Profiles:
     """Benchmark the ranks, unless their costs are known or no benchmark is wanted."""
     metadata = earlier.remembered(Invalidated.COSTS)
-    slowdown = Slowdown(setup.slowdowns[world.info.world_rank])
-    return find_profiles(
-        config, world, setup, slowdown, {} if metadata is None else metadata.profiles
-    )
+    return find_profiles(config, world, setup, {} if metadata is None else metadata.profiles)
 
 
 def select_ranks(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.devices.emulation import Slowdown
+from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -171,11 +171,9 @@ class StepInProgress:
 class StepParticipation(Participation):
     """Takes part with what counts of the step's share, and counts waiting as waiting."""
 
-    def __init__(
-        self, clock: StepClock, slowdown: Slowdown, step: Callable[[], StepInProgress]
-    ) -> None:
+    def __init__(self, clock: StepClock, pace: Pace, step: Callable[[], StepInProgress]) -> None:
         super().__init__(lambda: step().own_weight)
-        self._clock, self._slowdown, self._step = clock, slowdown, step
+        self._clock, self._pace, self._step = clock, pace, step
         self._number = 0
         self._outputs: list[torch.Tensor] = []
 
@@ -191,13 +189,13 @@ class StepParticipation(Participation):
     @contextmanager
     def waits(self) -> Iterator[None]:
         """Return the context of a collective, which may wait for other ranks."""
-        self._slowdown.catch_up()
+        self._pace.catch_up()
         began = self._clock.wait_begins()
         enter_phase("the sums of a batch norm", step=self._number, waits=True)
         yield
         enter_phase("forward or backward", step=self._number)
         self._clock.wait_ends(began)
-        self._slowdown.start()
+        self._pace.start()
 
     def computed(self, output: torch.Tensor) -> None:
         """Remember an output of a share that does not count: its loss may have no gradient."""

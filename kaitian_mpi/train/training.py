@@ -19,7 +19,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.startup import init
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.world import World, current_world
+from kaitian_mpi.mpi.world import World, current_world, slowed_as
 from kaitian_mpi.observe.console import set_quiet
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.timeline import recorder
@@ -121,12 +121,11 @@ class Training:
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
         config = _make_config(config, settings)
         check_own_sinks(sinks)
-        world = current_world() or init()
-        slowdown = config.emulate_slowdown or world.emulation.slowdown
-        self._config = replace(config, emulate_slowdown=slowdown)
+        world = slowed_as(current_world() or init(), config.emulate_slowdown)
+        self._config = replace(config, emulate_slowdown=world.emulation.slowdown)
         self._make_task, self._own_sinks = partial(_as_task, task), sinks
         self._membership = Membership(world)
-        self._script_slowdown = world.script_slowdown
+        self._device = world.device_kind
         self._run: Run | None = None
         self._loop: Loop | None = None
         self._saving: Saving | None = None
@@ -338,7 +337,8 @@ class Training:
             self._has_begun = True
             try:
                 set_quiet(self._config.quiet)
-                self._script_slowdown.pause()  # the loop slows down each of its steps itself
+                self._device.pace.go_to(0)
+                self._device.calls.pause()  # the loop has the pace of its steps
                 self._owns_watchdog = _watch_process(self._config)
                 if self._config.timeline:
                     start_recording(Recorder(Sampling(self._config.timeline_every)))
@@ -517,7 +517,7 @@ class Training:
         if self._has_begun:
             stop_recording()
             set_quiet(False)
-            self._script_slowdown.resume()
+            self._device.calls.resume()
         if self._owns_watchdog:
             stop_watchdog()
         unregister_close(self.close)

@@ -21,8 +21,8 @@ BEFORE_MPI = {
     "--no-such-flag": "unrecognized arguments: --no-such-flag; see kaitian-train --help",
 }
 BEFORE_TORCH = {
-    "--emulate-kinds gpu": "--emulate-kinds gpu: found 1 kind, needed 4, one per rank",
-    "--emulate-slowdown 9:2": "--emulate-slowdown: found '9:2', needed rank:factor",
+    "--emulate-kinds gpu": "--emulate-kinds gpu has 1 kind for 4 ranks; give one per rank",
+    "--emulate-slowdown 9:2": "--emulate-slowdown: '9:2' is not a slowdown",
     "--global-batch-size 2": "--global-batch-size 2 is too small for 4 ranks",
     "--dataset cifar10 --data-dir nowhere": "--data-dir: there is no folder nowhere; name",
 }

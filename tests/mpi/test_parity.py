@@ -96,7 +96,7 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     folder = Folder()
     profile = profile_unmeasured(config)
     profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
-    found = compare_kinds(config, Setup(task, folder, ()), profiles, excluded, world)
+    found = compare_kinds(config, Setup(task, folder), profiles, excluded, world)
     return found, folder.written.get(FILE)
 
 

@@ -23,7 +23,6 @@ from test_trainer import (
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
@@ -106,7 +105,7 @@ class Run:
             "fp32",
             micro_batch_size=self.micro_batch_size,
         )
-        own = self.setup, self.state, plan, Slowdown(), self.loader, self.commit
+        own = self.setup, self.state, plan, self.loader, self.commit
         loop = Loop(self.config, self.world, *own)
         note_samples(loop, self.taken)
         return loop

@@ -18,7 +18,6 @@ from torch import nn
 from kaitian_mpi.balance.cost_model import CostModel
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.folders import snapshot_folder
@@ -273,7 +272,7 @@ def test_only_ranks_on_new_hosts_are_benchmarked(world):
         place: Profile(cost, "contiguous", "fp32")
         for place in (infos[0].place, infos[2].place, "gone/0/cpu/cpu")
     }
-    profiles = find_profiles(config, hosts, setup, Slowdown(), known)
+    profiles = find_profiles(config, hosts, setup, known)
     new = profiles.by_place[infos[1].place]
     assert new.cost != cost
     assert profiles.by_place == {**known, infos[1].place: new}

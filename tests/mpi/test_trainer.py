@@ -12,7 +12,6 @@ from samples import BATCH, LENGTH, Points
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.distributed import reducer as reducer_module
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
@@ -41,7 +40,7 @@ def make_plan(world, shares, micro_batch_size=None, min_batch=1):
 
 def make_setup(config, model, data):
     task = classify(config, model, DataSource("points", data, data, 4))
-    return Setup(task, NoFolder(), ())
+    return Setup(task, NoFolder())
 
 
 def make_state(world, setup, steps=10):
@@ -77,7 +76,7 @@ def make_loop(world, shares, micro_batch_size=None, workers=0, layers=(), min_ba
     plan = make_plan(world, shares, micro_batch_size, min_batch)
     state = make_state(world, setup, count_steps(config, LENGTH, BATCH))
     loader = ShareLoader(setup.train, workers, pin_memory=False)
-    return Loop(config, world, setup, state, plan, Slowdown(), loader)
+    return Loop(config, world, setup, state, plan, loader)
 
 
 def train(loop, plans=None):
@@ -202,7 +201,7 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
     assert steps == 2 * (2 if rest < 2 else 3)
     state = make_state(world, setup, steps)
     loader = ShareLoader(setup.train, 0, pin_memory=False)
-    loop = Loop(config, world, setup, state, plan, Slowdown(), loader)
+    loop = Loop(config, world, setup, state, plan, loader)
     taken = []
     note_samples(loop, taken)
     assert [step.number for step in steps_of(loop)] == list(range(1, steps // 2 + 1))

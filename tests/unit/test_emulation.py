@@ -4,10 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE, check_slowdown_on
+from kaitian_mpi.devices.cpu import CpuDevice
+from kaitian_mpi.devices.emulation import (
+    KINDS_VARIABLE,
+    SLOWDOWN_VARIABLE,
+    Emulation,
+    given_emulation,
+    read_emulation,
+)
+from kaitian_mpi.devices.pace import CallPace
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi import emulation
-from kaitian_mpi.mpi.emulation import Emulation, agree_on_emulation
 
 
 @pytest.fixture
@@ -22,10 +28,7 @@ def agree(monkeypatch):
                 monkeypatch.setenv(name, value)
         ranks = [list(other) for other in others]
         same = size - 1 - len(ranks)
-        monkeypatch.setattr(
-            emulation, "gather_values", lambda comm, own: [own] * (1 + same) + ranks
-        )
-        return agree_on_emulation(SimpleNamespace(size=size), *flags)
+        return read_emulation([given_emulation(*flags)] * (1 + same) + ranks)
 
     return agree
 
@@ -48,7 +51,7 @@ def test_variables_apply_where_there_is_no_flag(agree):
     assert (found.kinds, found.slowdown) == ("a,b", "0:2")
     assert not found.is_from_environment
     found = agree(("a,b", ""), ("gpu", "1:2@9"))
-    assert (found.kinds, found.slowdown, found.has_steps) == ("a,b", "1:2@9", True)
+    assert (found.kinds, found.slowdown) == ("a,b", "1:2@9")
     assert found.is_from_environment
 
 
@@ -66,35 +69,36 @@ def test_a_rank_without_the_variable_takes_the_others_value(agree):
             ("", ""),
             ("a,b", ""),
             ["", "", "b,a", ""],
-            "KAITIAN_EMULATE_KINDS: rank 0: found 'a,b'; rank 1: found 'b,a'; needed the same on "
-            "every rank; correct it",
+            "KAITIAN_EMULATE_KINDS differs between ranks: 'a,b' on rank 0, 'b,a' on rank 1; give "
+            "every rank the same",
         ),
         (
             ("", "1:2"),
             ("", ""),
             ["", "", "", "1:3"],
-            "--emulate-slowdown: rank 0: found '1:2'; rank 1: found ''; needed the same on every "
-            "rank; correct it",
+            "--emulate-slowdown differs between ranks: '1:2' on rank 0, '' on rank 1; give "
+            "every rank the same",
         ),
         (
             ("", ""),
             ("gpu", ""),
             ["", "", "", ""],
-            "KAITIAN_EMULATE_KINDS gpu: found 1 kind, needed 2, one per rank; give as many as "
+            "KAITIAN_EMULATE_KINDS gpu has 1 kind for 2 ranks; give one per rank, as many as "
             "mpirun -np starts",
         ),
         (
             ("", ""),
             ("", "2:3"),
             ["", "", "", ""],
-            "KAITIAN_EMULATE_SLOWDOWN: found '2:3', needed rank:factor or rank:factor@step with a "
-            "rank from 0 to 1 and a factor from 1 to 1e6, such as 1:3.0@50",
+            "KAITIAN_EMULATE_SLOWDOWN: '2:3' is not a slowdown; write rank:factor or "
+            "rank:factor@step with a rank from 0 to 1 and a factor from 1 to 1e6, such as "
+            "1:3.0@50",
         ),
         (
             ("a,b,c", ""),
             ("a,b", ""),
             ["a,b,c", "", "", ""],
-            "--emulate-kinds a,b,c: found 3 kinds, needed 2, one per rank; give as many as mpirun "
+            "--emulate-kinds a,b,c has 3 kinds for 2 ranks; give one per rank, as many as mpirun "
             "-np starts",
         ),
     ],
@@ -108,7 +112,7 @@ def test_an_error_names_the_flag_or_the_variable(agree, flags, variables, other,
 
 @pytest.mark.parametrize("label", ["[/red]", "a b", "a\nb", "é", "\udcff", "x:1"])
 def test_a_label_that_would_spoil_tables_and_files_is_refused(agree, label):
-    with pytest.raises(AgreedError, match=r"KAITIAN_EMULATE_KINDS: found the kind '") as caught:
+    with pytest.raises(AgreedError, match=r"KAITIAN_EMULATE_KINDS: '.*' cannot be") as caught:
         agree(("", ""), (f"gpu,{label}", ""))
     assert str(caught.value).encode()
     assert "\n" not in str(caught.value)
@@ -118,7 +122,7 @@ def test_a_label_that_would_spoil_tables_and_files_is_refused(agree, label):
     "entry", ["1:0", "1:-2", "1:nan", "1:inf", "1:1e300", "-1:2", "1", "1:", ":2", "1:2@", "1:2@x"]
 )
 def test_a_malformed_slowdown_in_a_variable_is_refused(agree, entry):
-    with pytest.raises(AgreedError, match=f"KAITIAN_EMULATE_SLOWDOWN: found '{entry}', needed"):
+    with pytest.raises(AgreedError, match=f"KAITIAN_EMULATE_SLOWDOWN: '{entry}' is not"):
         agree(("", ""), ("", f"0:2, {entry} ,"))
 
 
@@ -130,9 +134,34 @@ def test_many_ranks_are_described_in_a_line(agree):
     assert "k7 and 92 more; rank 0 slowed 2x," in text
 
 
+def wrapped(kinds="", slowdown="", device=None, rank=1, **more):
+    emulation = read_emulation([[kinds, slowdown, "", ""]] * 2)
+    return emulation.wrap(device or CpuDevice(), rank, "cuda:0", **more)
+
+
+def test_a_device_of_which_nothing_is_emulated_is_not_wrapped():
+    own = CpuDevice()
+    assert wrapped(device=own) is own
+    assert wrapped(slowdown="0:1", device=own) is own
+
+
+def test_an_emulated_device_is_its_own_but_for_its_kind_and_pace():
+    device = wrapped("gpu,mlu", "1:3")
+    assert (device.kind, device.torch_type, device.is_host) == ("mlu", "cpu", True)
+    assert device.pace.factor == 3.0
+    assert str(device.torch_device(0)) == "cpu"
+    assert wrapped("gpu,mlu", "1:3", rank=0).pace.factor == 1.0
+
+
+def test_a_device_that_is_wrapped_again_is_wrapped_once():
+    calls = CallPace()
+    again = wrapped("gpu,mlu", "1:2", device=wrapped("gpu,mlu", "1:3"), calls=calls)
+    assert isinstance(again.device, CpuDevice)
+    assert (again.pace.factor, again.calls) == (2.0, calls)
+
+
 def test_an_accelerator_cannot_be_slowed_down():
-    slow = ((), ((0, 3.0),))
-    check_slowdown_on(True, "cpu", slow)
-    check_slowdown_on(False, "cuda:0", ((), ((0, 1.0),)))
-    with pytest.raises(UserError, match=r"^V: found a cuda:0 rank, needed CPU ranks only; give"):
-        check_slowdown_on(False, "cuda:0", slow, "V")
+    gpu = SimpleNamespace(is_host=False, kind="cuda")
+    assert wrapped(slowdown="1:1", device=gpu) is gpu
+    with pytest.raises(UserError, match=r"^--emulate-slowdown: only CPU ranks can be slowed"):
+        wrapped(slowdown="1:3", device=gpu, rank=0)

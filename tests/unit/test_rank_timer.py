@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets.sources import DataSource
@@ -121,7 +120,7 @@ class Hungry(nn.Module):
 
 def make_setup(config, model):
     task = classify(config, model, DataSource("planted", Data(), Data(), 2))
-    return Setup(task, NoFolder(), ())
+    return Setup(task, NoFolder())
 
 
 def measure(device, most, min_batch=1, ranks=1, **settings):
@@ -130,9 +129,7 @@ def measure(device, most, min_batch=1, ranks=1, **settings):
     world = make_world(device)
     world.size = ranks
     model = Hungry(most, device, min_batch)
-    return RankTimer(
-        Workload(config, world, make_setup(config, model), Slowdown(), min_batch)
-    ).measure()
+    return RankTimer(Workload(config, world, make_setup(config, model), min_batch)).measure()
 
 
 def test_on_a_host_sizes_grow_until_the_cost_model_is_known(monkeypatch):
@@ -331,7 +328,7 @@ FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
 def make_cache(folder, **settings):
     config = TrainConfig(**{"benchmark_cache": str(folder)} | settings)
     world = make_world(CpuDevice())
-    return BenchmarkCache(Workload(config, world, make_setup(config, nn.Linear(4, 2)), Slowdown()))
+    return BenchmarkCache(Workload(config, world, make_setup(config, nn.Linear(4, 2))))
 
 
 def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):

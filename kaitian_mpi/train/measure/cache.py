@@ -37,7 +37,7 @@ class BenchmarkCache:
             "local_rank": world.info.local_rank,
             "ranks_on_host": sum(info.host == world.info.host for info in world.infos),
             "threads": world.threads,
-            "emulated_slowdown": workload.slowdown.factor,
+            "pace": world.device_kind.pace.factor,
             "model": f"{task.name}, {describe_model(task.model)}",
             "sample": describe_sample(setup.train),
             "precision": config.precision,

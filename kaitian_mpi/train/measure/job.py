@@ -8,8 +8,7 @@ from kaitian_mpi.balance.communication import MeasuredAllreduce
 from kaitian_mpi.balance.forecast import forecast_subsets, subsets
 from kaitian_mpi.balance.measurements import MeasuredRank, Measurements
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
-from kaitian_mpi.mpi.world import World
+from kaitian_mpi.mpi.world import World, slowed_as
 from kaitian_mpi.observe.console import show_topology
 from kaitian_mpi.train.measure.allreduce import (
     choose_allreduce,
@@ -39,17 +38,17 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
         AgreedError: a rank cannot load the model or data.
     """
     show_topology(world)
-    world.script_slowdown.pause()  # a benchmark slows down each of its steps itself
+    world = slowed_as(world, config.emulate_slowdown)
+    world.device_kind.calls.pause()  # a benchmark has the pace of its steps
     setup = prepare_without_folder(make_task, config, world)
-    slowdown = Slowdown(setup.slowdowns[world.rank])
     config = replace(config, epochs=_LONG, max_steps=0)  # a short training limits its benchmark
     min_batch = find_min_batch(config, world, setup)
-    results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
+    results = benchmark_ranks(Workload(config, world, setup, min_batch))
     buckets = gradient_buckets(setup.task.model)
     choose_allreduce(config.allreduce, world, buckets)
     measured = Measurements(
         model=setup.task.name,
-        emulated=is_emulated(world, setup),
+        emulated=is_emulated(world),
         gradient_bytes=sum(buckets),
         global_batch_size=config.global_batch_size,
         ranks=tuple(
@@ -62,8 +61,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
         measured.cohorts(), config.global_batch_size, buckets, measured.allreduces
     ).whole
     scores = scores_of(results, equal_share(config, world.size))
-    slowed = [describe_slowdown(setup.slowdowns[info.world_rank]) for info in world.infos]
-    show_benchmark(world, results, scores, planned.batch_sizes, slowed)
+    show_benchmark(world, results, scores, planned.batch_sizes)
     return measured
 
 

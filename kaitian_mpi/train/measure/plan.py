@@ -17,7 +17,6 @@ from kaitian_mpi.balance.planner import (
     plan_fastest_within,
 )
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices.emulation import describe_slowdown, is_slowed
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -179,11 +178,11 @@ def write_benchmark(world: World, setup: Setup, results: list[RankBenchmark]) ->
             "memory_format": result.measured.memory_format,
             "precision": result.measured.precision,
             "score": score,
-            "emulated_slowdown": describe_slowdown(setup.slowdowns[info.world_rank]),
+            "emulated_slowdown": info.slowdown,
         }
         for info, result, score in zip(world.infos, results, scores_of(results, share), strict=True)
     ]
-    setup.folder.write(_BENCHMARK, {"ranks": ranks, "emulated": is_emulated(world, setup)})
+    setup.folder.write(_BENCHMARK, {"ranks": ranks, "emulated": is_emulated(world)})
 
 
 def record_allreduce(setup: Setup, seconds: Mapping[str, float]) -> None:
@@ -198,6 +197,6 @@ def record_allreduce(setup: Setup, seconds: Mapping[str, float]) -> None:
         setup.folder.write(_BENCHMARK, {**known, "allreduce_sec": dict(seconds)})
 
 
-def is_emulated(world: World, setup: Setup) -> bool:
+def is_emulated(world: World) -> bool:
     """Return whether any device kind or slowdown of the run is emulated."""
-    return any(info.emulated for info in world.infos) or any(map(is_slowed, setup.slowdowns))
+    return any(info.emulated or info.slowdown for info in world.infos)

@@ -8,7 +8,6 @@ from typing import Any
 
 from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices.emulation import Slowdown, describe_slowdown
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -81,16 +80,14 @@ class Profiles:
 
     def show(self, world: World, setup: Setup, plan: Plan) -> None:
         """Print the benchmark's results for these ranks, and their batch sizes."""
-        slowed = [describe_slowdown(setup.slowdowns[info.world_rank]) for info in world.infos]
         results = [self.measured[info.place] for info in world.infos]
-        show_benchmark(world, results, plan.scores, plan.batch_sizes, slowed)
+        show_benchmark(world, results, plan.scores, plan.batch_sizes)
 
 
 def find_profiles(
     config: TrainingConfig,
     world: World,
     setup: Setup,
-    slowdown: Slowdown,
     known: Mapping[str, Profile],
 ) -> Profiles:
     """Remember, benchmark or assume what the ranks are like. Collective.
@@ -101,7 +98,6 @@ def find_profiles(
         config: the benchmark's settings.
         world: all ranks.
         setup: model and data.
-        slowdown: this rank's emulated slowdown.
         known: the profiles of an earlier job, by place.
     """
     min_batch = find_min_batch(config, world, setup)
@@ -120,10 +116,10 @@ def find_profiles(
         config = replace(config, benchmark_seconds=seconds)
         names = ", ".join(str(world.infos[rank].world_rank) for rank in new)
         print_rank_0(world, f"benchmarking only what is new: rank{'s' * (len(new) > 1)} {names}")
-        some = benchmark_some(Workload(config, world, setup, slowdown, min_batch), new)
+        some = benchmark_some(Workload(config, world, setup, min_batch), new)
         added = {places[rank]: profile_of(result) for rank, result in some.items()}
         return Profiles({**known, **added}, min_batch)
-    results = benchmark_ranks(Workload(config, world, setup, slowdown, min_batch))
+    results = benchmark_ranks(Workload(config, world, setup, min_batch))
     measured = dict(zip(places, results, strict=True))
     profiles = {place: profile_of(result) for place, result in measured.items()}
     write_benchmark(world, setup, results)

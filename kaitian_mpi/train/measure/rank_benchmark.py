@@ -90,7 +90,6 @@ def show_benchmark(
     results: Sequence[RankBenchmark],
     scores: Sequence[float],
     batch_sizes: Sequence[int],
-    slowed: Sequence[str],
 ) -> None:
     """Print each rank's cost and batch size, on world rank 0."""
     source = " (from --benchmark-cache)" if results[0].from_cache else ""
@@ -99,7 +98,8 @@ def show_benchmark(
     columns = ("rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score")
     for column in (*columns, "samples/step"):
         table.add_column(column, justify="left" if column in texts else "right")
-    if any(slowed):
+    is_slowed = any(info.slowdown for info in world.infos)
+    if is_slowed:
         table.add_column("")
     for rank, result in enumerate(results):
         model, largest = result.cost.model, result.cost.largest_micro_batch
@@ -113,8 +113,9 @@ def show_benchmark(
             f"{scores[rank]:.2f}",
             str(batch_sizes[rank]),
         ]
-        if any(slowed):
-            row.append(f"slowed {slowed[rank]} (emulated)" if slowed[rank] else "")
+        if is_slowed:
+            slowdown = world.infos[rank].slowdown
+            row.append(f"slowed {slowdown} (emulated)" if slowdown else "")
         table.add_row(*row)
     show_table(world, table)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from kaitian_mpi.balance.cost_model import MAX_CHANGE, is_settled, is_straight
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices.emulation import Slowdown
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
@@ -45,8 +44,6 @@ class Workload:
     world: World
     setup: Setup
     """This rank's task; its model is not changed."""
-    slowdown: Slowdown
-    """This rank's emulated slowdown."""
     min_batch: int = 1
     """The fewest samples that the model can train on at once."""
 
@@ -70,7 +67,8 @@ class RankTimer:
 
     def __init__(self, workload: Workload) -> None:
         config, setup, min_batch = workload.config, workload.setup, workload.min_batch
-        self._config, self._world, self._slowdown = config, workload.world, workload.slowdown
+        self._config, self._world = config, workload.world
+        self._pace = workload.world.device_kind.pace
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of unlike sizes come as they do there.
         sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
@@ -284,7 +282,7 @@ class RankTimer:
         placed = computation.place(self._samples(batch))
         self._world.synchronize()
         start = time.perf_counter()
-        self._slowdown.start()
+        self._pace.start()
         with local_statistics():  # the ranks take unlike numbers of steps
             loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
         if loss.requires_grad:  # not of a batch in which nothing counts
@@ -294,7 +292,7 @@ class RankTimer:
             optimizer.zero_grad()
         computation.scaler.update()
         self._world.synchronize()
-        self._slowdown.catch_up()
+        self._pace.catch_up()
         return time.perf_counter() - start
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from kaitian_mpi.devices import script_slowdown
-from kaitian_mpi.devices.script_slowdown import ScriptSlowdown
+from kaitian_mpi.devices import pace
+from kaitian_mpi.devices.pace import CallPace
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.runtime.threads import CommunicationThread
 
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(script_slowdown, "time", made)
+    monkeypatch.setattr(pace, "time", made)
     return made
 
 
@@ -45,12 +45,12 @@ def test_a_rank_that_is_not_slowed_calls_the_method_itself(schedule):
     def call():
         pass
 
-    assert ScriptSlowdown(schedule).around(call) is call
+    assert CallPace(schedule).around(call) is call
 
 
 def test_only_the_time_between_calls_counts_whatever_they_are(clock):
     """Two calls, such as those of two groups or of one and its messages, have one measurement."""
-    slowdown = ScriptSlowdown(((0, 3.0),))
+    slowdown = CallPace(((0, 3.0),))
     first = slowdown.around(lambda: clock.compute(5))  # MPI spins in the caller's thread
     second = slowdown.around(lambda text: text)
     clock.compute(7)
@@ -67,7 +67,7 @@ def test_only_the_time_between_calls_counts_whatever_they_are(clock):
 
 
 def test_the_time_of_a_call_that_fails_does_not_count(clock):
-    slowdown = ScriptSlowdown(((0, 3.0),))
+    slowdown = CallPace(((0, 3.0),))
 
     def fail():
         clock.compute(5)
@@ -80,7 +80,7 @@ def test_the_time_of_a_call_that_fails_does_not_count(clock):
 
 
 def test_the_creation_of_a_group_does_not_count(clock):
-    slowdown = ScriptSlowdown(((0, 3.0),))
+    slowdown = CallPace(((0, 3.0),))
     call = slowdown.around(lambda: None)
     call()
     clock.compute(5)
@@ -93,7 +93,7 @@ def test_the_creation_of_a_group_does_not_count(clock):
 
 
 def test_short_sleeps_are_saved_up_and_their_excess_is_taken_off(clock):
-    slowdown = ScriptSlowdown(((0, 2.0),))
+    slowdown = CallPace(((0, 2.0),))
     call = slowdown.around(lambda: None)
     call()
     for _ in range(1000):
@@ -111,7 +111,7 @@ def test_short_sleeps_are_saved_up_and_their_excess_is_taken_off(clock):
 
 
 def test_a_sleep_that_waited_for_a_core_is_hardly_made_up_for(clock):
-    slowdown = ScriptSlowdown(((0, 2.0),))
+    slowdown = CallPace(((0, 2.0),))
     call = slowdown.around(lambda: None)
     call()
     clock.late_sec = 30
@@ -122,7 +122,7 @@ def test_a_sleep_that_waited_for_a_core_is_hardly_made_up_for(clock):
 
 
 def test_each_thread_has_its_own_measurement(clock):
-    slowdown = ScriptSlowdown(((0, 3.0),))
+    slowdown = CallPace(((0, 3.0),))
     call = slowdown.around(lambda: None)
     call()
     clock.compute(1)
@@ -140,7 +140,7 @@ def test_each_thread_has_its_own_measurement(clock):
 
 
 def test_it_pauses_while_a_training_slows_its_own_steps(clock):
-    slowdown = ScriptSlowdown(((0, 3.0),))
+    slowdown = CallPace(((0, 3.0),))
     call = slowdown.around(lambda: None)
     call()
     clock.compute(1)
@@ -159,7 +159,7 @@ def test_it_pauses_while_a_training_slows_its_own_steps(clock):
 def test_factors_of_steps_need_a_training(clock):
     """On all ranks alike; once there has been a Training, the factor from the start applies."""
     for schedule in ((), ((0, 2.0), (50, 9.0))):
-        slowdown = ScriptSlowdown(schedule, "no steps")
+        slowdown = CallPace(schedule, "no steps")
         call = slowdown.around(lambda: None)
         with pytest.raises(AgreedError, match="no steps"):
             call()
