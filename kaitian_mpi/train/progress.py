@@ -70,8 +70,8 @@ class Progress:
 
         Args:
             config: the run's epochs and steps.
-            samples: samples in the next step.
-            epoch_samples: samples in an epoch.
+            samples: in the next step.
+            epoch_samples: in an epoch.
         """
         fraction = (self.samples + samples / 2) / (config.epochs * epoch_samples)
         if config.max_steps:

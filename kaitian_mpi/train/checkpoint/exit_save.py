@@ -84,7 +84,7 @@ class ExitSave:
         """Store the callbacks.
 
         Args:
-            lock: the state's lock.
+            lock: the state's.
             save: called in the child; returns a line that reports what was saved.
             prepare: called in the rank before the fork, with a consistent state, if a child cannot
                 access the state because it is on a device: copies it to the host.

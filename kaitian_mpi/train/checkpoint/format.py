@@ -56,13 +56,7 @@ class HashingWriter(TensorWriter):
 
 
 def describe(description: dict[str, Any], size: int, sha256: str) -> bytes:
-    """Return the content of the .json file.
-
-    Args:
-        description: JSON values, as in `CheckpointFiles.write`.
-        size: the .pt file's size in bytes.
-        sha256: the .pt file's SHA-256 in hex.
-    """
+    """Return the content of the .json file, for a .pt file of this size in bytes and SHA-256."""
     content = {
         **description,
         "format_version": FORMAT_VERSION,

@@ -78,12 +78,7 @@ class Checkpointing:
         return True
 
     def is_due(self, step: int, requested: bool) -> bool:
-        """Return whether to save after this step; the same on every rank.
-
-        Args:
-            step: the number of steps done.
-            requested: whether any rank wants a checkpoint; the same on every rank.
-        """
+        """Return whether to save after this step, the same on every rank, as is `requested`."""
         every = self._config.checkpoint_every
         return self._writes and (requested or (every > 0 and step % every == 0))
 
@@ -158,16 +153,10 @@ class Checkpointing:
     def begin_branch(
         self, world: World, state: State, metadata: RunMetadata, origin: Path
     ) -> Path | None:
-        """Set aside the run's other checkpoints after a resume from one that the user named.
+        """Set aside the run's other checkpoints after a resume from `origin`, named by the user.
 
-        So `--resume auto` will continue from the named checkpoint, or from later ones of this job.
-        Collective.
-
-        Args:
-            world: the ranks that train.
-            state: as loaded.
-            metadata: saved with the state.
-            origin: the checkpoint that the user named.
+        So `--resume auto` will continue from there, or from later checkpoints of this job.
+        Collective over the ranks that train.
 
         Returns:
             The folder to which the other checkpoints were moved, on the rank that writes the files;
@@ -213,16 +202,11 @@ class Checkpointing:
         metadata: Callable[[], RunMetadata],
         always: bool = False,
     ) -> None:
-        """Save a snapshot in this host's memory, if it is due. Collective if the state is large.
+        """Save a snapshot in each host's memory, if it is due. Collective if the state is large.
 
         Also due after the first step, so that a restarted job needs no benchmark. If training
-        waits for it, it is left out if it would take more than 5% of the time.
-
-        Args:
-            world: the ranks that train; the first of each host saves.
-            state: between two steps.
-            metadata: returns the metadata to save with the state.
-            always: whether it is due in any case.
+        waits for it, it is left out if it would take more than 5% of the time. With `always`, it is
+        due in any case.
         """
         hosts = [info.host for info in world.infos]
         is_first_on_host = hosts.index(world.info.host) == world.rank

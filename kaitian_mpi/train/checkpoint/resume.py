@@ -49,7 +49,7 @@ def find_checkpoint(
 
     Args:
         config: `--keep-checkpoints` and `--snapshots`.
-        world: the ranks.
+        world: all ranks.
         run_folder: the run folder on world rank 0; None if nothing is written.
         resume: `auto`, a checkpoint's .pt file, or empty for none.
 
@@ -85,13 +85,7 @@ def find_checkpoint(
 def check_resumable(
     config: TrainingConfig, world: World, found: FoundCheckpoint, dataset_size: str
 ) -> Changes:
-    """Compare a checkpoint's settings with this job's; return the differences.
-
-    Args:
-        config: this job's settings.
-        world: this job's ranks.
-        found: the checkpoint.
-        dataset_size: the numbers of samples of this job's dataset.
+    """Compare a checkpoint's settings and dataset with this job's; return the changed flags.
 
     Raises:
         AgreedError: the checkpoint belongs to another run.
@@ -111,12 +105,7 @@ def check_resumable(
 
 
 def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
-    """Return whether nothing is left to train or evaluate after a checkpoint.
-
-    Args:
-        config: the run's epochs and steps.
-        progress: the fields of `Progress`.
-    """
+    """Return whether nothing is left to train or evaluate after a checkpoint's progress."""
     steps = config.max_steps
     is_at_end = progress["epoch"] >= config.epochs or 0 < steps <= progress["step"]
     return progress["is_done"] and is_at_end
@@ -176,13 +165,7 @@ def load_file(
 
 
 def restore(world: World, state: State, found: FoundCheckpoint, seed: int) -> None:
-    """Restore on every rank the checkpoint that one of them has read. Collective.
-
-    Args:
-        world: the ranks that train.
-        state: this rank's state.
-        found: the checkpoint.
-        seed: the run's seed.
+    """Restore on every rank that trains the checkpoint that one of them has read. Collective.
 
     Raises:
         AgreedError: the checkpoint is of another model.
@@ -255,12 +238,9 @@ def _on_disk(
 
 
 def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint | None:
-    """Return this host's snapshot, on the host's first rank; None elsewhere.
+    """Return this host's snapshot of a step after `after`, on the host's first rank.
 
-    Args:
-        config: `--snapshots`.
-        world: the ranks.
-        after: only a snapshot of a later step is read, for reading and checking takes seconds.
+    An earlier one is not read: reading and checking takes seconds.
     """
     hosts = [info.host for info in world.infos]
     snapshots = snapshot_files(config)

@@ -55,12 +55,7 @@ def snapshot_files(config: TrainingConfig) -> SnapshotFiles | None:
 
 
 def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
-    """Write this host's snapshot to the run's checkpoints, if it is newer than all of them.
-
-    Args:
-        name: the snapshots' name, as in `--snapshots`.
-        run_folder: the run folder.
-        keep_checkpoints: as in `--keep-checkpoints`.
+    """Write this host's snapshot of this name to the run's checkpoints, if it is the newest.
 
     Raises:
         OSError: the snapshot could not be written.
