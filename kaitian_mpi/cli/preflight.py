@@ -19,7 +19,6 @@ from kaitian_mpi.preflight.rank_checks import judge_placement
 from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
-from kaitian_mpi.supervise.probe import is_local
 from kaitian_mpi.supervise.user_files import devices_for, parse_device_map
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
         if comm.rank == 0:
             text = _read_device_map(device_map)
     path, text = gather_values(comm, (device_map, text))[0]
+    from kaitian_mpi.supervise.probe import is_local
+
     with agree_on_errors(comm):
         known = parse_device_map(text, path)
         devices = devices_for(known, socket.gethostname(), is_local, path)

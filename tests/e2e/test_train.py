@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.recipes.models import build_model
 
+MAX_IMPORTED = 210  # of the package, in a job of one device kind
 CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
 SUMMARY_KEYS = {
     "world_size",
@@ -310,6 +312,14 @@ def test_one_rank_without_mpirun(tmp_path):
     assert ended.code == 0, ended.text
     assert "1 rank, 1 group" in ended.out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"] is True
+
+
+def test_a_start_imports_few_modules(tmp_path):
+    house = Path(__file__).parents[2] / "benchmarks/house.py"
+    ended = run_ranks(2, "python", str(house), "--rank", "start", cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    (counts,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    assert counts["modules imported before the first step"] <= MAX_IMPORTED
 
 
 def test_help_is_printed_once(mpirun):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kaitian_mpi.balance.communication import AllreduceCost, exposed_seconds
 from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
-from kaitian_mpi.balance.forecast import Cohort, forecast
 from kaitian_mpi.balance.planner import with_positive_slopes
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
@@ -54,6 +53,8 @@ def ranks_to_exclude(
         return excluded
 
     def rate(ranks: Sequence[int], allreduce: AllreduceCost) -> float:
+        from kaitian_mpi.balance.forecast import Cohort, forecast
+
         cohorts = [Cohort(world.infos[rank].kind, costs[rank]) for rank in ranks]
         return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
 
