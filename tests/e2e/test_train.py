@@ -325,4 +325,4 @@ def test_a_start_imports_few_modules(tmp_path):
 def test_help_is_printed_once(mpirun):
     ended = mpirun(2, "kaitian-train", "--help", fresh=True)
     assert ended.code == 0
-    assert ended.out.count("usage: kaitian-train") == 1
+    assert ended.out.count("usage: mpirun -np N kaitian-train [flags]") == 1

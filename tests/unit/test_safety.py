@@ -37,7 +37,8 @@ NO_COMMUNICATORS = {
     "self._mailbox",  # Mailbox
     "self._backend",  # a vendor's process group
     "state",  # WeightedSum, in DDP's hook
-    *("config", "self.config"),  # TrainConfig: --allreduce
+    *("config", "self.config", "run.config"),  # TrainConfig: --allreduce
+    "self._post",  # Post of the doctor, which sends JSON
 }
 # CIFAR-10's Python version needs a restricted Unpickler, which test_data_cifar10.py attacks.
 ADMITTED = {
