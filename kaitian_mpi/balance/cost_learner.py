@@ -27,7 +27,7 @@ _MAX_STEPS = 20
 # Before any measurement: alpha in proportion to a step's time, and the standard error of that.
 _USUAL_ALPHA, _ALPHA_ERROR = 0.1, 0.2
 _USUAL_NOISE, _MIN_NOISE = 0.1, 0.02
-# For normally distributed errors: the median of the differences of neighbours, in standard
+# For normally distributed errors: the median of the differences of neighbors, in standard
 # deviations.
 _MEDIAN_DIFFERENCE = 0.954
 _MIN_DIFFERENCES = 3
@@ -112,7 +112,7 @@ class CostLearner:
     def _measured_costs(self) -> list[RankCost] | None:
         """Return the ranks' costs if the current split has been timed, else None.
 
-        It is not waited for too long: where an epoch is shorter than a global batch, for example,
+        It is not waited for too long: if an epoch is shorter than a global batch, for example,
         no step has these batch sizes.
         """
         counts = [rank.steps_at(b) for rank, b in zip(self._ranks, self.batch_sizes, strict=True)]

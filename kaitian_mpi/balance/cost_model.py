@@ -42,7 +42,7 @@ def fit(
     A single batch size gives the line through the origin.
 
     Args:
-        batches: samples, at least 1 each, or 0 where there are other ones too.
+        batches: samples, at least 1 each, or 0 if there are others too.
         seconds: above 0, one for each batch.
         weights: one for each batch, inversely proportional to the variance; None for the above.
     """

@@ -20,7 +20,7 @@ class CostTable:
     alpha_sec: np.ndarray
     beta_sec: np.ndarray
     largest_micro_batch: np.ndarray
-    """A very large number where there is no limit."""
+    """A very large number if there is no limit."""
 
     @classmethod
     def of(cls, costs: Sequence[RankCost]) -> CostTable:

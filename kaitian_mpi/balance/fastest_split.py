@@ -61,7 +61,7 @@ def fastest_split(
 ) -> list[int]:
     """Return the shares with the shortest step, i.e. those whose slowest rank finishes first.
 
-    Minimises max_i (alpha_i * k_i + beta_i * b_i) over integers b_i that sum to the global batch,
+    Minimizes max_i (alpha_i * k_i + beta_i * b_i) over integers b_i that sum to the global batch,
     each 0 or at least `min_batch`, with k_i = ceil(b_i / limit_i). A rank whose smallest share
     would slow down the step gets none. The same input gives the same shares on every machine.
 

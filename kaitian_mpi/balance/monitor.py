@@ -10,7 +10,7 @@ _WINDOW = 30
 _NEWEST = 3
 _MIN_CHANGE = 0.1  # of the logarithm: about 10%
 _INITIAL_NOISE = 0.1
-# For normally distributed errors: the median of the differences of neighbours in standard
+# For normally distributed errors: the median of the differences of neighbors in standard
 # deviations, and a median's standard error relative to that of a mean.
 _MEDIAN_DIFFERENCE = 0.954
 _MEDIAN_ERROR = 1.253
@@ -56,8 +56,8 @@ class SpeedMonitors:
             seen = None
         # Not numpy's: the last bit of that depends on the processor, and the ranks must agree.
         values = np.array([math.log(ratio) for ratio in ratios.tolist()])
-        has_neighbour = self.steps > 0
-        differing = has_neighbour if seen is None else has_neighbour & seen
+        has_neighbor = self.steps > 0
+        differing = has_neighbor if seen is None else has_neighbor & seen
         self._differences.append(
             np.abs(values - self._logs.newest(1)[:, 0]), None if differing.all() else differing
         )
@@ -105,7 +105,7 @@ class _History:
         self.counts[rows] = np.minimum(self.counts[rows] + 1, _WINDOW)
 
     def newest(self, count: int) -> np.ndarray:
-        """Return the newest values, [ranks, count]; very large where there are fewer."""
+        """Return the newest values, [ranks, count]; very large if there are fewer."""
         return self._values[:, -count:]
 
     def keep_newest(self, count: int, of: np.ndarray) -> None:

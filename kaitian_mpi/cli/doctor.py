@@ -92,7 +92,7 @@ def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple
         show: prints the report, and returns the exit code; called on rank 0.
         tasks: this process's number and how many there are, as the launcher counts them.
     """
-    # Works where a call holds the GIL, as the start of MPI does, and says which. Not the watchdog's
+    # Works while a call holds the GIL, as the start of MPI does, and names it. Not the watchdog's
     # SIGKILL: if all ranks die of signals, mpirun --with-ft ulfm exits with code 0.
     faulthandler.dump_traceback_later(options.timeout + _START_EXTRA_SEC, exit=True)
     watchdog = start_watchdog(options.timeout + _WATCHDOG_EXTRA_SEC)

@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--backend-override",
         default="",
         metavar="LIST",
-        help="backends to replace by kaitian where the script names them, such as nccl,gloo",
+        help="backends that kaitian replaces in the script, such as nccl,gloo",
     )
     add_flags(parser, SECTIONS)
     parser.add_argument(

@@ -34,7 +34,7 @@ from kaitian_mpi.supervise.supervisor import supervise
 from kaitian_mpi.supervise.user_files import read_environments
 
 PROGRAM = "kaitian-supervise"
-_log = logging.getLogger("kaitian_mpi.cli.supervise")  # also where it is the main module
+_log = logging.getLogger("kaitian_mpi.cli.supervise")  # also if it is the main module
 _MAX_SECONDS = 86_400
 _MAX_RESTARTS = 1_000_000
 _ABOVE_ZERO = 5e-324  # the smallest float above 0
@@ -95,7 +95,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the hosts, in place of mpirun's --hostfile and -np: lines such as node-a slots=4, "
         "with a rank for each slot; it is read again when it changes, and at a SIGHUP, and the "
-        "job is then started again on the hosts in it, from where it is",
+        "job then restarts on the hosts in it and continues",
     )
     parser.add_argument(
         "--host-backoff",
@@ -176,7 +176,7 @@ def make_job(
 
     Args:
         words: mpirun with its options, and kaitian-train with its flags.
-        hosts_file: has the hosts; None where the command has them.
+        hosts_file: has the hosts; None if the command has them.
         pythons: the interpreter of each host that has one of its own.
 
     Raises:

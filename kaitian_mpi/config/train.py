@@ -96,7 +96,7 @@ class TrainConfig(TrainingConfig):
     group_by: str = setting(
         "auto",
         "group ranks by device kind, or by kind and host, so that vendors' libraries connect no "
-        "hosts; auto: kind or, where several kinds are on several hosts and --allreduce is auto, "
+        "hosts; auto: kind or, if several kinds are on several hosts and --allreduce is auto, "
         "the faster, measured at startup (default $KAITIAN_GROUP_BY)",
         ("auto", "kind", "kind-and-host"),
     )

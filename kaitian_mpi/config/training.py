@@ -270,7 +270,7 @@ class TrainingConfig:
             )
 
     def choose_folder(self) -> Path | None:
-        """Return the folder for results; None where nothing is to be written."""
+        """Return the folder for results; None if nothing is to be written."""
         return Path(self.run_dir) if self.run_dir else None
 
     def shared_values(self) -> dict[str, str]:

@@ -45,7 +45,7 @@ def choose_algorithm(
             on these ranks, as one by host after the loss of a host.
         sizes: elements of the float32 buckets that training will reduce.
         device: the buckets' device.
-        wire: what gradients are sent as between hosts.
+        wire: gradient format between hosts.
 
     Returns:
         Seconds for all buckets, by algorithm: the slowest rank's median. Empty if nothing had to

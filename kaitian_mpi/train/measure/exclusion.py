@@ -97,7 +97,7 @@ def _too_slow(
 ) -> dict[int, str]:
     """Return the ranks whose smallest share makes a step 5% longer than it is without them.
 
-    Where computing takes microseconds, the ranks' times differ by noise alone, and a step lasts as
+    If computing takes microseconds, the ranks' times differ by noise alone, and a step lasts as
     long as its communication.
 
     Args:

@@ -27,7 +27,7 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
 
     Batch norm over a single value per sample and channel raises for one sample, and similar layers
-    return NaN. This is tested with the loss of a copy of the model; where the task has no loss, a
+    return NaN. This is tested with the loss of a copy of the model; if the task has no loss, a
     model with batch norm is taken for such.
 
     Args:
