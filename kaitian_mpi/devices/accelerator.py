@@ -79,8 +79,8 @@ class Accelerator:
         assert self.vendor_backend is not None
         if self.vendor_backend.upper() not in dist.Backend._plugins:
             raise KindError(
-                f"found no torch.distributed backend {self.vendor_backend!r} for {self.kind} "
-                f"devices, needed the one that {self.plugin or 'its plug-in of torch'} registers; "
+                f"{self.plugin or 'the plug-in of torch'} has not registered the "
+                f"torch.distributed backend {self.vendor_backend!r} for {self.kind} devices; "
                 "install a release of it with distributed support"
             )
         plugin = dist.Backend._plugins[self.vendor_backend.upper()]

@@ -63,8 +63,8 @@ def choose_device(
     entries = [_parse(entry, counts, faults) for entry in request.split(",")]
     if len(entries) < local_size:
         raise UserError(
-            f"--devices {request}: found {len(entries)} of {local_size} devices for {host}, needed "
-            "one for each of its ranks; name more, or start fewer ranks there"
+            f"--devices {request} names {len(entries)} of {local_size} devices for the ranks on "
+            f"{host}; name one for each, or start fewer ranks there"
         )
     choice = entries[local_rank]
     index = shown.index(choice.index) if shown else choice.index
@@ -157,7 +157,7 @@ def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> 
         raise UserError(f"--devices {entry}: {faults[kind]}")
     if kind not in counts or not (index or "0").isdigit():
         raise UserError(
-            f"--devices: found {entry!r}, needed auto, or entries such as cuda:0 or cpu, "
+            f"--devices: {entry!r} is not a device; give auto, or entries such as cuda:0 or cpu, "
             f"of the kinds {', '.join(counts)}"
         )
     return Choice(kind, int(index or 0))

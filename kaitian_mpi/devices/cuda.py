@@ -122,8 +122,8 @@ class CudaDevice(Accelerator):
         """Return torch's own process group over NCCL, or over RCCL in torch's builds for AMD."""
         if not dist.is_nccl_available():
             raise KindError(
-                f"found a torch without {self.library}, needed one built with it for {self.kind} "
-                "devices; install torch's official build for them"
+                f"this build of torch has no {self.library}, which {self.kind} devices need; "
+                "install torch's official build for them"
             )
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

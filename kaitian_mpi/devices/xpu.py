@@ -53,8 +53,8 @@ class XpuDevice(Accelerator):
         """Return torch's own process group over XCCL."""
         if not dist.is_xccl_available():
             raise KindError(
-                "found a torch without XCCL, needed one built with it for xpu devices; install "
-                "torch's official build for them"
+                "this build of torch has no XCCL, which xpu devices need; install torch's official "
+                "build for them"
             )
         made: Any = dist.distributed_c10d  # without type information in torch's other builds
         options = made.ProcessGroupXCCL.Options()

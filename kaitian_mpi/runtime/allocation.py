@@ -29,7 +29,7 @@ def read_hostfile(path: str) -> str:
         UserError: it cannot be read.
     """
     if not os.path.isfile(path):
-        raise UserError(f"{path}: found no hostfile, needed a file that can be read more than once")
+        raise UserError(f"{path} is not a regular file; name a hostfile that is one")
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

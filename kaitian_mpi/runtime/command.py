@@ -139,7 +139,7 @@ def parse_command(words: Sequence[str]) -> Command:
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
-            "found ':' in the command, needed one program for all ranks; start them all with one "
+            "the command has several programs with ':' between them; start all ranks with one: "
             f"mpirun … {PROGRAM} …"
         )
     return Command(parts=tuple(parts), arguments=tuple(words[end:]))
@@ -170,8 +170,8 @@ def _program_end(words: Sequence[str], begin: int) -> int:
         if tuple(words[position : position + 2]) == ("-m", _MODULE):
             return position + 2
     raise UserError(
-        f"found no {PROGRAM} in the command, needed it as the program that mpirun starts; write "
-        f"for example: kaitian-supervise mpirun -np 4 {PROGRAM} --model mobilenetv2"
+        f"the command must start {PROGRAM}; write for example: "
+        f"kaitian-supervise mpirun -np 4 {PROGRAM} --model mobilenetv2"
     )
 
 

@@ -126,8 +126,8 @@ def _read_entry(word: str, place: str) -> Host:
     match = _ENTRY.fullmatch(word)
     if match is None:
         raise UserError(
-            f"{place}: found {word!r}, needed a host name of letters, digits, dots, dashes and "
-            "underscores, such as node-a or user@node-a; correct it"
+            f"{place}: {word!r} is not a host name; use letters, digits, dots, dashes and "
+            "underscores, as in node-a or user@node-a"
         )
     slots = match["slots"]
     return Host(

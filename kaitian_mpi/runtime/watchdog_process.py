@@ -50,7 +50,7 @@ class Report:
         words = phase + b" of step " + step if step else phase
         self.where = words.decode(errors="replace")
         if not self.limit > 0:
-            raise ValueError(f"found a limit of {self.limit} s, needed a positive one")
+            raise ValueError(f"a limit of {self.limit} s is not positive")
 
     @property
     def nap(self) -> float:

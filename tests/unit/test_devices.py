@@ -41,10 +41,10 @@ def test_choose_device(request_, counts, local_rank, local_size, expected):
             "cuda:0,cuda:1",
             TWO_GPUS,
             4,
-            r"found 2 of 4 devices for h, needed one for each of its ranks",
+            r"names 2 of 4 devices for the ranks on h; name one for each",
         ),
-        ("tpu:0", TWO_GPUS, 1, r"found 'tpu:0', needed auto"),
-        ("cuda:x", TWO_GPUS, 1, r"found 'cuda:x', needed auto"),
+        ("tpu:0", TWO_GPUS, 1, r"'tpu:0' is not a device; give auto"),
+        ("cuda:x", TWO_GPUS, 1, r"'cuda:x' is not a device; give auto"),
     ],
 )
 def test_an_unavailable_device_is_an_error(request_, counts, local_size, message):

@@ -70,14 +70,14 @@ def test_parsing_the_login_of_a_host(line, user, port):
     ],
 )
 def test_invalid_host_names_are_rejected(entry):
-    with pytest.raises(UserError, match="hf, line 2: found "):
+    with pytest.raises(UserError, match=r"hf, line 2: .* is not a host name"):
         parse_hostfile(f"# first\n{entry}\n", "hf")
-    with pytest.raises(UserError, match="--host: found "):
+    with pytest.raises(UserError, match=r"--host: .* is not a host name"):
         parse_host_list(f"b,{entry}")
 
 
 def test_a_user_name_from_an_mca_setting_is_validated():
-    with pytest.raises(UserError, match="hf, line 1: found '-oProxyCommand=reboot'"):
+    with pytest.raises(UserError, match="hf, line 1: '-oProxyCommand=reboot' is not"):
         parse_hostfile("a username=-oProxyCommand=reboot", "hf")
 
 

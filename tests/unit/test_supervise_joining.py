@@ -335,8 +335,8 @@ def test_a_stop_while_hosts_are_chosen(cluster):
         ("a slots=0\n", "has no host with slots"),
         ("a slots=2\nb slots=1\na slots=1\n", "line 3: a is listed twice"),
         ("a slots=2\nb\n", "line 2: b has no slots"),
-        ("a slots=2\n-oProxyCommand=x slots=1\n", "line 2: found '-oProxyCommand=x'"),
-        ("a slots=2\n\x00\x01\n", "line 2: found"),
+        ("a slots=2\n-oProxyCommand=x slots=1\n", "line 2: '-oProxyCommand=x' is not"),
+        ("a slots=2\n\x00\x01\n", "is not a host name"),
     ],
 )
 def test_a_file_that_cannot_be_used_changes_nothing(cluster, text, fault):

@@ -309,11 +309,11 @@ def test_the_command_has_no_terminal(place):
 @pytest.mark.parametrize(
     ("options", "words", "said"),
     [
-        ([], ["-np", "2", "python", "x.py"], "found no kaitian-train in the command"),
+        ([], ["-np", "2", "python", "x.py"], "the command must start kaitian-train"),
         ([], ["kaitian-train", "--epochs", "0"], "--epochs must be a whole number"),
         ([], ["kaitian-train", "--wrong"], "unrecognized arguments: --wrong; see kaitian-train"),
-        ([], ["--hostfile", "no", "kaitian-train"], "no: found no hostfile, needed a file"),
-        ([], ["--host", "a,-oX", "kaitian-train"], "--host: found '-oX', needed a host name"),
+        ([], ["--hostfile", "no", "kaitian-train"], "no is not a regular file"),
+        ([], ["--host", "a,-oX", "kaitian-train"], "--host: '-oX' is not a host name"),
         (["--max-restarts", "-1"], ["kaitian-train"], "--max-restarts must be at least 0"),
         (["--probe-seconds", "nan"], ["kaitian-train"], "--probe-seconds must be above 0"),
         (
