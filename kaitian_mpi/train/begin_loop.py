@@ -16,14 +16,14 @@ from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.data.loader import steps_ahead
-from kaitian_mpi.train.divergence import WeightCheck, repair_divergence
+from kaitian_mpi.train.divergence import repair_divergence
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_allreduce, record_plan
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.metrics import Metrics
-from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord
+from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord, WeightCheck
 from kaitian_mpi.train.presence import Presence
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing

@@ -14,8 +14,6 @@ from kaitian_mpi.observe.console import warn_rank_0
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
 
 _COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
 _MAX_ROWS = 1 << 16  # 32 MB
@@ -25,18 +23,6 @@ _PART_BYTES = 16 << 20
 _UNITS_PER_STEP = 4.0
 _MOST = 0.2
 _MOST_OF_ELEMENT = 0.02
-
-
-class WeightCheck(StepObserver):
-    """Repairs weights that differ between the ranks, every `--check-every` steps."""
-
-    def __init__(self, world: World, state: State, sinks: Sinks, every: int) -> None:
-        self._world, self._state, self._sinks, self._every = world, state, sinks, every
-
-    def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Compare, if that is due after this step."""
-        if self._every and step.number % self._every == 0:
-            repair_divergence(self._world, self._state, self._sinks)
 
 
 def repair_divergence(world: World, state: State, sinks: Sinks | None = None) -> list[int]:

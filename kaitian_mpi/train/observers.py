@@ -1,4 +1,4 @@
-"""Small observers of a run: skipped steps, milestones, and the results of each epoch."""
+"""Small observers of a run: skipped steps, unequal weights, milestones, and results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.divergence import repair_divergence
 from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.metrics import Metrics
 from kaitian_mpi.train.rebalancing import Balancing
@@ -68,29 +69,47 @@ class BadSteps(StepObserver):
             )
 
 
+class WeightCheck(StepObserver):
+    """Repairs weights that differ between the ranks, every `--check-every` steps."""
+
+    def __init__(self, world: World, state: State, sinks: Sinks, every: int) -> None:
+        self._world, self._state, self._sinks, self._every = world, state, sinks, every
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Compare, if that is due after this step."""
+        if self._every and step.number % self._every == 0:
+            repair_divergence(self._world, self._state, self._sinks)
+
+
 class Milestones(StepObserver):
-    """Reports, once each, the end of the start-up, of a recovery and of writing a checkpoint."""
+    """Reports, once each, the end of the start-up and of a recovery."""
 
     def __init__(self, run: Run, world: World) -> None:
-        self._run, self._world = run, world
+        self._run, self._world, self._has_reported_start = run, world, False
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Report what has ended with this step."""
         run = self._run
-        seconds = startup_clock.finish()
-        if seconds is not None:
-            print_rank_0(self._world, startup_clock.describe(seconds))
-            run.summary = replace(run.summary, startup_sec=seconds)
+        if not self._has_reported_start:
+            self._report_start()
+        if not run.membership.losses:
+            return
         recovered = run.membership.newly_recovered()
         for loss in recovered:
-            text = (
-                f"step {step.number} is done, {loss.recovery_sec:.2f} s after the loss was noticed"
-            )
+            after = f"{loss.recovery_sec:.2f} s after the loss was noticed"
+            text = f"step {step.number} is done, {after}"
             print_rank_0(self._world, text)
             ranks = [info.world_rank for info in loss.lost]
             run.sinks.event("recovery", step.number, text, ranks, recovery_sec=loss.recovery_sec)
         if recovered:
             run.write_summary()
+
+    def _report_start(self) -> None:
+        self._has_reported_start = True
+        seconds = startup_clock.finish()
+        if seconds is not None:  # at the job's first step
+            print_rank_0(self._world, startup_clock.describe(seconds))
+            self._run.summary = replace(self._run.summary, startup_sec=seconds)
 
 
 class RunRecord(StepObserver):

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProfiledSteps(StepObserver):
-    """The steps of `--profile`, on some ranks; does nothing without it.
+    """The steps of `--profile`, on some ranks.
 
     Each chosen rank writes its trace to a file of its own host, compressed; then it is sent to rank
     0, for hosts need not share a file system.
@@ -43,7 +43,7 @@ class ProfiledSteps(StepObserver):
 
     def __init__(self, text: str, world: World, folder: Path | None, state: State) -> None:
         """Prepare, without starting the profiler. Not collective."""
-        self._window: ProfileWindow | None = parse_profile(text) if text else None
+        self._window: ProfileWindow | None = parse_profile(text)
         self._world, self._folder, self._state = world, folder, state
         self._first: int | None = None
         self._profile: Any = None

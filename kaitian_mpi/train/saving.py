@@ -44,13 +44,18 @@ class Saving(StepObserver):
         self._signals = ExitStack()
         self._signals.enter_context(self._saved_at_signals())
         self._is_to_restart = False
+        self._is_idle = run.checkpoints.is_idle
 
     def wants_checkpoint(self) -> bool:
         """Return whether a checkpoint is due by time, or requested by a signal or a supervisor."""
+        if self._is_idle:
+            return False
         return self._checkpoints.wants_checkpoint() or self._restart.is_made()
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Save a checkpoint and a snapshot, if they are due."""
+        if self._is_idle:
+            return
         requested = reports is not None and bool(reports.wants_checkpoint.any())
         self._is_to_restart = requested and self._is_restart_due()
         if not self._is_to_restart:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unit.test_layers import FLOORS, modules, package_imports, room
 
 import kaitian_mpi
+from kaitian_mpi import Task, Training
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.distributed.data_parallel import WeightedSum
 from kaitian_mpi.distributed.reducer import GradientReducer
@@ -19,6 +20,7 @@ from kaitian_mpi.mpi import datatypes
 
 ROOT = Path(kaitian_mpi.__file__).parent
 MAX_FILES = 8
+MAX_FILES_OF_A_STEP = 44
 # Where a thread is done with a bucket: it is in the queue, or becomes a buffer of MPI's.
 HANDED_OVER = (Worker._put.__code__, datatypes.as_buffer.__code__)
 
@@ -133,3 +135,36 @@ def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, way, fir
             assert caller == called or caller not in imported_by(called), way
         dist.destroy_process_group(group)
     dist.barrier()
+
+
+class Files:
+    """A profile function that notes the modules of the package that are passed, in all threads."""
+
+    def __init__(self):
+        self.is_on = False
+        self.passed = set()
+
+    def __call__(self, frame, event, _):
+        if self.is_on and event == "call" and (module := module_of(frame)):
+            self.passed.add(module)
+
+
+@pytest.mark.sizes(3)
+def test_a_step_passes_few_files(world):
+    """In the closed form, without a run folder: from the loader to the observers."""
+    files = Files()
+    threading.setprofile(files)
+    sys.setprofile(files)
+    task = Task(
+        model=torch.nn.Linear(8, 1),
+        data=[torch.ones(8) for _ in range(72)],
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=lambda model, batch: model(batch).square().mean(),
+    )
+    settings = {"global_batch_size": 12, "balance": "off", "check_every": 0}
+    with Training(task, **settings, log_interval=60.0) as training:
+        for step in training:
+            files.is_on = step.number == 3
+    sys.setprofile(None)
+    threading.setprofile(None)
+    assert len(files.passed) <= MAX_FILES_OF_A_STEP, sorted(files.passed)

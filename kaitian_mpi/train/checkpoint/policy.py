@@ -59,6 +59,11 @@ class Checkpointing:
         self._pace = Pace()
         self.restart_timer()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are neither checkpoints nor snapshots while the run trains."""
+        return not self._writes and self._snapshots is None
+
     def restart_timer(self) -> None:
         """Restart the timer for `--checkpoint-minutes`."""
         self._saved_at = time.monotonic()
