@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.network.residual import Residual
 from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.runtime.watchdog import enter_phase
 
 # From this many elements on, a call that scales and copies at once pays for itself; smaller
 # gradients are copied together and then scaled together.
@@ -118,6 +120,28 @@ class Bucket:
         if large < len(gradients):
             torch._foreach_copy_(self._views[large:], gradients[large:])
             self._small.mul_(weight)
+
+
+class ReadyMark:
+    """Marks on the device when the gradients of a step's buckets are ready; called with each.
+
+    Args:
+        mark: of a device.
+        catch_up: called before each mark.
+    """
+
+    def __init__(self, mark: Callable[[], Mark], catch_up: Callable[[], None]) -> None:
+        self._mark, self._catch_up = mark, catch_up
+        self.step = 0
+        """The number of the step."""
+        self.last: Mark | None = None
+        """The mark of the bucket that was ready last."""
+
+    def __call__(self, is_last: bool) -> None:
+        self._catch_up()
+        self.last = self._mark()
+        if is_last:
+            enter_phase("the sum of gradients", step=self.step, waits=True)
 
 
 def partition(

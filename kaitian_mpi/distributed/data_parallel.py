@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.network.formats import check_wire
 from kaitian_mpi.distributed.network.residual import Residual, Residuals
-from kaitian_mpi.distributed.sums import sum_gradients, sum_on_host
+from kaitian_mpi.distributed.sums import Fraction, sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.errors import AgreedError, UnsupportedError
 from kaitian_mpi.preflight.verdict import by_value
@@ -250,7 +250,7 @@ class _Weights:
         self.samples_of_forward = 0
         """The samples of the last forward, by which its batch norms' sums are weighted."""
         self._samples_in_eval: int | None = None
-        self._sum: tuple[dist.Work, torch.Tensor] | None = None
+        self._sum: Fraction | None = None
 
     def before_forward(
         self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -288,13 +288,9 @@ class _Weights:
             self._samples += self._samples_in_eval
             self._start_sum()
         assert self._sum is not None
-        work, total = self._sum
-        work.wait()
-        # If no rank has any samples, there is nothing to average.
-        self.gradients.weight = self._samples / max(int(total), 1)
+        self.gradients.weight = self._sum.value()
         self._samples, self._samples_in_eval, self._sum = 0, None, None
 
     def _start_sum(self) -> None:
         # A second forward before the backward replaces the sum of the first.
-        total = torch.tensor(self._samples)
-        self._sum = sum_on_host(total, self._group), total
+        self._sum = Fraction(self._samples, group=self._group)

@@ -51,3 +51,33 @@ def sum_gradients(
         return work
     work.wait()
     return None
+
+
+class Fraction:
+    """This rank's fraction of a total over the ranks, which may still be summed.
+
+    Args:
+        own: this rank's number, which counts as float64.
+        total: the sum of all ranks' numbers; None to start summing them. Collective then.
+        group: None for the default one.
+    """
+
+    def __init__(
+        self, own: float, total: float | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._own, self._total = own, total
+        if total is None:
+            self._sum = torch.tensor(own, dtype=torch.float64)
+            self._work = sum_on_host(self._sum, group)
+
+    @property
+    def total(self) -> float:
+        """The sum of all ranks' numbers; waits for it."""
+        if self._total is None:
+            self._work.wait()
+            self._total = self._sum.item()
+        return self._total
+
+    def value(self) -> float:
+        """Return the fraction; 0 if there is nothing in all. Waits for the sum."""
+        return self._own / self.total if self.total else 0.0

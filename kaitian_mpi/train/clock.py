@@ -68,7 +68,7 @@ class _Marks:
 class StepClock:
     """Splits steps into computing and waiting for communication, by timestamps of the device.
 
-    Per step, call `start`, `bucket_ready` for each gradient bucket, `gradients_summed` and `stop`.
+    Per step, call `start`, `gradients_summed` and `stop`.
     The time between the last bucket and the sum is wait time: nothing is left to compute then. So
     is what is between `wait_begins` and `wait_ends`, before the last bucket.
 
@@ -110,12 +110,13 @@ class StepClock:
         waits = marks.forward_waits if is_forward else marks.backward_waits
         waits.append((began, self._device.mark()))
 
-    def bucket_ready(self) -> None:
-        """Mark that a bucket's gradients are computed; it may be the last."""
-        self._step.ready = self._device.mark()
+    def gradients_summed(self, ready: Mark | None = None) -> None:
+        """Mark that the gradients are summed over all ranks.
 
-    def gradients_summed(self) -> None:
-        """Mark that the gradients are summed over all ranks."""
+        Args:
+            ready: a mark of where the last bucket of them was computed.
+        """
+        self._step.ready = ready or self._step.ready
         self._step.summed = self._device.mark()
 
     def stop(self) -> None:

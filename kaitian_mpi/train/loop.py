@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.buckets import ReadyMark
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.mpi.world import World
@@ -77,6 +78,7 @@ class Loop:
         self._micro_batch = plan.micro_batch_size
         self._loader = loader
         self._loading: Iterator[list[MicroBatch]] | None = None
+        self._ready = ReadyMark(world.device_kind.mark, self._pace.catch_up)
         self._gradients = self._reducer()
         self._steps_of_weight_0 = 0
         # Its type is not imported here: that would start MPI, also in data loading workers, which
@@ -115,7 +117,7 @@ class Loop:
 
     def _reducer(self) -> GradientReducer:
         return GradientReducer(
-            self.state.model, on_bucket=self._bucket_ready, residuals=self.state.residuals
+            self.state.model, on_bucket=self._ready, residuals=self.state.residuals
         )
 
     @property
@@ -233,6 +235,7 @@ class Loop:
         if self._task.weight is not None:
             step.sum_weights()
         self._pace.go_to(self.progress.step + 1)
+        self._ready.step = self.progress.step + 1
         self.clock.start()
         self._pace.start()
         enter_phase("forward", step=self.progress.step + 1)
@@ -285,7 +288,7 @@ class Loop:
         if step.own_samples == 0:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
-        self.clock.gradients_summed()
+        self.clock.gradients_summed(self._ready.last)
         self._pace.start()
         epoch = self.progress.epoch
         enter_phase("the optimizer", step=self.progress.step + 1)
@@ -405,12 +408,6 @@ class Loop:
             if limit is not None or self._steps_seen == _WARM_UP_STEPS:
                 set_phase_limit(self._limit.limit_sec)
         enter_phase("reporting the step", step=self.progress.step, waits=True)
-
-    def _bucket_ready(self, is_last: bool) -> None:
-        self._pace.catch_up()
-        self.clock.bucket_ready()
-        if is_last:
-            enter_phase("the sum of gradients", step=self.progress.step + 1, waits=True)
 
 
 def set_learning_rates(

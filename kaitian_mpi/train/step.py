@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.pace import Pace
-from kaitian_mpi.distributed.sums import sum_on_host
+from kaitian_mpi.distributed.sums import Fraction
 from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.clock import StepClock, StepTimes
@@ -110,10 +110,7 @@ class StepInProgress:
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
         self.own_weight = 0.0
-        self.counts_nothing = False
-        """Whether the weights of all ranks are 0; known once the gradients are summed."""
-        self._global_weight: tuple[dist.Work, torch.Tensor] | None = None
-        self._share: float | None = None
+        self._fraction = Fraction(0.0, 0.0)
         self._losses: list[torch.Tensor] = []
 
     def begin(self, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]) -> None:
@@ -124,11 +121,16 @@ class StepInProgress:
             task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
         ]
         self.own_weight = sum(self.weights, 0.0)
+        self._fraction = Fraction(self.own_weight, self.samples)
 
     def sum_weights(self) -> None:
         """Start to sum the ranks' weights, if they are not their samples. Collective."""
-        total = torch.tensor(self.own_weight, dtype=torch.float64)
-        self._global_weight = sum_on_host(total), total
+        self._fraction = Fraction(self.own_weight)
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the weights of all ranks are 0; waits for their sum."""
+        return not self._fraction.total
 
     def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         """Return what a micro-batch adds to the mean loss over this rank's share."""
@@ -140,19 +142,13 @@ class StepInProgress:
         self._losses.append(loss.detach())
         return loss
 
-    def weight_of_share(self) -> float | None:
-        """Return this rank's part of the global batch, once all ranks have begun.
+    @property
+    def weight_of_share(self) -> Callable[[], float] | None:
+        """Returns this rank's fraction of the global batch, once all ranks have begun.
 
-        0 if none of its samples counts, None if it has no samples.
+        0 if none of its samples counts; None if it has no samples.
         """
-        if self._share is None:
-            total: float = self.samples
-            if self._global_weight is not None:
-                self._global_weight[0].wait()
-                total = self._global_weight[1].item()
-            self.counts_nothing = not total
-            self._share = self.own_weight / total if total else 0.0
-        return self._share if self.own_samples else None
+        return self._fraction.value if self.own_samples else None
 
     def own_loss(self) -> torch.Tensor:
         """Return the mean loss over this rank's share, once all of it is weighed."""
@@ -161,7 +157,7 @@ class StepInProgress:
 
     def mean_loss(self) -> torch.Tensor:
         """Return the mean over the global batch of the loss. Collective."""
-        weight = self.weight_of_share() or 0.0
+        weight = self._fraction.value() if self.own_samples else 0.0
         own = self.own_loss() * weight
         total = own if weight else torch.zeros_like(own)
         dist.all_reduce(total)

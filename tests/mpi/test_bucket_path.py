@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from test_trainer import make_loop, uneven
 from torch.nn.parallel import DistributedDataParallel
 from unit.test_layers import FLOORS, modules, package_imports, room
 
@@ -110,6 +111,13 @@ def by_reducer(group, length):
     return backward
 
 
+def check_rooms(trace):
+    """Check that no room calls one above it."""
+    for caller, called in trace.calls:
+        is_down = FLOORS.index(room(called)) >= FLOORS.index(room(caller))
+        assert is_down, f"{caller} calls {called}"
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("length", [100, 100_000], ids=["short", "long"])
 @pytest.mark.parametrize(
@@ -129,10 +137,9 @@ def test_a_bucket_passes_few_files_on_its_way_down_to_mpi(world, trace, way, fir
         assert len(trace.passed) <= MAX_FILES, trace.passed
         assert trace.passed[0] == first
         assert room(trace.passed[-1]) == "mpi"
+        check_rooms(trace)
         for caller, called in trace.calls:
-            way = f"{caller} calls {called}"
-            assert FLOORS.index(room(called)) >= FLOORS.index(room(caller)), way
-            assert caller == called or caller not in imported_by(called), way
+            assert caller == called or caller not in imported_by(called), f"{caller}, {called}"
         dist.destroy_process_group(group)
     dist.barrier()
 
@@ -168,3 +175,19 @@ def test_a_step_passes_few_files(world):
     sys.setprofile(None)
     threading.setprofile(None)
     assert len(files.passed) <= MAX_FILES_OF_A_STEP, sorted(files.passed)
+
+
+def test_nothing_in_a_trainings_backward_calls_up(world, trace):
+    """Not even to weigh this rank's share, nor to note when the gradients are ready."""
+    loop = make_loop(world, uneven(world))
+    object.__setattr__(loop._task, "weight", lambda batch: len(batch[0]))
+    loop.begin(parts := loop.fetch())
+    loss = loop._computation.loss(loop._task, loop.state.model, loop.place(parts[0]))
+    trace.is_on = True
+    loop.backward(loss)
+    trace.stop()
+    loop.finish()
+    loop.close()
+    check_rooms(trace)
+    for called in ("buckets", "sums"):
+        assert ("distributed.reducer", f"distributed.{called}") in trace.calls

@@ -262,9 +262,8 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
             clock.backward_begins()
             clock.forward_begins()
             clock.backward_begins()
-            clock.bucket_ready()
-            clock.bucket_ready()
-            clock.gradients_summed()
+            clock.wait_begins()  # a mark, as of a bucket
+            clock.gradients_summed(clock.wait_begins())
             clock.stop()
     finally:
         stop_recording()

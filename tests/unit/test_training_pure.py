@@ -81,9 +81,8 @@ def test_the_step_clock(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     clock = StepClock(CpuDevice())
     clock.start()
-    clock.bucket_ready()
-    clock.bucket_ready()
-    clock.gradients_summed()
+    clock.wait_begins()  # a mark, as of a bucket
+    clock.gradients_summed(clock.wait_begins())
     clock.stop()
     assert clock.take() == (1, 3.5, 0.5)
     assert clock.take() == (0, 0.0, 0.0)
@@ -110,9 +109,9 @@ def test_the_step_clock_tells_forward_from_backward(monkeypatch):
         at += 0.5
         clock.wait_ends(began)
         at += 4.0
-        clock.bucket_ready()
+        ready = clock.wait_begins()
         at += 8.0
-        clock.gradients_summed()
+        clock.gradients_summed(ready)
         at += 16.0
         clock.stop()
     assert clock.take() == (2, 2 * 24.0, 2 * 8.75)

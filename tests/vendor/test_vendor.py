@@ -592,9 +592,9 @@ def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
     with Held():
         clock.start()
         current_stream().give(lambda: time.sleep(0.06))  # computing, after which nothing is left
-        clock.bucket_ready()
+        ready = clock.wait_begins()
         current_stream().give(lambda: time.sleep(0.03))  # the sum
-        clock.gradients_summed()
+        clock.gradients_summed(ready)
         clock.stop()
         assert clock.take() == (0, 0.0, 0.0)
         begun_sec = time.perf_counter()  # the device has not even come to the first mark
