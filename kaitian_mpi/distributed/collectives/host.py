@@ -48,7 +48,11 @@ class HostOperations:
 
     def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
         """Sum a flat buffer of gradients over all ranks, in place."""
-        self.allreduce(buffer, SUM, self._relay.precision_of(buffer, residual))
+        if nonblocking.is_short_reduction(buffer):  # which is never narrowed
+            precision = Precision(None, residual)
+        else:
+            precision = self._relay.precision_of(buffer, residual)
+        self.allreduce(buffer, SUM, precision)
 
     def allreduce_flat(
         self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT
