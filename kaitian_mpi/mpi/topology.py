@@ -131,8 +131,8 @@ def check_own_devices(infos: Sequence[RankInfo]) -> None:
         first = sharing[0]
         device = (first.library_device or first.physical_device).rpartition("/")[2]
         faults.append(
-            f"{' and '.join(map(str, sharing))} share one device ({device}), needed one for each, "
-            f"since {first.library} refuses such a group"
+            f"{' and '.join(map(str, sharing))} share one device ({device}), which {first.library} "
+            "refuses within a group"
         )
     if faults:
         raise AgreedError(

@@ -124,7 +124,7 @@ def test_ranks_of_a_group_with_one_device_are_found():
     assert sharing(*parts) == []
     alike = [replace(each, library_device="0/A") for each in parts]  # to the library
     assert sharing(*alike) == [[0, 1]]
-    with pytest.raises(AgreedError, match=r"share one device \(A\), needed one for each"):
+    with pytest.raises(AgreedError, match=r"share one device \(A\), which"):
         check_own_devices(alike)
 
 
