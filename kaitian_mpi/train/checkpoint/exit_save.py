@@ -131,6 +131,11 @@ class ExitSave:
                 stderr = open_launcher_stderr()
             except OSError:
                 stderr = os.dup(_STDERR)
+            # The child inherits this name, for which a batch script looks when mpirun has ended.
+            with suppress(OSError):
+                Path("/proc/thread-self/comm").write_text(_PROCESS_NAME)
+            # A batch system signals every process, and mpirun its ranks again: not the new child.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
             self._child = os.fork()
             if self._child == 0:
                 self._lock.on_acquired = None
@@ -139,6 +144,7 @@ class ExitSave:
                 if self._after_fork is not None:
                     self._after_fork()
                 in_child()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(stderr)
 
     def _finish(self, error: BaseException | None) -> None:
@@ -168,5 +174,3 @@ def _detach_from_job() -> None:
         if descriptor > _STDERR:
             with suppress(OSError):
                 os.close(descriptor)
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(_PROCESS_NAME)
