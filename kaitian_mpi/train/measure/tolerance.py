@@ -112,9 +112,10 @@ def tolerances(noise: Mapping[str, float], reference: Outcome, unit: float) -> d
         if name in (LOSS, OUTPUTS):
             allowed[name] = max(_NOISE_FACTOR * change, _UNITS_OF_RESULT * unit)
         elif name == NORM:
-            # The norm changes less than the gradient as a whole, which turns by about this much.
-            turned = math.sqrt(2 * max(0.0, noise[DIRECTION]))
-            allowed[name] = max(_KINK, min(turned + change, _MAX_NORM_CHANGE))
+            # Of what turns the gradient by an angle, as much may change its norm.
+            angle = math.sqrt(2 * max(0.0, noise[DIRECTION]))
+            most = min(_NOISE_FACTOR * max(angle, change), _MAX_NORM_CHANGE)
+            allowed[name] = max(_KINK, most)
         elif name == DIRECTION:
             allowed[name] = max(_KINK**2 / 2, _NOISE_FACTOR * change)
         else:
