@@ -24,7 +24,7 @@ def make_world(kinds, hosts):
 def leave_out(monkeypatch):
     """Decide with an allreduce that costs `seconds(ranks)`; also return the measured sets."""
 
-    def decide(world, costs, seconds, batch=64):
+    def decide(world, costs, seconds, batch=64, errors=None):
         measured = []
 
         def measure(request, world, ranks, buckets):
@@ -33,7 +33,7 @@ def leave_out(monkeypatch):
 
         monkeypatch.setattr(exclusion, "measure_allreduce", measure)
         config = TrainConfig(global_batch_size=batch)
-        return ranks_to_exclude(config, world, costs, [MIB]), measured
+        return ranks_to_exclude(config, world, costs, [MIB], errors=errors), measured
 
     return decide
 
@@ -64,6 +64,14 @@ def test_a_rank_is_kept_where_the_step_is_mostly_communication(leave_out, commun
     found, measured = leave_out(world, costs, lambda ranks: communication)
     assert list(found) == excluded
     assert measured == [[0, 1]]
+
+
+@pytest.mark.parametrize(("error", "excluded"), [(0.0, [1]), (0.2, [1]), (0.6, [])])
+def test_a_rank_is_kept_if_its_measurement_is_too_uncertain(leave_out, error, excluded):
+    costs = [RankCost(CostModel(0.75e-4, 4e-7)), RankCost(CostModel(2.5e-4, 4e-7))]
+    world = make_world(["cpu"] * 2, "aa")
+    found, _ = leave_out(world, costs, lambda ranks: 0.0, errors=[0.01, error])
+    assert list(found) == excluded
 
 
 def test_a_kind_that_costs_more_communication_than_it_computes_is_excluded(leave_out):

@@ -23,13 +23,15 @@ def ranks_to_exclude(
     costs: Sequence[RankCost],
     buckets: Sequence[int],
     min_batch: int = 1,
+    errors: Sequence[float] | None = None,
 ) -> dict[int, str]:
     """Return the ranks to exclude because the job is faster without them, and why. Collective.
 
     First, ranks whose optimal share is 0 samples, if even their smallest share makes a step longer
-    by 5% or more. Then, since every rank adds communication, the device kind or host without which
-    the forecast improves by as much. The allreduce without it is measured only if the job would
-    gain that much even without any communication.
+    by 5% or more, beyond the uncertainty of its measurement. Then, since every rank adds
+    communication, the device kind or host without which the forecast improves by as much. The
+    allreduce without it is measured only if the job would gain that much even without any
+    communication.
 
     Args:
         config: the global batch size, and `--allreduce`.
@@ -37,6 +39,7 @@ def ranks_to_exclude(
         costs: the ranks' costs.
         buckets: bytes of the buckets that a step reduces.
         min_batch: the smallest share other than 0.
+        errors: of the costs, relative; None: none.
     """
     batch = config.global_batch_size
 
@@ -47,7 +50,8 @@ def ranks_to_exclude(
     def step_sec(compute_sec: float) -> float:
         return compute_sec + exposed_seconds(compute_sec, buckets, measured(*range(world.size)))
 
-    excluded = _too_slow(with_positive_slopes(costs, batch), batch, min_batch, step_sec)
+    surely = [1 - min(error, 1) for error in errors or [0.0] * world.size]
+    excluded = _too_slow(with_positive_slopes(costs, batch), surely, batch, min_batch, step_sec)
     kept = [rank for rank in range(world.size) if rank not in excluded]
     if len(kept) == 1:
         return excluded
@@ -93,7 +97,11 @@ def excluded_line(info: RankInfo, reason: str) -> str:
 
 
 def _too_slow(
-    costs: Sequence[RankCost], batch: int, min_batch: int, step_sec: Callable[[float], float]
+    costs: Sequence[RankCost],
+    surely: Sequence[float],
+    batch: int,
+    min_batch: int,
+    step_sec: Callable[[float], float],
 ) -> dict[int, str]:
     """Return the ranks whose smallest share makes a step 5% longer than it is without them.
 
@@ -102,6 +110,7 @@ def _too_slow(
 
     Args:
         costs: of all ranks; every sample takes some time.
+        surely: how much of each rank's cost is certain, up to 1.
         batch: samples per step over all ranks.
         min_batch: the smallest share other than 0.
         step_sec: adds the communication to the seconds that the slowest rank computes. Collective.
@@ -118,7 +127,7 @@ def _too_slow(
         rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, but a whole step takes the "
         f"other ranks {compute_sec:.3g} s"
         for rank, share in enumerate(shares)
-        if share == 0 and costs[rank].seconds(min_batch) >= longest_sec
+        if share == 0 and surely[rank] * costs[rank].seconds(min_batch) >= longest_sec
     }
 
 
