@@ -87,7 +87,7 @@ def test_the_script_of_the_readme_trains(mpirun, tmp_path):
     (tmp_path / "script.py").write_text(PARTS + script)
     ended = mpirun(2, PYTHON, "script.py")
     assert ended.code == 0, ended.text
-    assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M)
+    assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M), ended.text
 
 
 def test_the_script_with_batch_sizes_by_hand_trains(mpirun, tmp_path):
