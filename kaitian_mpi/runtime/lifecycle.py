@@ -83,7 +83,7 @@ def _ended_by_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM end this process at once inside the block, under MPICH.
 
     MPI waits for all ranks when it starts, and no handler in Python runs meanwhile. MPICH's mpirun
-    only passes such a signal on, so ranks that wait for one that never comes would stay for ever.
+    only passes such a signal on, so ranks that wait for one that never comes would stay forever.
     """
     library = launched_by(os.environ)
     handlers: dict[int, Callable[..., object] | int] = {}

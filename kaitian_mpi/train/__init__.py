@@ -1,1 +1,1 @@
-"""A training run: the public `Training`, the session, its attempts, results and the summary."""
+"""A training run: the public `Training`, its loop, members, state and plan."""

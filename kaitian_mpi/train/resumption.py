@@ -1,4 +1,4 @@
-"""Resumes a run that an earlier job has trained: what each stage of the session needs for it."""
+"""Resumes a run that an earlier job has trained: what each stage of the start needs for it."""
 
 from __future__ import annotations
 

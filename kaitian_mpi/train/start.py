@@ -269,11 +269,8 @@ def _find_excluded(
     wanted = not (config.keep_all or config.spares) and config.balance != "off"
     if costs is None or not wanted or config.batch_policy == "paper" or world.size == 1:
         return {}
-    errors = [
-        profiles.measured[info.place].fit_error if info.place in profiles.measured else 0.0
-        for info in world.infos
-    ]
-    return ranks_to_exclude(config, world, costs, buckets, profiles.min_batch, errors)
+    errors = profiles.fit_errors(world.infos)
+    return ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
 
 
 def make_state(

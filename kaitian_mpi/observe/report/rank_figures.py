@@ -51,11 +51,8 @@ def busy_percent(interval: Interval, place: int) -> float | None:
 
 def draw_utilization(run: Run) -> Figure | None:
     """Draw each rank's utilization over time."""
-    series = utilization(run)
     title, unit = "Utilization of each rank", "computing (% of the step's time)"
-    if len(series) > MAX_LINES:
-        return _heat_map(run, series, title, unit, 100)
-    return _lines(run, series, title, unit, 100) if series else None
+    return _draw(run, utilization(run), title, unit, 100)
 
 
 def describe_utilization(run: Run) -> str:
@@ -86,11 +83,7 @@ def batch_series(run: Run) -> dict[int, list[tuple[float, float]]]:
 
 def draw_batch_sizes(run: Run) -> Figure | None:
     """Draw each rank's batch size over the steps."""
-    series = batch_series(run)
-    title, unit = "Batch size of each rank", "samples per step"
-    if len(series) > MAX_LINES:
-        return _heat_map(run, series, title, unit, None)
-    return _lines(run, series, title, unit, None) if series else None
+    return _draw(run, batch_series(run), "Batch size of each rank", "samples per step", None)
 
 
 def describe_batch_sizes(run: Run) -> str:
@@ -103,6 +96,18 @@ def describe_batch_sizes(run: Run) -> str:
     again = "never planned again" if not count else f"planned again {count} time{'s' * (count > 1)}"
     text = f"Samples per step: at first {_list(first, '{:.0f}')}; {again}"
     return f"{text}; at last {_list(last, '{:.0f}')}." if count else f"{text}."
+
+
+def _draw(
+    run: Run,
+    series: Mapping[int, Sequence[tuple[float, float]]],
+    title: str,
+    unit: str,
+    highest: float | None,
+) -> Figure | None:
+    """Draw a line for each rank, or colors for many; None without any."""
+    draw = _heat_map if len(series) > MAX_LINES else _lines
+    return draw(run, series, title, unit, highest) if series else None
 
 
 def _lines(

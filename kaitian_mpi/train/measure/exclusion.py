@@ -21,9 +21,9 @@ def ranks_to_exclude(
     config: TrainingConfig,
     world: World,
     costs: Sequence[RankCost],
+    errors: Sequence[float],
     buckets: Sequence[int],
     min_batch: int = 1,
-    errors: Sequence[float] | None = None,
 ) -> dict[int, str]:
     """Return the ranks to exclude because the job is faster without them, and why. Collective.
 
@@ -37,9 +37,9 @@ def ranks_to_exclude(
         config: the global batch size, and `--allreduce`.
         world: the ranks of the default process group.
         costs: the ranks' costs.
+        errors: the relative errors of these.
         buckets: bytes of the buckets that a step reduces.
         min_batch: the smallest share other than 0.
-        errors: of the costs, relative; None: none.
     """
     batch = config.global_batch_size
 
@@ -50,8 +50,7 @@ def ranks_to_exclude(
     def step_sec(compute_sec: float) -> float:
         return compute_sec + exposed_seconds(compute_sec, buckets, measured(*range(world.size)))
 
-    surely = [1 - min(error, 1) for error in errors or [0.0] * world.size]
-    excluded = _too_slow(with_positive_slopes(costs, batch), surely, batch, min_batch, step_sec)
+    excluded = _too_slow(with_positive_slopes(costs, batch), errors, batch, min_batch, step_sec)
     kept = [rank for rank in range(world.size) if rank not in excluded]
     if len(kept) == 1:
         return excluded
@@ -98,7 +97,7 @@ def excluded_line(info: RankInfo, reason: str) -> str:
 
 def _too_slow(
     costs: Sequence[RankCost],
-    surely: Sequence[float],
+    errors: Sequence[float],
     batch: int,
     min_batch: int,
     step_sec: Callable[[float], float],
@@ -110,7 +109,7 @@ def _too_slow(
 
     Args:
         costs: of all ranks; every sample takes some time.
-        surely: how much of each rank's cost is certain, up to 1.
+        errors: the relative errors of these.
         batch: samples per step over all ranks.
         min_batch: the smallest share other than 0.
         step_sec: adds the communication to the seconds that the slowest rank computes. Collective.
@@ -127,7 +126,7 @@ def _too_slow(
         rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, but a whole step takes the "
         f"other ranks {compute_sec:.3g} s"
         for rank, share in enumerate(shares)
-        if share == 0 and surely[rank] * costs[rank].seconds(min_batch) >= longest_sec
+        if share == 0 and (1 - errors[rank]) * costs[rank].seconds(min_batch) >= longest_sec
     }
 
 

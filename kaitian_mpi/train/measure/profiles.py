@@ -51,6 +51,11 @@ class Profiles:
         known = [cost for cost in costs if cost is not None]
         return known if len(known) == len(costs) else None
 
+    def fit_errors(self, infos: Sequence[RankInfo]) -> list[float]:
+        """Return the relative errors of these ranks' costs; 0 if this job did not measure it."""
+        found = [self.measured.get(info.place) for info in infos]
+        return [0.0 if result is None else result.fit_error for result in found]
+
     def learn(self, world: World, costs: Mapping[str, RankCost]) -> Profiles:
         """Return these, updated with costs estimated while training; the same on all ranks.
 
