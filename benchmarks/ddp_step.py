@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import init
-from kaitian_mpi.recipes.models.mobilenetv2 import MobileNetV2
+from kaitian_mpi.recipes.models import MobileNetV2
 from kaitian_mpi.train.measure.allreduce import choose_algorithm
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from kaitian_mpi import init
 from kaitian_mpi.devices.cpu import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
-from kaitian_mpi.recipes.models.mobilenetv2 import MobileNetV2
+from kaitian_mpi.recipes.models import MobileNetV2
 
 _DEFAULT_THRESHOLD = 128 * 1024
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum, init
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.recipes.models.mobilenetv2 import MobileNetV2
+from kaitian_mpi.recipes.models import MobileNetV2
 
 
 def small_layers() -> nn.Module:

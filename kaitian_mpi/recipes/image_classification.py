@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -85,18 +84,9 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimiz
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[config.optimizer](config, groups)
-
-
-def _sgd(config: TrainConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-
-
-def _adamw(config: TrainConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr)
-
-
-OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw}
 
 
 def make_rate(config: TrainConfig) -> Callable[[float], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -65,40 +64,21 @@ def _check_settings(
     parameters = parameters_of(build)
     if parameters is None:
         return
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    named = {
-        name: one
+    named = [
+        name
         for name, one in parameters.items()
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    }
-    for name in of_training:
-        if name in named:
-            raise UserError(
-                f"--set {name} is ambiguous, as it is both a setting and an argument of {spec}; "
-                f"give the setting as {name} = ... and the argument as set.{name} = ... in a file "
-                "for --config"
-            )
-    for name in settings:
-        if name not in named and not takes_any:
-            raise UserError(
-                f"--set {name}: {spec} has no such parameter; {_nearest(name, list(named))}"
-            )
-    missing = [name for name, one in named.items() if one.default is one.empty]
-    missing = [name for name in missing if name not in settings]
-    if missing:
-        flags = " ".join(f"--set {name}=..." for name in missing)
-        raise UserError(f"--task {spec} requires {', '.join(missing)}; give {flags}")
-    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
-    if any(parameters[name].default is inspect.Parameter.empty for name in positional):
+    ]
+    for name in set(named).intersection(of_training):
         raise UserError(
-            f"--task {spec}: {', '.join(positional)} is positional-only; remove the / so that "
-            "--set can give it by name"
+            f"--set {name} is ambiguous, as it is both a setting and an argument of {spec}; give "
+            f"the setting as {name} = ... and the argument as set.{name} = ... in a file for "
+            "--config"
         )
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    if not names:
-        return "it has none"
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"it has {', '.join(names)}{hint}"
+    try:
+        inspect.Signature(list(parameters.values())).bind(**settings)
+    except TypeError as error:
+        takes = f"it takes {', '.join(named)}" if named else "it takes none"
+        raise UserError(
+            f"--task {spec}: the values of --set do not fit: {error}; {takes}"
+        ) from error

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from kaitian_mpi.recipes.datasets import bundled
-from kaitian_mpi.recipes.models.cnn import SmallCNN
+from kaitian_mpi.recipes.models import SmallCNN
 from kaitian_mpi.runtime.launcher import read_launch
 
 RANK = read_launch(os.environ).world_rank

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.recipes.datasets.arrays import ImageArrays
-from kaitian_mpi.recipes.datasets.augment import Augmented, crop, draw_crops_and_flips
+from kaitian_mpi.recipes.datasets.images import Augmented, ImageArrays, crop, draw_crops_and_flips
 from kaitian_mpi.train.data.sampler import random_bits
 
 
@@ -107,8 +106,3 @@ def test_shifts_are_uniform() -> None:
     # Chi-squared with 80 degrees of freedom: 143 is passed once in 100,000.
     assert float(((cells - expected) ** 2 / expected).sum()) < 143
     assert abs(float(mirrored.double().mean()) - 0.5) < 0.01
-
-
-def test_other_dtypes_are_rejected(arrays: ImageArrays) -> None:
-    with pytest.raises(ValueError, match="kind must be one of crop, crop-flip, not 'rotate'"):
-        Augmented(arrays, "rotate", 0)

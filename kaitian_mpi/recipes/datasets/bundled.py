@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.arrays import ImageArrays, hold_out_shuffled
+from kaitian_mpi.recipes.datasets.images import ImageArrays
 
 _BRIGHTEST_DIGIT = 16
 # Over all digits, after resizing.
@@ -24,17 +24,13 @@ _SYNTHETIC_CLASSES = 10
 def load_digits(val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """Return 1,797 handwritten digits, 3x32x32: resized from 8x8, three equal channels.
 
-    The validation set comes from one fixed permutation, the same for every seed.
-
     Raises:
         UserError: scikit-learn is not installed.
     """
     table = torch.from_numpy(read_digits())
     small = table[:, :-1].reshape(-1, 1, 8, 8).float() * (255 / _BRIGHTEST_DIGIT)
     large = functional.interpolate(small, (32, 32), mode="bilinear").round().byte()
-    labels = table[:, -1].long()
-    arrays = ImageArrays(large.expand(-1, 3, -1, -1), labels, _DIGITS_MEAN, _DIGITS_STD)
-    return hold_out_shuffled(arrays, val_split)
+    return ImageArrays(large, table[:, -1].long(), _DIGITS_MEAN, _DIGITS_STD).split(val_split)
 
 
 def read_digits() -> np.ndarray:
@@ -52,7 +48,7 @@ def read_digits() -> np.ndarray:
 def make_synthetic(val_split: float) -> tuple[ImageArrays, ImageArrays]:
     """Return images, 3x32x32, that a model can learn: a blurred pattern per class, plus noise.
 
-    The images and the split are the same for every seed.
+    They are the same for every seed.
     """
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(_SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
@@ -60,4 +56,4 @@ def make_synthetic(val_split: float) -> tuple[ImageArrays, ImageArrays]:
     labels = torch.arange(_SYNTHETIC_SAMPLES) % _SYNTHETIC_CLASSES
     noise = torch.randn(_SYNTHETIC_SAMPLES, 3, 32, 32, generator=generator)
     images = (127.5 + 40 * patterns[labels] + 50 * noise).clamp_(0, 255).byte()
-    return hold_out_shuffled(ImageArrays(images, labels, (0.5,) * 3, (0.24,) * 3), val_split)
+    return ImageArrays(images, labels, (0.5,) * 3, (0.24,) * 3).split(val_split)

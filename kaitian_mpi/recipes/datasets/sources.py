@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.config.factory import load_factory, one_line, parameters_of
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.augment import Augmented
+from kaitian_mpi.recipes.datasets.images import Augmented, shuffled_split
+from kaitian_mpi.train.data.batches import Batches
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,12 @@ def load_data(config: TrainConfig) -> DataSource:
             fails.
     """
     if ":" in config.dataset:
-        return _load_factory_source(config)
+        if config.augment not in ("auto", "none"):
+            raise UserError(
+                f"--augment {config.augment} works with built-in datasets only, not with --dataset "
+                f"{config.dataset}; augment in the factory and give --augment none"
+            )
+        return load_user_data(config.dataset, config.data_dir, config.val_split)
     if config.dataset not in _BUILT_IN:
         raise UserError(
             f"--dataset: there is no dataset {config.dataset!r}; give {', '.join(_BUILT_IN)} or "
@@ -56,20 +66,104 @@ def load_data(config: TrainConfig) -> DataSource:
         )
     module, function, automatic = _BUILT_IN[config.dataset]
     load = getattr(import_module(f"kaitian_mpi.recipes.datasets.{module}"), function)
-    folder = () if module == "bundled" else (config.data_dir,)
-    arrays, validation = load(*folder, config.val_split)
+    arrays, validation = load(config.val_split if module == "bundled" else config.data_dir)
     kind = automatic if config.augment == "auto" else config.augment
     train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
     return DataSource(config.dataset, train, validation, num_classes=10)
 
 
-def _load_factory_source(config: TrainConfig) -> DataSource:
-    if config.augment not in ("auto", "none"):
-        raise UserError(
-            f"--augment {config.augment} works with built-in datasets only, not with --dataset "
-            f"{config.dataset}; augment in the factory and give --augment none"
-        )
-    from kaitian_mpi.recipes.datasets.user_dataset import load_user_data
+def load_user_data(spec: str, data_dir: str, val_split: float) -> DataSource:
+    """Load training data, validation data and the number of classes from a user's factory.
 
-    train, validation, classes = load_user_data(config.dataset, config.data_dir, config.val_split)
-    return DataSource(config.dataset, train, validation, classes)
+    It is called without arguments, or with `data_dir=` if it takes that and one is given, and
+    returns `(train, validation)` or one map-style dataset, of which `val_split` is held out by a
+    fixed permutation. Each dataset yields (input tensor, int class) pairs. The number of classes is
+    its `num_classes`, the length of its `classes`, or 1 + the largest of its `targets`, `labels`,
+    or classes read one by one.
+
+    Raises:
+        UserError: the factory cannot be imported, raises, or returns something else.
+    """
+    result = _call(spec, data_dir)
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) not in (1, 2):
+        raise _wrong(spec, f"it returned a tuple of {len(parts)}")
+    for dataset in parts:
+        _check(spec, dataset)
+    classes = max(_count_classes(spec, dataset) for dataset in parts)
+    if len(parts) == 1:
+        split = shuffled_split(len(parts[0]), val_split)
+        parts = tuple(Subset(parts[0], indices.tolist()) for indices in split)
+    return DataSource(spec, batches_of_pairs(parts[0]), batches_of_pairs(parts[1]), classes)
+
+
+def batches_of_pairs(dataset: Any) -> Batches:
+    """Wrap a map-style dataset of (input tensor, int class) pairs.
+
+    Indexed by a list of n sample indices, it returns the batch: [n, *shape of an input], of the
+    input's dtype, and int64 [n].
+    """
+    return Batches(dataset, _collate)
+
+
+def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.stack([inputs for inputs, _ in pairs])
+    return inputs, torch.tensor([operator.index(label) for _, label in pairs])
+
+
+def _call(spec: str, data_dir: str) -> Any:
+    factory = load_factory("--dataset", spec)
+    parameter = (parameters_of(factory) or {}).get("data_dir")
+    if parameter is not None and parameter.default is parameter.empty and not data_dir:
+        raise UserError(f"--dataset {spec}: the factory requires data_dir; give --data-dir")
+    try:
+        return factory(data_dir=data_dir) if parameter is not None and data_dir else factory()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--dataset {spec}: the factory raised {one_line(error)}") from error
+
+
+def _check(spec: str, dataset: Any) -> None:
+    mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not mapped or isinstance(dataset, (IterableDataset, dict, str, torch.Tensor)):
+        raise _wrong(spec, f"it returned a {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise UserError(f"--dataset {spec}: the dataset has no samples; return at least 1")
+    try:
+        sample = dataset[0]
+        inputs, label = sample
+        operator.index(label)
+        is_pair = isinstance(inputs, torch.Tensor) and getattr(label, "ndim", 0) == 0
+    except (TypeError, ValueError):
+        is_pair = False
+    except Exception as error:
+        raise UserError(
+            f"--dataset {spec}: reading its first sample raised {one_line(error)}"
+        ) from error
+    if not is_pair:
+        raise _wrong(spec, f"its first sample is no such pair: {str(sample)[:80]!a}")
+
+
+def _wrong(spec: str, problem: str) -> UserError:
+    return UserError(
+        f"--dataset {spec}: {problem}; the factory must return (train, validation) or one "
+        "map-style dataset, of (input tensor, int class) pairs"
+    )
+
+
+def _count_classes(spec: str, dataset: Any) -> int:
+    try:
+        if hasattr(dataset, "num_classes"):
+            return int(dataset.num_classes)
+        if hasattr(dataset, "classes"):
+            return len(dataset.classes)
+        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        if labels is None:
+            labels = [int(dataset[index][1]) for index in range(len(dataset))]
+        return 1 + int(torch.as_tensor(labels).max())
+    except Exception as error:
+        raise UserError(
+            f"--dataset {spec}: counting its classes raised {one_line(error)}; give "
+            "the dataset an attribute num_classes"
+        ) from error
