@@ -25,8 +25,6 @@ MACHINE = Machine(
     shm_bytes=16 * GIB,
     shm_free_bytes=15 * GIB,
     open_files=65_536,
-    locked_memory_bytes=-1,
-    is_root=False,
 )
 MPI = Mpi(
     library="Open MPI 5.0.11",
@@ -34,15 +32,11 @@ MPI = Mpi(
     size=2,
     launched=2,
     survives_requested=False,
-    survives=False,
-    yields=True,
-    device_aware=False,
-    transports={},
+    survives=True,
 )
 DEVICES = Devices(
     kinds=(Kind(name="acme", count=0, is_host=False), Kind(name="cpu", count=8, is_host=True)),
     faults={},
-    absent=(),
     seen={},
     requested="auto",
     shares=False,
@@ -59,11 +53,8 @@ DEVICES = Devices(
     ram_free_bytes=30 * GIB,
     packages={},
     drivers={},
-    interconnects={"eth0": "10 Gbit/s"},
 )
-STORAGE = Storage(
-    folder="/runs", file_system="ext4 on /", free_bytes=100 * GIB, write_mb_per_sec=500.0, error=""
-)
+STORAGE = Storage(folder="/runs", free_bytes=100 * GIB, write_mb_per_sec=500.0, error="")
 
 
 def rank_facts(rank: int = 0, host: str = "a", **parts: dict[str, Any]) -> RankFacts:

@@ -10,16 +10,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.examination import Examination, Options, examine_machine
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.job import Job, NoAnswerError
-from kaitian_mpi.preflight.report import Report, make_report, to_json, to_text
+from kaitian_mpi.preflight.job import Job
+from kaitian_mpi.preflight.post import NoAnswerError
+from kaitian_mpi.preflight.report import Report, to_json, to_text
 from kaitian_mpi.runtime.abort import (
     abort_job,
     abort_on_error,
@@ -41,6 +42,9 @@ _START_EXTRA_SEC = 10.0
 _WATCHDOG_EXTRA_SEC = 12.0
 _FIRST_RANK_SEC = 20.0
 
+Show = Callable[[JobFacts], int]
+"""Prints the report on the facts, and returns the exit code."""
+
 
 def main() -> None:
     """Run the command."""
@@ -52,12 +56,21 @@ def main() -> None:
     began = time.monotonic()
     tasks = read_tasks(os.environ)
     handle_signals(PROGRAM)
+
+    def show(job: JobFacts) -> int:
+        report = Report(job, list(judge(job)), time.monotonic() - began)
+        return print_report(report, as_json=chosen.json)
+
     with abort_on_error(PROGRAM):
         with report_once():
-            chosen, options = read_options(arguments)
-        show = partial(show_report, began=began, as_json=chosen.json)
+            chosen = read_options(arguments)
+            options = options_of(chosen)
         if chosen.hostfile:
-            code = show_hosts(chosen, tasks, began)
+            pythons = read_environments(chosen.env) if chosen.env else {}
+            verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
+            subject = f"hosts of {chosen.hostfile}"
+            report = Report(JobFacts(ranks=()), verdicts, time.monotonic() - began, subject)
+            code = print_report(report, as_json=chosen.json)
         elif tasks is None:
             code = show(examine_machine(options))
         else:
@@ -65,31 +78,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def show_hosts(chosen: argparse.Namespace, tasks: tuple[int, int] | None, began: float) -> int:
-    """Examine the hosts of a hostfile, print the report, and return the exit code.
-
-    Raises:
-        UserError: a file cannot be read or is wrong, or mpirun has started this.
-    """
-    if tasks is not None:
-        raise UserError(
-            f"--hostfile cannot be used under mpirun; run {PROGRAM} --hostfile {chosen.hostfile} "
-            "before it"
-        )
-    pythons = read_environments(chosen.env) if chosen.env else {}
-    verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
-    report = Report(
-        JobFacts(ranks=()), verdicts, time.monotonic() - began, f"hosts of {chosen.hostfile}"
-    )
-    return print_report(report, as_json=chosen.json)
-
-
-def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple[int, int]) -> int:
+def examine_rank(options: Options, show: Show, tasks: tuple[int, int]) -> int:
     """Examine this rank of a job; return its exit code.
 
     Args:
         options: what was asked.
-        show: prints the report, and returns the exit code; called on rank 0.
+        show: called on rank 0.
         tasks: this process's number and how many there are, as the launcher counts them.
     """
     # Works while a call holds the GIL, as the start of MPI does, and names it. Not the watchdog's
@@ -101,7 +95,7 @@ def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple
     try:
         comm = initialize_mpi()
     except UserError as error:
-        return examine_without_mpi(examination, str(error), show, tasks)
+        return examine_without_mpi(examination, str(error), show, tasks[0])
     finally:
         faulthandler.cancel_dump_traceback_later()
     enter_phase("kaitian-doctor", limited=False)
@@ -122,21 +116,9 @@ def examine_rank(options: Options, show: Callable[[JobFacts], int], tasks: tuple
     return code
 
 
-def examine_without_mpi(
-    examination: Examination,
-    reason: str,
-    show: Callable[[JobFacts], int],
-    tasks: tuple[int, int],
-) -> int:
-    """Report on this host alone, on the launcher's first rank; return the exit code.
-
-    Args:
-        examination: this rank's.
-        reason: why MPI cannot be used.
-        show: prints the report, and returns the exit code.
-        tasks: see `examine_rank`.
-    """
-    if tasks[0] == 0:
+def examine_without_mpi(examination: Examination, reason: str, show: Show, rank: int) -> int:
+    """Report on this host alone, on the launcher's first rank; return the exit code."""
+    if rank == 0:
         facts = examination.results()
         return show(JobFacts(ranks=(replace(facts, faults={**facts.faults, "mpi": reason}),)))
     if not is_mpi_running():  # else the first rank sees the same
@@ -151,16 +133,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=PROGRAM,
         description="Examine this machine, or under mpirun all ranks and what is between them: "
-        "devices, versions, MPI, memory, disk, links and clocks. Exit code 1 if training would "
-        "fail.",
+        "devices, versions, MPI, memory, disk and links. Exit code 1 if training would fail.",
         epilog=f"example: mpirun --hostfile hostfiles/two-nodes.txt -np 4 {PROGRAM}",
         allow_abbrev=False,
     )
-    defaults = Options()
     parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document (docs/doctor.md) instead of text",
+    )
+    parser.add_argument(
+        "--share-device",
+        action="store_true",
+        help="let several ranks use one device, as with this flag of kaitian-train",
     )
     parser.add_argument(
         "--hostfile",
@@ -176,37 +161,31 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --hostfile: the interpreters of hosts, as for kaitian-env; by default all have "
         "the one that runs this command",
     )
+    defaults = Options()
     parser.add_argument(
         "--devices",
         default=defaults.devices,
         metavar="LIST",
-        help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default "
-        f"{defaults.devices})",
-    )
-    parser.add_argument(
-        "--share-device",
-        action="store_true",
-        help="let several ranks use one device, as with this flag of kaitian-train",
+        help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
     )
     parser.add_argument(
         "--run-dir",
         default=defaults.run_dir,
         metavar="DIR",
         help="folder for results; its file system is examined, and nothing is left there "
-        f"(default {defaults.run_dir})",
+        "(default runs)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=defaults.timeout,
         metavar="X",
-        help="seconds that an examination may take before it counts as failed (default "
-        f"{defaults.timeout:g})",
+        help="seconds that an examination may take before it counts as failed (default 60)",
     )
     return parser
 
 
-def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Options]:
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse command-line arguments.
 
     Raises:
@@ -220,25 +199,21 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Options]
         )
     if chosen.env and not chosen.hostfile:
         raise UserError("--env requires --hostfile")
+    if chosen.hostfile and read_tasks(os.environ) is not None:
+        raise UserError("--hostfile cannot be used under mpirun; run it before mpirun")
     if not chosen.run_dir:
         raise UserError("--run-dir must not be empty; name a folder")
-    return chosen, Options(
+    return chosen
+
+
+def options_of(chosen: argparse.Namespace) -> Options:
+    """Return what to examine, given the flags."""
+    return Options(
         devices=chosen.devices,
         share_device=chosen.share_device or os.environ.get(SHARE_VARIABLE) == "1",
         run_dir=chosen.run_dir,
         timeout=chosen.timeout,
     )
-
-
-def show_report(job: JobFacts, *, began: float, as_json: bool) -> int:
-    """Print the report; return the exit code.
-
-    Args:
-        job: the facts.
-        began: when this began, by `time.monotonic`.
-        as_json: print a JSON document.
-    """
-    return print_report(make_report(job, time.monotonic() - began), as_json=as_json)
 
 
 def print_report(report: Report, *, as_json: bool) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -26,38 +25,11 @@ _VENDOR_PACKAGE = re.compile(
     r"torch[-_].+|nvidia-(nccl|cuda-runtime|cudnn)\b.*|(intel|oneccl)[-_].*torch.*|.*[-_]pt|triton.*"
 )
 _DRIVERS = (
-    "nvidia",
-    "amdgpu",
-    "cambricon",
-    "cambricon_drv",
-    "drv_devmm_host",
-    "mtgpu",
-    "xe",
-    "i915",
+    *("nvidia", "amdgpu", "cambricon", "cambricon_drv"),
+    *("drv_devmm_host", "mtgpu", "xe", "i915"),
 )
 _MODULES = Path("/sys/module")
-_VERSION_FILES = (Path("/usr/local/Ascend/driver/version.info"),)
-_NETWORK = Path("/sys/class/net")
-_RDMA = Path("/sys/class/infiniband")
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What was found of one rank's device, up to what failed."""
-
-    seen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    device: Device | None = None
-    index: int = 0
-    physical_id: str = ""
-    library_id: str = ""
-    to_host: float | None = None
-    to_device: float | None = None
-    error: str = ""
-
-    @property
-    def usable(self) -> Device | None:
-        """The device, if nothing failed."""
-        return None if self.error else self.device
+_ASCEND_VERSION = Path("/usr/local/Ascend/driver/version.info")
 
 
 def examine_devices(
@@ -75,68 +47,66 @@ def examine_devices(
         host: its name, for messages.
     """
     known = known_kinds()
-    found = _find_device(known, devices, share, (local_rank, local_size), host)
-    device, usable, index = found.device, found.usable, found.index
-    return Devices(
-        kinds=tuple(_describe(kind, known.counts[name]) for name, kind in known.devices.items()),
+    facts = Devices(
+        kinds=tuple(
+            Kind(
+                name=name,
+                count=known.counts[name],
+                is_host=device.is_host,
+                library=device.library,
+            )
+            for name, device in known.devices.items()
+        ),
         faults=dict(known.faults),
-        absent=tuple(known.absent),
-        seen=found.seen,
+        seen={},
         requested=devices,
         shares=share,
-        chosen="" if usable is None else str(usable.torch_device(index)),
-        physical_id=found.physical_id,
-        library_id=found.library_id,
-        kind="" if device is None else device.kind,
-        name="" if usable is None else usable.name(index),
-        memory_bytes=0 if usable is None else usable.memory_bytes(index),
-        is_host=device is not None and device.is_host,
-        to_host_mb_per_sec=found.to_host,
-        to_device_mb_per_sec=found.to_device,
-        error=found.error,
+        chosen="",
+        physical_id="",
+        kind="",
+        name="",
+        memory_bytes=0,
+        is_host=False,
+        to_host_mb_per_sec=None,
+        to_device_mb_per_sec=None,
+        error="",
         ram_bytes=int(psutil.virtual_memory().total),
         ram_free_bytes=available_bytes(CGROUP),
         packages=vendor_packages(),
         drivers=loaded_drivers(),
-        interconnects=interconnects(),
     )
+    try:
+        facts = replace(facts, seen=known.accelerators())
+        return _with_device(facts, known, (local_rank, local_size), host)
+    except UserError as failure:
+        return replace(facts, error=str(failure))
+    except Exception as failure:  # whatever a vendor's code raises
+        return replace(facts, error=one_line(failure))
 
 
-def _find_device(
-    known: Kinds, devices: str, share: bool, place: tuple[int, int], host: str
-) -> _Found:
+def _with_device(facts: Devices, known: Kinds, place: tuple[int, int], host: str) -> Devices:
     """Choose a rank's device, select it, and time its copies; `place` is its local rank and size.
 
     With `auto`, each rank may see one device, and that its own: then it is this rank's.
     """
-    found = _Found()
-    try:
-        found = replace(found, seen=known.accelerators())
-        if devices == "auto" and any(len(ids) < place[1] for ids in found.seen.values()):
-            place = (0, 1)
-        choice = choose_device(devices, known.counts, *place, host, known.unusable, share=share)
-        device, index = known.devices[choice.kind], choice.index
-        found = replace(found, device=device, index=index)
-        device.select(index)
-        physical, by_library = device.physical_id(index), device.library_id(index)
-        found = replace(found, physical_id=physical, library_id=by_library)
-        if not device.is_host:
-            out, back = time_copies(device, index)
-            found = replace(found, to_host=out, to_device=back)
-    except UserError as failure:
-        found = replace(found, error=str(failure))
-    except Exception as failure:  # whatever a vendor's code raises
-        found = replace(found, error=one_line(failure))
-    return found
-
-
-def _describe(device: Device, count: int) -> Kind:
-    return Kind(
-        name=device.kind,
-        count=count,
+    request = facts.requested
+    if request == "auto" and any(len(ids) < place[1] for ids in facts.seen.values()):
+        place = (0, 1)
+    choice = choose_device(request, known.counts, *place, host, known.unusable, share=facts.shares)
+    device, index = known.devices[choice.kind], choice.index
+    device.select(index)
+    out, back = (None, None) if device.is_host else time_copies(device, index)
+    return replace(
+        facts,
+        chosen=str(device.torch_device(index)),
+        physical_id=device.physical_id(index),
+        library_id=device.library_id(index),
+        kind=device.kind,
+        name=device.name(index),
+        memory_bytes=device.memory_bytes(index),
         is_host=device.is_host,
-        library=device.library,
-        run_on_hardware=device.run_on_hardware,
+        to_host_mb_per_sec=out,
+        to_device_mb_per_sec=back,
     )
 
 
@@ -174,34 +144,15 @@ def vendor_packages() -> dict[str, str]:
 
 def loaded_drivers() -> dict[str, str]:
     """Return the accelerators' kernel drivers that are loaded, and their versions if known."""
-    found = {}
-    for name in _DRIVERS:
-        if (_MODULES / name).is_dir():
-            found[name] = _read(_MODULES / name / "version")
-    for path in _VERSION_FILES:
-        for line in _read(path).splitlines():
-            key, _, value = line.partition("=")
-            if key.strip().lower() == "version":
-                found[path.parent.parent.name.lower()] = value.strip()
-    return found
-
-
-def interconnects() -> dict[str, str]:
-    """Return the network interfaces that are up, and RDMA devices, with their speeds."""
-    found = {}
-    for path in sorted(_NETWORK.glob("*")):
-        if path.name != "lo" and _read(path / "operstate") == "up":
-            speed = _read(path / "speed")
-            known = speed.isdigit() and speed != "0"
-            found[path.name] = f"{int(speed) / 1000:g} Gbit/s" if known else ""
-    for port in sorted(_RDMA.glob("*/ports/*")):
-        if "ACTIVE" in _read(port / "state"):
-            found[f"rdma {port.parent.parent.name}"] = _read(port / "rate")
+    present = [name for name in _DRIVERS if (_MODULES / name).is_dir()]
+    found = {name: _read(_MODULES / name / "version") for name in present}
+    if version := re.search(r"(?im)^\s*version\s*=\s*(\S+)", _read(_ASCEND_VERSION)):
+        found["ascend"] = version[1]
     return found
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # missing, or a virtual interface without a speed
+    except OSError:
         return ""

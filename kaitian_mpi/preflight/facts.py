@@ -1,8 +1,7 @@
 """Facts about the ranks and hosts of a job; a `Verdict` says what they mean.
 
-Everything here can be written as JSON: `kaitian-doctor --json` prints these fields by their names,
-and ranks send them to rank 0. A fact that could not be found is None, and `RankFacts.faults` says
-why.
+All can be written as JSON: `kaitian-doctor --json` prints these fields by their names, and ranks
+send them to rank 0. A fact that could not be found is None, and `RankFacts.faults` says why.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ class Machine:
     shm_free_bytes: int | None
     open_files: int
     """How many files the rank may have open; -1 for no limit."""
-    locked_memory_bytes: int
-    """How much memory the rank may page-lock; -1 for no limit."""
-    is_root: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +50,12 @@ class Mpi:
     """Ranks in MPI's world."""
     launched: int
     """Ranks that the launcher says it has started."""
-    survives_requested: bool
-    """Whether the job was started with fault tolerance (`mpirun --with-ft ulfm`)."""
-    survives: bool | None
-    """Whether MPI itself says that fault tolerance is on; None if it cannot be asked."""
-    yields: bool | None
-    """Whether MPI yields the core while it waits; None if it cannot be asked."""
-    device_aware: bool | None
-    """Whether MPI was built to access device memory; None if it cannot be asked."""
-    transports: Mapping[str, str]
-    """MPI's components that were chosen, such as `btl: ^tcp`; those left to MPI are missing."""
     by_srun: bool = False
     """Whether the launcher is srun, not mpirun."""
+    survives_requested: bool
+    """Whether the job was started with fault tolerance (`mpirun --with-ft ulfm`)."""
+    survives: bool
+    """Whether the library has fault tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +67,6 @@ class Kind:
     is_host: bool
     library: str = ""
     """The vendor's collective library; empty if it has none."""
-    run_on_hardware: str = ""
-    """The hardware this package was run on with it; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +76,6 @@ class Devices:
     kinds: tuple[Kind, ...]
     faults: Mapping[str, str]
     """Kinds that are installed and cannot be used, and why."""
-    absent: tuple[str, ...]
-    """Kinds whose plug-in is not installed."""
     seen: Mapping[str, tuple[str, ...]]
     """The accelerators that the rank sees, by kind: their PCI addresses or UUIDs."""
     requested: str
@@ -103,7 +89,6 @@ class Devices:
     library_id: str = ""
     """How the vendor's library identifies it, if that is known."""
     kind: str
-    """Its kind."""
     name: str
     """Its product name."""
     memory_bytes: int
@@ -121,8 +106,6 @@ class Devices:
     """Installed vendor packages and their versions."""
     drivers: Mapping[str, str]
     """Kernel drivers of accelerators that are loaded, and their versions."""
-    interconnects: Mapping[str, str]
-    """Network interfaces that are up, and their speeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +114,6 @@ class Storage:
 
     folder: str
     """The run folder, or else the nearest folder above it that exists."""
-    file_system: str
-    """Its type and mount point, such as `ext4 on /`."""
     free_bytes: int
     write_mb_per_sec: float | None
     """Speed of writing with the data on disk at the end; None if nothing could be written."""
@@ -199,7 +180,7 @@ def devices_from_json(content: Mapping[str, Any]) -> Devices:
     """Return the devices written by `asdict`."""
     kinds = tuple(Kind(**kind) for kind in content["kinds"])
     seen = {kind: tuple(ids) for kind, ids in content["seen"].items()}
-    return Devices(**{**content, "kinds": kinds, "absent": tuple(content["absent"]), "seen": seen})
+    return Devices(**{**content, "kinds": kinds, "seen": seen})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,16 +194,6 @@ class Link:
     mb_per_sec: float | None
     """Bandwidth in one direction, in 10^6 bytes a second."""
     error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """A host's clock compared with that of rank 0's host."""
-
-    host: str
-    skew_sec: float
-    """How far it is ahead."""
-    uncertainty_sec: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +219,6 @@ class JobFacts:
     missing: Mapping[int, str] = field(default_factory=dict)
     """The others, and what is known of them."""
     links: tuple[Link, ...] = ()
-    clocks: tuple[Clock, ...] = ()
     launcher: Launcher | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from kaitian_mpi.devices.choice import assign_devices
 from kaitian_mpi.errors import UserError
@@ -35,7 +35,7 @@ _MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in li
 _ROOM = 1 << 30
 _SLOW_MB_PER_SEC = 20.0
 _SLOW_COPIES = 1_000.0  # MB/s: an eighth of the slowest PCIe in use
-_UNEVEN = 2.0
+_UNEVEN = 4.0
 
 
 def judge_cores(job: JobFacts) -> Iterator[Verdict]:
@@ -88,7 +88,7 @@ def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_limits(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks may open as many files and connections, and lock as much memory, as is needed."""
+    """The ranks may open as many files and connections as they need."""
     size = max([len(job.ranks) + len(job.missing), *(f.mpi.size for f in job.ranks if f.mpi)])
     needed = _OWN_FILES + _FILES_PER_RANK * size
     for host, ranks in job.hosts.items():
@@ -98,15 +98,6 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
             yield warning(f"{found} {needed:,}", _MORE_FILES, host)
         else:
             yield ok(f"{f'{min(limited):,}' if limited else 'any number of'} open files", host)
-    for host, ranks in job.hosts.items():
-        devices, locked = ranks[0].devices, ranks[0].machine.locked_memory_bytes
-        fabrics = [n for n in (devices.interconnects if devices else ()) if n.startswith("rdma ")]
-        if fabrics and locked >= 0:
-            yield warning(
-                f"{size_text(locked)} may be locked, and there is {fabrics[0]}",
-                "set `ulimit -l unlimited` for the launcher too: InfiniBand needs locked memory",
-                host,
-            )
 
 
 def judge_storage(job: JobFacts) -> Iterator[Verdict]:
@@ -115,25 +106,20 @@ def judge_storage(job: JobFacts) -> Iterator[Verdict]:
         storage = next((facts.storage for facts in ranks if facts.storage is not None), None)
         if storage is None:
             continue
-        where = f"{storage.folder} ({storage.file_system})"
+        speed = storage.write_mb_per_sec or 0.0
         free = f"{size_text(storage.free_bytes)} free"
         if storage.error:
-            yield problem(
-                f"{where} cannot be written: {storage.error}, {free}",
-                "give --run-dir a folder that can be written, or make room",
-                host,
-            )
+            advice = "give --run-dir a folder that can be written, or make room"
+            found = f"{storage.folder} cannot be written: {storage.error}, {free}"
+            yield problem(found, advice, host)
             continue
-        speed = storage.write_mb_per_sec or 0.0
-        found = f"{where}: {free}, {speed:,.0f} MB/s"
+        found = f"{storage.folder}: {free}, {speed:,.0f} MB/s"
         if storage.free_bytes < _ROOM:
-            yield warning(
-                found, "make room, or give --run-dir another folder: checkpoints need it", host
-            )
+            advice = "make room, or give --run-dir another folder: checkpoints need it"
+            yield warning(found, advice, host)
         elif speed < _SLOW_MB_PER_SEC:
-            yield warning(
-                found, "checkpoints take long; a local disk for --run-dir is faster", host
-            )
+            advice = "checkpoints take long; a local disk for --run-dir is faster"
+            yield warning(found, advice, host)
         else:
             yield ok(found, host)
 
@@ -152,17 +138,6 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
             continue
         present = [kind for kind in devices.kinds if kind.count]
         yield ok(", ".join(k.name if k.is_host else f"{k.count} {k.name}" for k in present), host)
-    untried = {
-        kind.name
-        for devices in (facts.devices for facts in job.ranks if facts.devices is not None)
-        for kind in devices.kinds
-        if kind.name == devices.kind and not (kind.run_on_hardware or kind.is_host)
-    }
-    for name in sorted(untried):
-        yield warning(
-            f"the kind {name} is written from its vendor's documents, and not run on hardware yet",
-            "compare its first results with the CPU's",
-        )
 
 
 def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdict]:
@@ -195,8 +170,8 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
             )
 
 
-def judge_unusable(job: JobFacts) -> Iterator[Verdict]:
-    """Everything installed can be used, and no driver is idle."""
+def judge_drivers(job: JobFacts) -> Iterator[Verdict]:
+    """Every kind that is installed can be used, and no driver is idle."""
     for host, ranks in job.hosts.items():
         devices = ranks[0].devices
         if devices is None:
@@ -204,16 +179,17 @@ def judge_unusable(job: JobFacts) -> Iterator[Verdict]:
         for fault in devices.faults.values():
             what, _, advice = fault.rpartition("; ")
             yield warning(what or fault, advice if what else "", host)
+        drivers = ", ".join(f"driver {name} {v}".rstrip() for name, v in devices.drivers.items())
         accelerators = [kind for kind in devices.kinds if kind.count and not kind.is_host]
-        if devices.drivers and not (accelerators or devices.faults):
+        if drivers and not (accelerators or devices.faults):
             yield warning(
-                f"driver {_versions(devices.drivers)} is loaded, but torch finds no accelerator",
+                f"{drivers} is loaded, but torch finds no accelerator",
                 "install torch's build, or the vendor's plug-in, for it; in a container, pass the "
                 "devices in",
                 host,
             )
-        elif devices.drivers:
-            yield ok(f"driver {_versions(devices.drivers)}", host)
+        elif drivers:
+            yield ok(drivers, host)
 
 
 def judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
@@ -235,29 +211,13 @@ def judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
 
 def judge_copies(job: JobFacts) -> Iterator[Verdict]:
     """Copies to and from host memory are about as fast everywhere."""
-    copied = [
-        (facts, facts.devices.to_host_mb_per_sec, facts.devices.to_device_mb_per_sec)
-        for facts in job.ranks
-        if facts.devices is not None
-        and facts.devices.to_host_mb_per_sec is not None
-        and facts.devices.to_device_mb_per_sec is not None
-    ]
-    if not copied:
-        if any(facts.devices is not None and facts.devices.chosen for facts in job.ranks):
-            yield ok("none needed: every rank computes in host memory")
-        return
-    fastest = max(min(out, back) for _, out, back in copied)
-    for facts, out, back in copied:
-        assert facts.devices is not None
-        found = (
-            f"{ranks_text([facts.rank])} ({facts.devices.chosen}): {out:,.0f} MB/s to the host, "
-            f"{back:,.0f} MB/s back"
-        )
-        if min(out, back) < max(_SLOW_COPIES, fastest / _UNEVEN / 2):
+    known = [(facts.rank, facts.devices) for facts in job.ranks if facts.devices is not None]
+    speeds = [(rank, of.to_host_mb_per_sec, of.to_device_mb_per_sec) for rank, of in known]
+    copied = [(rank, out, back) for rank, out, back in speeds if out and back]
+    fastest = max((min(out, back) for _, out, back in copied), default=0.0)
+    for rank, out, back in copied:
+        found = f"{ranks_text([rank])}: {out:,.0f} MB/s to the host, {back:,.0f} MB/s back"
+        if min(out, back) < max(_SLOW_COPIES, fastest / _UNEVEN):
             yield warning(found, "look at the slot's PCIe width, and bind the rank to its socket")
         else:
             yield ok(found)
-
-
-def _versions(named: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}".rstrip() for name, version in named.items())

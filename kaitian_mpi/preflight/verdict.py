@@ -40,17 +40,7 @@ class Verdict:
 
 
 Judge = Callable[[JobFacts], Iterable[Verdict]]
-
-
-@dataclass(frozen=True)
-class Check:
-    """A named judgement of facts."""
-
-    name: str
-    judge: Judge
-    """Pure; returns no verdict if the facts it needs are missing."""
-    before_jobs: bool = False
-    """Whether its facts cost nothing, so that it is made before every job."""
+"""A pure judgement of facts; returns no verdict if the facts it needs are missing."""
 
 
 def ok(found: str, host: str = "") -> Verdict:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,11 +14,13 @@ from facts import rank_facts
 from kaitian_mpi.cli.doctor import make_parser, read_options
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight import examination
-from kaitian_mpi.preflight.examination import Stage, StageError, examine_launcher, parse_count, run
+from kaitian_mpi.preflight.checks import judge
+from kaitian_mpi.preflight.examination import examine_launcher, result_of, start_stage
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.link_probe import plan_rounds
-from kaitian_mpi.preflight.report import make_report, to_json, to_text
-from kaitian_mpi.preflight.stage_process import examine_storage, file_system, nearest_folder
+from kaitian_mpi.preflight.links import links_from, plan_rounds
+from kaitian_mpi.preflight.probe import examine_storage
+from kaitian_mpi.preflight.process import Ended, LimitedProcess
+from kaitian_mpi.preflight.report import Report, to_json, to_text
 from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
 
 
@@ -32,14 +35,6 @@ from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
 )  # fmt: skip
 def test_a_launcher_is_known_by_its_version(text, library):
     assert parse_launcher_version(text) == library
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [('{"size": 2}{"size": 2}', 2), ('{"size": 1}\n{"size": 1}', 1), ("", 0)],
-)
-def test_the_launchers_ranks_are_counted(text, count):
-    assert parse_count(text) == count
 
 
 def test_a_missing_mpirun_is_a_fact(monkeypatch, tmp_path):
@@ -57,13 +52,24 @@ def test_an_mpirun_that_fails_says_why(monkeypatch, tmp_path):
     assert found.error.startswith("exit code 3")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 40])
-def test_ranks_of_one_host_meet_pair_by_pair(ranks):
-    rounds = plan_rounds(["a"] * ranks)
-    assert all(len(pairs) == 1 for pairs in rounds)
-    met = list(itertools.chain(*rounds))
-    assert len(met) == len(set(met)) == min(6, ranks * (ranks - 1) // 2)
-    assert all(0 <= a < b < ranks for a, b in met)
+@pytest.mark.parametrize(("ranks", "pairs"), [(1, 0), (2, 1), (3, 3), (4, 6), (40, 6)])
+def test_the_first_ranks_of_one_host_meet(ranks, pairs):
+    met = list(itertools.chain(*plan_rounds(["a"] * ranks)))
+    assert len(met) == len(set(met)) == pairs
+    assert all(0 <= a < b < 4 for a, b in met)
+
+
+def test_only_the_errors_of_the_first_round_that_fails_are_told():
+    results = [
+        {"round": 0, "pair": [0, 1], "found": [5.0, 900.0]},
+        {"round": 1, "pair": [0, 2], "error": "rank 2 has died"},
+        {"round": 2, "pair": [0, 3], "error": "rank 0 has sent nothing for 10 s"},
+    ]
+    links = links_from(results, "abcd")
+    assert [(link.ranks, link.mb_per_sec, link.error) for link in links] == [
+        ((0, 1), 900.0, ""),
+        ((0, 2), None, "rank 2 has died"),
+    ]
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 7, 8, 9, 64, 255])
@@ -97,17 +103,11 @@ def test_a_folder_that_cannot_be_written_is_named(place):
     assert found.write_mb_per_sec is None
 
 
-def test_the_nearest_folder_of_a_dangling_link_is_the_link(tmp_path):
+def test_a_dangling_link_is_no_folder(tmp_path):
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
-    assert nearest_folder(tmp_path / "runs" / "new") == tmp_path / "runs"
-    assert examine_storage(str(tmp_path / "runs")).error == "not a directory"
-
-
-def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path):
-    mounts = f"root / ext4 rw 0 0\nx {tmp_path} tmpfs rw 0 0\ny {tmp_path}/a\\040b nfs4 rw 0 0\n"
-    assert file_system(tmp_path / "c", mounts) == f"tmpfs on {tmp_path}"
-    assert file_system(tmp_path / "a b" / "d", mounts) == f"nfs4 on {tmp_path}/a b"
-    assert file_system(tmp_path.parent, mounts) == "ext4 on /"
+    found = examine_storage(str(tmp_path / "runs" / "new"))
+    assert found.folder == str(tmp_path / "runs")
+    assert found.error
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,7 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path):
 def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
     monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", body))
     began = time.monotonic()
-    with pytest.raises(StageError, match=reason):
-        Stage("devices").result(time.monotonic() + 1)
+    assert re.search(reason, result_of(start_stage("devices", 1))[1])
     assert time.monotonic() - began < 50  # less than the 60 s that one sleeps
 
 
@@ -135,19 +134,19 @@ def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):
     monkeypatch.setenv("PMI_FD", "7")
     show = "import json, os; print(json.dumps([n for n in os.environ if n[:3] in ('PMI',)]))"
     monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", show))
-    assert Stage("devices").result(time.monotonic() + 10) == []
+    assert result_of(start_stage("devices", 10)) == ([], "")
 
 
 def test_what_an_examination_prints_is_not_its_result(tmp_path):
-    found = Stage("run folder", run_dir=str(tmp_path)).result(time.monotonic() + 30)
-    assert found["folder"] == str(tmp_path)
+    found, fault = result_of(start_stage("run folder", 30, run_dir=str(tmp_path)))
+    assert (found["folder"], fault) == (str(tmp_path), "")
 
 
 def test_a_command_and_its_children_end_at_the_limit(tmp_path):
     pid = tmp_path / "pid"
-    script = f"sleep 60 & echo $! > {pid}; wait"
-    code, _, _ = run(["sh", "-c", script], 1.0, os.environ)
-    assert code is None
+    process = LimitedProcess(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], 1.0)
+    assert process.poll() is None
+    assert process.wait().code is None
     stat = Path(f"/proc/{pid.read_text().strip()}/stat")
     for _ in range(100):
         if not stat.exists() or stat.read_text().split()[2] == "Z":
@@ -155,6 +154,16 @@ def test_a_command_and_its_children_end_at_the_limit(tmp_path):
         time.sleep(0.05)
     else:
         pytest.fail("the child lives")
+
+
+def test_a_command_that_cannot_be_started_has_a_shells_exit_code(tmp_path):
+    assert LimitedProcess(["/nowhere/python"], 1.0).wait().code == 127
+    assert LimitedProcess([str(tmp_path)], 1.0).wait().code == 126
+    assert LimitedProcess(["sh", "-c", "echo a; echo b >&2"], 9.0).wait() == Ended(0, "a\n", "b\n")
+
+
+def make_report(job, seconds):
+    return Report(job, list(judge(job)), seconds)
 
 
 def report_of(**parts):
@@ -176,7 +185,7 @@ def test_the_report_fits_80_columns_and_names_the_worst():
 def test_the_document_is_json_with_an_exit_code():
     report = report_of()
     document = json.loads(json.dumps(to_json(report, "0.1.0", "2026-01-02T03:04:05+0000")))
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["level"] == "problem"
     assert document["training_would_fail"] is True
     assert report.exit_code == 1

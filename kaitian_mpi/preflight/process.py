@@ -1,0 +1,93 @@
+"""A process with a time limit and its output in memory, so that it never waits for a reader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, NamedTuple
+
+from kaitian_mpi.runtime.system import anonymous_file
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of a shell
+_MAX_BYTES = 1 << 24
+
+
+class Ended(NamedTuple):
+    """How a process has ended."""
+
+    code: int | None
+    """The exit code; None if it took too long."""
+    out: str = ""
+    err: str = ""
+
+
+class LimitedProcess:
+    """A process that is killed, with those that it has started, when it takes too long.
+
+    Args:
+        command: a list of words; one that cannot be started ends with a shell's exit code.
+        seconds: how long it may take.
+        environ: its environment; None for this process's.
+    """
+
+    def __init__(
+        self, command: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self.seconds = seconds
+        self._until = time.monotonic() + seconds
+        self._ended: Ended | None = None
+        self._files = [os.fdopen(anonymous_file(name), "w+b") for name in ("out", "err")]
+        try:
+            # In its own session: no terminal to prompt on, and one signal ends all of it.
+            self._process = subprocess.Popen(  # noqa: S603 (a list of words, no shell)
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self._files[0],
+                stderr=self._files[1],
+                start_new_session=True,
+            )
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            self._finish(NOT_FOUND if is_missing else NOT_EXECUTABLE, str(error))
+
+    def poll(self) -> Ended | None:
+        """Return how it has ended; None until then, at most for its seconds. Does not block."""
+        if self._ended is None:
+            code = self._process.poll()
+            if code is not None:
+                self._finish(code)
+            elif time.monotonic() > self._until:
+                self.kill()
+        return self._ended
+
+    def wait(self) -> Ended:
+        """Wait for its end, at most for its seconds."""
+        if self._ended is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, self._until - time.monotonic()))
+        while (ended := self.poll()) is None:
+            time.sleep(0.01)
+        return ended
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self._ended is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._finish(None)
+
+    def _finish(self, code: int | None, fault: str = "") -> None:
+        out, err = (_content(file) for file in self._files)
+        self._ended = Ended(code, out, err + fault)
+
+
+def _content(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read(_MAX_BYTES).decode(errors="replace")
