@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.devices.cpu import HostMark, is_host_out_of_memory
-from kaitian_mpi.devices.pace import CallPace, Pace
 from kaitian_mpi.devices.plugin import KindError, import_plugin, one_line
+from kaitian_mpi.devices.protocol import Device, HostMark, Mark
+from kaitian_mpi.devices.visibility import VISIBILITY
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch's allocators for CUDA, HIP, XPU, MPS, NPU, MLU and MUSA, and drivers
@@ -35,14 +35,13 @@ _OUT_OF_MEMORY = (
 
 _OFF = ("0", "n", "no", "f", "false")  # as `getCvarBool` of torch's Utils.hpp reads them
 
-_LACKING = {
-    "is not a DeviceAllocator": "its allocator is not a c10::DeviceAllocator",
-    "Backend doesn't support": "its device guard has none",
-}
-"""What torch says where a plug-in implements too little, and what that means."""
+_GENERAL = {"set_device": "set_device_index", "mem_get_info": "get_memory_info"}
+"""The functions of torch.accelerator that have other names than those of `torch.cuda`."""
+_LACKING = ("is not a DeviceAllocator", "Backend doesn't support")
+"""What torch.accelerator says where a plug-in's allocator or device guard implements too little."""
 
 
-class Accelerator:
+class Accelerator(Device):
     """A device with its own memory and streams, accessed through `torch.get_device_module`.
 
     A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
@@ -51,39 +50,38 @@ class Accelerator:
     function, if it is in neither.
     """
 
-    kind: str
-    torch_type: str
-    vendor_backend: str | None = None
-    vendor_lacks: frozenset[str] = frozenset()
-    library = ""
-    plugin = ""
-    visibility: tuple[str, ...] = ()
-    """The environment variables that limit which devices a process sees, by index."""
-    run_on_hardware = ""
-    mpi_query = ""
-    """The function by which an MPI library says that it can access the devices' memory."""
-    is_host = False
-    pace, calls = Pace(), CallPace()
-    pins_memory = False
-    futures_handle_streams = False
-    _kept: list[_KeptTensor] = []  # noqa: RUF012 - replaced, never changed
+    moved: frozenset[torch.dtype] = frozenset()
+    reduced: frozenset[torch.dtype] = frozenset()
+    """The dtypes that the vendor's library moves, and reduces."""
+    reductions: frozenset[str] = frozenset()
+    refused: frozenset[tuple[str, torch.dtype]] = frozenset()
+    """Its reductions, except of these dtypes."""
+
+    _kept: tuple[tuple[torch.Tensor, Any, Any], ...] = ()
+
+    @property
+    def visibility(self) -> tuple[str, ...]:
+        """The environment variables that limit which devices a process sees, by index."""
+        return VISIBILITY.get(self.kind, ())
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return False: collectives use host memory, unless the kind overrides this."""
-        return False
+        if reduction is None:
+            return dtype in self.moved
+        is_refused = (reduction, dtype) in self.refused
+        return dtype in self.reduced and reduction in self.reductions and not is_refused
 
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> Any:
         """Return a process group of the backend that the vendor's plug-in registered."""
         assert self.vendor_backend is not None
-        if self.vendor_backend.upper() not in dist.Backend._plugins:
+        plugin = dist.Backend._plugins.get(self.vendor_backend.upper())
+        if plugin is None:
             raise KindError(
                 f"{self.plugin or 'the plug-in of torch'} has not registered the "
                 f"torch.distributed backend {self.vendor_backend!r} for {self.kind} devices; "
                 "install a release of it with distributed support"
             )
-        plugin = dist.Backend._plugins[self.vendor_backend.upper()]
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
         options = dist.distributed_c10d._DistributedBackendOptions()
@@ -122,16 +120,7 @@ class Accelerator:
         names = ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")
         return {**errors, **{f"TORCH_{library}_{name}": _OFF for name in names}}
 
-    def abort_vendor_group(self, group: Any) -> None:
-        """Call the group's `abort`."""
-        group.abort()
-
     def count(self) -> int:
-        """Return the number of visible devices; 0 if torch does not know the type.
-
-        Raises:
-            KindError: the kind's plug-in cannot be imported, or finds no device or driver.
-        """
         try:
             module = self._module()
         except RuntimeError:  # no plug-in has registered it
@@ -144,21 +133,14 @@ class Accelerator:
             raise self._unusable("it finds no device")
         return count
 
-    def torch_device(self, index: int) -> torch.device:
-        """Return the torch device, such as `cuda:0`."""
-        return torch.device(self.torch_type, index)
-
     def select(self, index: int) -> None:
-        """Make this device the current one."""
-        self._call("set_device", "set_device_index", index)
+        self._call("set_device", index)
         self.random_state(index)  # a plug-in without it is refused now, not at the first checkpoint
 
     def synchronize(self, index: int) -> None:
-        """Wait for all streams of the device."""
-        self._call("synchronize", "synchronize", index)
+        self._call("synchronize", index)
 
     def name(self, index: int) -> str:
-        """Return the device's name; the kind's if torch's module has none."""
         module = self._module()
         if hasattr(module, "get_device_name"):
             return str(module.get_device_name(index))
@@ -174,39 +156,29 @@ class Accelerator:
         # Some devices of one board have the same address or UUID.
         return name if name and names.count(name) == 1 else f"{name}#{self._host_index(index)}"
 
-    def library_id(self, index: int) -> str:
-        """Return the physical id."""
-        return self.physical_id(index)
-
     def memory_bytes(self, index: int) -> int:
-        """Return the device's memory in bytes."""
         total = getattr(self._properties(index), "total_memory", None)
-        return int(self._free_and_total(index)[1] if total is None else total)
+        return int(self._call("mem_get_info", index)[1] if total is None else total)
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return the memory this process already uses, plus its part of the free memory."""
-        reserved = self._call("memory_reserved", "memory_reserved", index)
-        return int(reserved + self._free_and_total(index)[0] // sharers)
+        reserved = self._call("memory_reserved", index)
+        return int(reserved + self._call("mem_get_info", index)[0] // sharers)
 
     def restart_memory_peak(self, index: int) -> None:
-        """Reset the peak of torch's allocator, if it can be reset."""
         with suppress(KindError):
-            self._call("reset_peak_memory_stats", "reset_peak_memory_stats", index)
+            self._call("reset_peak_memory_stats", index)
 
     def memory_peak_bytes(self, index: int) -> int:
-        """Return the allocator's peak."""
-        reserved = self._call("max_memory_reserved", "max_memory_reserved", index)
         # An allocator without a cache may count only what is allocated.
-        return int(reserved or self._call("max_memory_allocated", "max_memory_allocated", index))
+        reserved = self._call("max_memory_reserved", index)
+        return int(reserved or self._call("max_memory_allocated", index))
 
     def release_cached_memory(self) -> None:
-        """Empty the allocator's cache, if it has one."""
         with suppress(KindError):
-            self._call("empty_cache", "empty_cache")
+            self._call("empty_cache")
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether the allocator, the driver or the host had too little memory."""
-        if isinstance(error, torch.OutOfMemoryError) or is_host_out_of_memory(error):
+        if super().is_out_of_memory(error):
             return True
         # Other than torch's allocators, drivers and libraries raise errors of no type of their own.
         return isinstance(error, RuntimeError) and any(map(str(error).__contains__, _OUT_OF_MEMORY))
@@ -220,64 +192,57 @@ class Accelerator:
             self._streams = _general_streams(self.torch_type)
         return self._streams
 
-    def mark(self) -> EventMark | HostMark:
-        """Record an event on the current stream."""
+    def mark(self) -> Mark:
         streams = self.streams()
         return EventMark(event_to_wait_for(streams, enable_timing=True)) if streams else HostMark()
 
     def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep a tensor's memory until a stream has done what it is given up to the next call."""
         try:
             tensor.record_stream(stream)
         except NotImplementedError:  # some plug-ins lack it
-            self._kept = [each for each in self._kept if not each.is_done(stream)]
-            self._kept = [*self._kept, _KeptTensor(tensor, stream)]
+            end = stream.record_event()  # of all that uses the tensors kept before
+            kept = [(t, s, end if e is None and s == stream else e) for t, s, e in self._kept]
+            kept = [each for each in kept if each[2] is None or not each[2].query()]
+            self._kept = (*kept, (tensor, stream, None))
 
     def random_state(self, index: int) -> torch.Tensor | None:
-        """Return the state of the device's generator."""
-        state: torch.Tensor = self._call("get_rng_state", "", index)
+        state: torch.Tensor = self._call("get_rng_state", index)
         return state
 
     def set_random_state(self, index: int, state: torch.Tensor) -> None:
-        """Set the state of the device's generator."""
-        self._call("set_rng_state", "", state, index)
+        self._call("set_rng_state", state, index)
 
     def _module(self) -> Any:
         if self.plugin:
             import_plugin(self.plugin)
         return torch.get_device_module(self.torch_type)
 
-    def _call(self, name: str, general: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         """Call a function of the device's module; where it lacks it, one of torch.accelerator."""
         module = self._module()
+        cause: Exception | None = None
         if hasattr(module, name):
             return getattr(module, name)(*arguments)
-        reason = ""
+        general = _GENERAL.get(name, name)
         if hasattr(torch.accelerator, general):
             try:
                 return getattr(torch.accelerator, general)(*arguments)
             except (NotImplementedError, ValueError) as error:
-                reason = one_line(error).rstrip(".")
+                cause = error
             except RuntimeError as error:
-                (lacking, *_) = [*filter(str(error).__contains__, _LACKING), ""]
-                if not lacking:  # the device's own error
+                if not any(map(str(error).__contains__, _LACKING)):  # the device's own error
                     raise
-                reason = _LACKING[lacking]
-        also = f", and torch.accelerator.{general} cannot be used" if general else ""
+                cause = error
         raise KindError(
-            f"{self.kind} devices: torch.{self.torch_type} has no {name}{also}"
-            f"{f' ({reason})' if reason else ''}; install a release of the plug-in that has it, or "
-            f"override the methods of {type(self).__name__} that need it"
-        )
+            f"{self.kind} devices: neither torch.{self.torch_type}.{name} nor "
+            f"torch.accelerator.{general} can be used; install a release of the plug-in that has "
+            f"one, or override the methods of {type(self).__name__} that need it"
+        ) from cause
 
     def _properties(self, index: int) -> Any:
         module = self._module()
         has_them = hasattr(module, "get_device_properties")
         return module.get_device_properties(index) if has_them else None
-
-    def _free_and_total(self, index: int) -> tuple[int, int]:
-        found: tuple[int, int] = self._call("mem_get_info", "get_memory_info", index)
-        return found
 
     def _unusable(self, reason: str) -> KindError:
         source = f"the package {self.plugin}" if self.plugin else "torch's build"
@@ -293,7 +258,7 @@ class Accelerator:
     def _hardware_id(self, index: int) -> str:
         """Return the device's PCI address or UUID; "" if torch's module has neither."""
         try:
-            found = self._module().get_device_properties(index)
+            found = self._properties(index)
         except Exception:  # a faulty device has an index as well
             return ""
         if hasattr(found, "pci_bus_id"):
@@ -312,6 +277,13 @@ class Accelerator:
             if given:
                 return f"{index} of {given}"
         return str(index)
+
+
+class UnlistedAccelerator(Accelerator):
+    """The kind of tensors whose torch device type belongs to no known kind."""
+
+    def __init__(self, torch_type: str) -> None:
+        self.kind = self.torch_type = torch_type
 
 
 def _general_streams(torch_type: str) -> Any | None:
@@ -333,27 +305,6 @@ def _general_streams(torch_type: str) -> Any | None:
     )
 
 
-class UnlistedAccelerator(Accelerator):
-    """The kind of tensors whose torch device type belongs to no known kind."""
-
-    def __init__(self, torch_type: str) -> None:
-        self.kind = self.torch_type = torch_type
-
-
-class _KeptTensor:
-    """A tensor that a stream may still use."""
-
-    def __init__(self, tensor: torch.Tensor, stream: Any) -> None:
-        self._tensor, self._stream = tensor, stream
-        self._end: Any = None
-
-    def is_done(self, stream: Any) -> bool:
-        """Return whether it is; what `stream` has been given by now is all that uses the tensor."""
-        if self._end is None and stream == self._stream:
-            self._end = stream.record_event()
-        return self._end is not None and bool(self._end.query())
-
-
 def event_to_wait_for(streams: Any, **options: Any) -> Any:
     """Return an event for which the host sleeps, if the device can do that, instead of spinning."""
     try:
@@ -363,20 +314,17 @@ def event_to_wait_for(streams: Any, **options: Any) -> Any:
 
 
 class EventMark:
-    """An event, recorded on the current stream."""
+    """An event, recorded on the current stream, with the device's own time."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
         event.record()
 
     def is_reached(self) -> bool:
-        """Return whether the stream has passed it."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Block until the stream has passed it."""
         self._event.synchronize()
 
     def seconds_since(self, earlier: EventMark) -> float:
-        """Return the seconds by the device's own clock."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3

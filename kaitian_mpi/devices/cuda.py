@@ -1,9 +1,8 @@
-"""NVIDIA devices: torch's own module `torch.cuda`, and NCCL.
+"""NVIDIA devices: torch's own module `torch.cuda`, and NCCL. AMD devices: the same, and RCCL.
 
-Sources: PyTorch's `torch/csrc/distributed/c10d/NCCLUtils.hpp` (dtypes) and `ProcessGroupNCCL.cpp`
-(reductions, futures), `torch/cuda/__init__.py`; NCCL's `src/init.cc` (one rank per PCI address, in
-later releases per UUID) and user guide, "Using MIG instances"; NVIDIA's MIG user guide (names of
-instances, and that a process sees one of them). Instances have not been tried on hardware.
+Sources: PyTorch's `torch/csrc/distributed/c10d/NCCLUtils.hpp` (dtypes, also compiled against RCCL)
+and `ProcessGroupNCCL.cpp` (reductions, futures), `torch/cuda/__init__.py`; its documentation, "HIP
+(ROCm) semantics" (`torch.cuda` and the backend `nccl` are reused, `torch.version.hip`).
 """
 
 from __future__ import annotations
@@ -18,44 +17,39 @@ import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.plugin import KindError
-from kaitian_mpi.devices.visibility import VISIBILITY
 
 REDUCED = frozenset(
     {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     }
 )
 """The dtypes that NCCL, and libraries with its interface, reduce."""
-_BYTES = frozenset(
+BYTES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-)  # moved as bytes, but not reduced in every release of torch
+)
+"""Those that NCCL moves as bytes, but does not reduce in every release of torch."""
 REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
-_SCALED = frozenset({torch.float64, torch.float32, torch.float16})  # by PREMUL_SUM
 _PCI_VENDOR = "0x10de"
 _PCI_DISPLAY = "0x03"  # the class of display controllers
-_MIG = "MIG"
-_JOINS_MIG = (2, 32)  # the release of NCCL whose user guide says so first
 
 
 class CudaDevice(Accelerator):
     """An NVIDIA GPU; its collective library is NCCL."""
 
-    kind = "cuda"
-    torch_type = "cuda"
+    kind = torch_type = "cuda"
     vendor_backend = "nccl"
     library = "NCCL"
     mpi_query = "MPIX_Query_cuda_support"
-    visibility = VISIBILITY["cuda"]
     pins_memory = True
     futures_handle_streams = True
+    moved = REDUCED | BYTES
+    reduced = REDUCED
+    reductions = REDUCTIONS | {"PREMUL_SUM"}
+    refused = frozenset(
+        {("AVG", torch.bool)}
+        | {("PREMUL_SUM", t) for t in REDUCED - {torch.float64, torch.float32, torch.float16}}
+    )
 
     def count(self) -> int:
         """Return the number of visible GPUs; 0 if torch was built for another vendor.
@@ -71,7 +65,7 @@ class CudaDevice(Accelerator):
         count = torch.cuda.device_count()
         # The usual build of torch for Linux is CUDA's, also on hosts without a GPU.
         if not count and not self._is_hidden() and is_on_pci(_PCI_VENDOR, _PCI_DISPLAY):
-            listed = os.environ.get(self.visibility[0])
+            listed = os.environ.get("CUDA_VISIBLE_DEVICES")
             shown = f" (CUDA_VISIBLE_DEVICES is {listed})" if listed else ""
             raise KindError(
                 f"the host has an NVIDIA GPU, but torch cannot open it{shown}; check with "
@@ -80,41 +74,6 @@ class CudaDevice(Accelerator):
                 "CUDA_VISIBLE_DEVICES=-1"
             )
         return count
-
-    def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return whether NCCL supports this dtype; other dtypes go through host memory."""
-        if reduction == "PREMUL_SUM":
-            return dtype in _SCALED
-        return supports_as_nccl(dtype, reduction)
-
-    def library_id(self, index: int) -> str:
-        """Return the GPU's PCI address, also for a MIG instance where NCCL goes by that."""
-        if self._mig_instance(index) and not self._joins_mig_instances():
-            return super()._hardware_id(index)
-        return self.physical_id(index)
-
-    def _hardware_id(self, index: int) -> str:
-        """Return the PCI address; of a MIG instance with its own UUID, since the GPU has others."""
-        return f"{super()._hardware_id(index)} {self._mig_instance(index)}".strip()
-
-    def _mig_instance(self, index: int) -> str:
-        """Return which instance of a GPU in MIG mode the device is; "" for a whole GPU.
-
-        Instances have memory and multiprocessors of their own.
-        """
-        try:
-            found = self._module().get_device_properties(index)
-        except Exception:  # a faulty device has an index as well
-            return ""
-        if _MIG not in str(getattr(found, "name", "")).split():
-            return ""
-        listed = os.environ.get(self.visibility[0], "").split(",")
-        entry = listed[index].strip() if index < len(listed) else ""
-        return entry if entry.startswith(_MIG) else f"{_MIG}-{getattr(found, 'uuid', '')}"
-
-    def _joins_mig_instances(self) -> bool:
-        """Return whether NCCL joins instances of one GPU."""
-        return dist.is_nccl_available() and torch.cuda.nccl.version()[:2] >= _JOINS_MIG
 
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -130,13 +89,30 @@ class CudaDevice(Accelerator):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def supports_as_nccl(dtype: torch.dtype, reduction: str | None) -> bool:
-    """Return whether a library with NCCL's interface moves a dtype (None), or reduces it."""
-    if reduction is None:
-        return dtype in REDUCED or dtype in _BYTES
-    if reduction == "AVG" and dtype is torch.bool:
-        return False
-    return dtype in REDUCED and reduction in REDUCTIONS
+class RocmDevice(CudaDevice):
+    """An AMD GPU; its collective library is RCCL, which cannot join a group of NCCL's."""
+
+    kind = "rocm"
+    library = "RCCL"
+    mpi_query = "MPIX_Query_rocm_support"
+
+    @property
+    def visibility(self) -> tuple[str, ...]:
+        """The variables of ROCm's documentation, "GPU isolation techniques"."""
+        return "ROCR_VISIBLE_DEVICES", *super().visibility
+
+    def count(self) -> int:
+        """Return the number of visible GPUs; 0 if torch was not built for AMD.
+
+        Raises:
+            KindError: torch was, but finds none.
+        """
+        if not torch.version.hip:
+            return 0
+        count = torch.cuda.device_count()
+        if not count and not self._is_hidden():
+            raise self._unusable("it finds none (rocminfo lists those of the driver)")
+        return count
 
 
 def is_on_pci(vendor: str, device_class: str, bus: Path = Path("/sys/bus/pci/devices")) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kaitian_mpi.devices.pace import CallPace, Pace, Schedule
@@ -18,12 +18,9 @@ from kaitian_mpi.errors import AgreedError, UserError
 if TYPE_CHECKING:
     from kaitian_mpi.devices.protocol import Device
 
-KINDS_FLAG = "--emulate-kinds"
-SLOWDOWN_FLAG = "--emulate-slowdown"
-KINDS_VARIABLE = "KAITIAN_EMULATE_KINDS"
-"""The environment variable that applies if `--emulate-kinds` is not given."""
-SLOWDOWN_VARIABLE = "KAITIAN_EMULATE_SLOWDOWN"
-"""The environment variable that applies if `--emulate-slowdown` is not given."""
+KINDS_FLAG, SLOWDOWN_FLAG = "--emulate-kinds", "--emulate-slowdown"
+KINDS_VARIABLE, SLOWDOWN_VARIABLE = "KAITIAN_EMULATE_KINDS", "KAITIAN_EMULATE_SLOWDOWN"
+"""The environment variables that apply if the flags are not given."""
 
 _MAX_FACTOR = 1e6  # so that the longest sleep is one that the operating system can do
 _MAX_NAMES = 8
@@ -51,10 +48,6 @@ class Emulation:
     """The emulated device kind of every rank; empty if there are none."""
     schedules: tuple[Schedule, ...] = ()
     """The slowdown of every rank."""
-    slowdown_name: str = field(default=SLOWDOWN_FLAG, compare=False)
-    """The flag or variable that the slowdown comes from."""
-    is_from_environment: bool = field(default=False, compare=False)
-    """Whether any of it comes from a variable, so that no command or script shows it."""
 
     def with_slowdown(self, text: str) -> Emulation:
         """Return the same with another `--emulate-slowdown`.
@@ -62,8 +55,7 @@ class Emulation:
         Raises:
             UserError: it is malformed.
         """
-        schedules = parse_slowdown(text, len(self.schedules))
-        return replace(self, slowdown=text, schedules=schedules, slowdown_name=SLOWDOWN_FLAG)
+        return replace(self, slowdown=text, schedules=parse_slowdown(text, len(self.schedules)))
 
     def wrap(self, device: Device, rank: int, shown: str, calls: CallPace | None = None) -> Device:
         """Return a rank's device as the job is to see it: its own if nothing is emulated.
@@ -83,13 +75,13 @@ class Emulation:
         is_slow = any(map(describe_slowdown, self.schedules))
         if is_slow and not device.is_host:
             raise UserError(
-                f"{self.slowdown_name}: only CPU ranks can be slowed down, and this one has "
-                f"{shown}; give --devices cpu"
+                f"{SLOWDOWN_FLAG}: only CPU ranks can be slowed down, and this one has {shown}; "
+                "give --devices cpu"
             )
         if not self.labels and not is_slow:
             return device
         kind, schedule = self.labels[rank] if self.labels else device.kind, self.schedules[rank]
-        calls = calls or CallPace(schedule, self._needs_training())
+        calls = calls or CallPace(schedule)
         return cast("Device", EmulatedDevice(device, kind, Pace(schedule), calls))
 
     def slowdown_of(self, rank: int) -> str:
@@ -101,35 +93,25 @@ class Emulation:
         parts = []
         if self.labels:
             parts.append(f"device kinds {_join(list(dict.fromkeys(self.labels)))}")
-        slowed = [
-            f"rank {rank} slowed {text}"
-            for rank, text in enumerate(map(describe_slowdown, self.schedules))
-            if text
-        ]
+        slowdowns = map(describe_slowdown, self.schedules)
+        slowed = [f"rank {rank} slowed {text}" for rank, text in enumerate(slowdowns) if text]
         return "; ".join([*parts, _join(slowed)] if slowed else parts)
-
-    def _needs_training(self) -> str:
-        """Return the error for a script without a `Training`; empty if it needs none."""
-        if not any(step for schedule in self.schedules for step, _ in schedule):
-            return ""
-        return (
-            f"{self.slowdown_name}: {self.slowdown!r} has steps, which only a Training has, and "
-            "this script communicates outside of one; omit @step, or give the slowdown to "
-            "Training(emulate_slowdown=...)"
-        )
 
 
 def given_emulation(kinds: str, slowdown: str) -> list[str]:
-    """Return a rank's flags and variables, for `read_emulation`."""
-    variables = [os.environ.get(name, "").strip() for name in (KINDS_VARIABLE, SLOWDOWN_VARIABLE)]
-    return [kinds.strip(), slowdown.strip(), *variables]
+    """Return a rank's flags, or else its variables, for `read_emulation`."""
+    names = KINDS_VARIABLE, SLOWDOWN_VARIABLE
+    flags = (kinds.strip(), slowdown.strip())
+    return [
+        flag or os.environ.get(name, "").strip() for flag, name in zip(flags, names, strict=True)
+    ]
 
 
 def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
-    """Return what the flags say, or else the environment variables.
+    """Return what the ranks were given to emulate.
 
-    A rank without a variable takes the other ranks' value, since mpirun passes the variables of its
-    own host to other hosts only if told to.
+    A rank that was given nothing takes the other ranks' value, since mpirun passes the variables of
+    its own host to other hosts only if told to.
 
     Args:
         ranks: the result of `given_emulation` on every rank.
@@ -137,44 +119,25 @@ def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
     Raises:
         AgreedError: a value is malformed, or differs between the ranks.
     """
-    flag_kinds, flag_slowdowns, variable_kinds, variable_slowdowns = zip(*ranks, strict=True)
+    given = zip(*ranks, strict=True)
     try:
-        kinds_name, kinds = _choose(flag_kinds, variable_kinds, KINDS_FLAG, KINDS_VARIABLE)
-        slowdown_name, slowdown = _choose(
-            flag_slowdowns, variable_slowdowns, SLOWDOWN_FLAG, SLOWDOWN_VARIABLE
-        )
-        return Emulation(
-            kinds,
-            slowdown,
-            parse_kinds(kinds, len(ranks), kinds_name),
-            parse_slowdown(slowdown, len(ranks), slowdown_name),
-            slowdown_name,
-            (kinds_name == KINDS_VARIABLE and bool(kinds))
-            or (slowdown_name == SLOWDOWN_VARIABLE and bool(slowdown)),
-        )
+        kinds, slowdown = map(_agreed, (KINDS_FLAG, SLOWDOWN_FLAG), given)
+        size = len(ranks)
+        return Emulation(kinds, slowdown, parse_kinds(kinds, size), parse_slowdown(slowdown, size))
     except UserError as error:  # every rank has the same values
         raise AgreedError(str(error)) from None
 
 
-def _choose(
-    flags: Sequence[str], variables: Sequence[str], flag: str, variable: str
-) -> tuple[str, str]:
-    """Return the name and the value of what applies, given every rank's flag and variable."""
-    name, values = (flag, flags) if any(flags) else (variable, variables)
-    given = {value: rank for rank, value in enumerate(values) if value or name == flag}
+def _agreed(flag: str, values: Sequence[str]) -> str:
+    given = list(dict.fromkeys(filter(None, values)))
     if len(given) > 1:
         shown = ", ".join(f"{value!r} on rank {values.index(value)}" for value in given)
-        raise UserError(f"{name} differs between ranks: {shown}; give every rank the same")
-    return name, max(values)  # "" only if all are
+        raise UserError(f"{flag} differs between ranks: {shown}; give every rank the same")
+    return given[0] if given else ""
 
 
-def parse_kinds(text: str, world_size: int, name: str = KINDS_FLAG) -> tuple[str, ...]:
+def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
     """Parse `gpu,gpu,mlu,mlu`: a label per world rank; none if the text is empty.
-
-    Args:
-        text: the labels.
-        world_size: the number of ranks.
-        name: the flag or variable with this value, for error messages.
 
     Raises:
         UserError: a label is missing or malformed, or there are not `world_size` of them.
@@ -186,53 +149,44 @@ def parse_kinds(text: str, world_size: int, name: str = KINDS_FLAG) -> tuple[str
         # Labels become part of file names, tables and the lists of other flags.
         if not re.fullmatch(r"[\w.+-]+", label, re.ASCII):
             raise UserError(
-                f"{name}: {label!r} cannot be the name of a kind; use letters, digits, '_', '-', "
-                "'+' and '.', as in gpu or mlu"
+                f"{KINDS_FLAG}: {label!r} cannot be the name of a kind; use letters, digits, '_', "
+                "'-', '+' and '.', as in gpu or mlu"
             )
     if len(labels) != world_size or not all(labels):
         given = len([label for label in labels if label])
         raise UserError(
-            f"{name} {text} has {given} {'kind' if given == 1 else 'kinds'} for {world_size} "
+            f"{KINDS_FLAG} {text} has {given} {'kind' if given == 1 else 'kinds'} for {world_size} "
             f"{'rank' if world_size == 1 else 'ranks'}; give one per rank, as many as mpirun -np "
             "starts"
         )
     return labels
 
 
-def parse_slowdown(text: str, world_size: int, name: str = SLOWDOWN_FLAG) -> tuple[Schedule, ...]:
+def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
     """Parse `2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
 
     An entry without a step applies from the start, including the benchmark; a rank without an entry
     has an empty schedule.
-
-    Args:
-        text: the entries.
-        world_size: the number of ranks.
-        name: the flag or variable with this value, for error messages.
 
     Raises:
         UserError: an entry is not rank:factor or rank:factor@step, or is out of range.
     """
     changes: list[dict[int, float]] = [{} for _ in range(world_size)]
     for entry in filter(None, map(str.strip, text.split(","))):
-        rank, factor, step = _read_entry(entry)
+        number, _, rest = entry.partition(":")
+        times, at, since = rest.partition("@")
+        try:
+            rank, factor, step = int(number), float(times), int(since) if at else 0
+        except ValueError:
+            rank, factor, step = -1, 1.0, 0
         if not (0 <= rank < world_size and 1.0 <= factor <= _MAX_FACTOR and step >= 0):
             raise UserError(
-                f"{name}: {entry!r} is not a slowdown; write rank:factor or rank:factor@step with "
-                f"a rank from 0 to {world_size - 1} and a factor from 1 to 1e6, such as 1:3.0@50"
+                f"{SLOWDOWN_FLAG}: {entry!r} is not a slowdown; write rank:factor or "
+                f"rank:factor@step with a rank from 0 to {world_size - 1} and a factor from 1 to "
+                "1e6, such as 1:3.0@50"
             )
         changes[rank][step] = factor
     return tuple(tuple(sorted(of_rank.items())) for of_rank in changes)
-
-
-def _read_entry(entry: str) -> tuple[int, float, int]:
-    """Return rank, factor and step; rank -1 for a malformed entry."""
-    rank, _, rest = entry.partition(":")
-    factor, at, step = rest.partition("@")
-    try:
-        return int(rank), float(factor), int(step) if at else 0
-    except ValueError:
-        return -1, 1.0, 0
 
 
 def describe_slowdown(schedule: Schedule) -> str:

@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.runtime.threads import CommunicationThread
+from kaitian_mpi.runtime.system import CommunicationThread
 
 Result = TypeVar("Result")
 
 Schedule = tuple[tuple[int, float], ...]
 """A rank's slowdown factors: pairs (s, f) for f times slower from step s on, sorted by step."""
-
-_MIN_SLEEP_SEC = 1e-3  # shorter ones would take much longer than asked for
 
 
 class Pace:
@@ -53,12 +50,9 @@ class Pace:
 
 
 class _Computing(threading.local):
-    """What one thread has computed."""
+    """The thread's CPU time when it last communicated; None if that is not known."""
 
     since_sec: float | None = None
-    """The thread's CPU time when it last communicated; None if that is not known."""
-    owed_sec: float = 0.0
-    """How long the thread still has to sleep; negative after a sleep that took longer."""
 
 
 class CallPace:
@@ -66,28 +60,18 @@ class CallPace:
 
     Before each call, the calling thread sleeps `factor - 1` times the CPU time that it has used
     since its last one. So neither the time in a call counts, nor that of waiting for its result or
-    for a core. The first call of a thread starts the measurement. Sleeps of under a millisecond are
-    saved up.
-
-    A `Training` has the pace of its steps, so this one pauses meanwhile.
+    for a core. The first call of a thread starts the measurement. Only the factor that applies from
+    the start is used. A `Training` has the pace of its steps, so this one pauses meanwhile.
     """
 
-    def __init__(self, schedule: Schedule = (), needs_training: str = "") -> None:
-        """Start without having measured anything.
-
-        Args:
-            schedule: this rank's factors; only the one that applies from the start is used.
-            needs_training: the error for a script that communicates before any `Training`; empty if
-                it may.
-        """
+    def __init__(self, schedule: Schedule = ()) -> None:
         self._factor = Pace(schedule).factor
-        self._error = needs_training
         self._is_paused = False
         self._computing = _Computing()
 
     def around(self, call: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function that sleeps, then calls `call`; `call` itself if nothing is slowed."""
-        if self._factor == 1.0 and not self._error:
+        if self._factor == 1.0:
             return call
 
         def slowed(*arguments: Any) -> Result:
@@ -105,26 +89,15 @@ class CallPace:
 
     def pause(self) -> None:
         """Stop slowing down: a `Training` slows its own steps."""
-        self._is_paused, self._error = True, ""
+        self._is_paused = True
 
     def resume(self) -> None:
         """Slow down again, from each thread's next call on."""
         self._is_paused, self._computing = False, _Computing()
 
     def _catch_up(self) -> None:
-        computing = self._computing
+        since_sec = self._computing.since_sec
         # Between its calls, a thread of our own mostly executes other collectives.
-        if self._is_paused or isinstance(threading.current_thread(), CommunicationThread):
-            return
-        if self._error:
-            raise AgreedError(self._error)
-        if computing.since_sec is None:
-            return
-        used_sec = time.thread_time() - computing.since_sec
-        computing.owed_sec += (self._factor - 1.0) * used_sec
-        if computing.owed_sec >= _MIN_SLEEP_SEC:
-            began = time.perf_counter()
-            time.sleep(computing.owed_sec)
-            slept = time.perf_counter() - began
-            # A longer delay was a wait for a core, which is no property of the device.
-            computing.owed_sec = max(computing.owed_sec - slept, -_MIN_SLEEP_SEC)
+        is_own = isinstance(threading.current_thread(), CommunicationThread)
+        if since_sec is not None and not self._is_paused and not is_own:
+            time.sleep((self._factor - 1.0) * (time.thread_time() - since_sec))

@@ -1,7 +1,7 @@
 """Imports the plug-ins by which vendors extend torch, and limits what a faulty one breaks.
 
-A plug-in gives torch the device type of its vendor. There is one such type in a process, so two
-vendors' plug-ins cannot be used by one rank, though by different ranks of a job.
+A plug-in gives torch the device type of its vendor. There is one such type in a process, so an
+environment has one vendor's plug-in.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from kaitian_mpi.errors import UserError
 
@@ -24,13 +21,6 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """torch's variable that stops `import torch` from importing plug-ins, if it is 0."""
 PLUGINS = {"mlu": "torch_mlu", "npu": "torch_npu", "musa": "torch_musa"}
 """The vendors' plug-ins of the built-in kinds, by kind."""
-
-_PROBE_SEC = 120.0  # importing torch and a plug-in takes seconds, on a cold disk tens of them
-_PROBE = """
-import json
-from kaitian_mpi.devices.registry import find_devices, load_built_in
-print(json.dumps(find_devices(load_built_in({kind!r}))))
-"""
 
 
 class KindError(UserError):
@@ -139,36 +129,6 @@ def import_plugin(plugin: str) -> None:
     finally:
         if torch.get_default_device() != default:
             torch.set_default_device(None if default.type == "cpu" else default)
-
-
-def devices_seen_by_child(kind: str) -> list[str]:
-    """Return the physical ids of a built-in kind's devices, from a process of its own.
-
-    Where several plug-ins are installed: this process can import only one of them.
-
-    Raises:
-        KindError: the plug-in cannot be used.
-    """
-    try:
-        ended = subprocess.run(  # noqa: S603
-            [sys.executable, "-c", _PROBE.format(kind=kind)],
-            env={**os.environ, AUTOLOAD: "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SEC,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise KindError(
-            f"the package {PLUGINS[kind]} does not answer within {_PROBE_SEC:g} s when it is asked "
-            "for its devices; check the vendor's driver, or uninstall it"
-        ) from None
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        raise KindError(last.removeprefix(f"{KindError.__module__}.{KindError.__name__}: "))
-    found: Any = json.loads(ended.stdout.splitlines()[-1])
-    return list(found)
 
 
 def one_line(error: BaseException) -> str:

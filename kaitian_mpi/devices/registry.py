@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.devices.plugin import (
-    PLUGINS,
-    KindError,
-    devices_seen_by_child,
-    is_installed,
-    one_line,
-)
+from kaitian_mpi.devices.plugin import PLUGINS, KindError, is_installed, one_line
 from kaitian_mpi.devices.protocol import Device
 
 if TYPE_CHECKING:
@@ -27,16 +21,14 @@ GROUP = "kaitian_mpi.devices"
 
 BUILT_IN = {
     "cuda": "kaitian_mpi.devices.cuda:CudaDevice",
-    "rocm": "kaitian_mpi.devices.rocm:RocmDevice",
-    "npu": "kaitian_mpi.devices.npu:NpuDevice",
-    "mlu": "kaitian_mpi.devices.mlu:MluDevice",
-    "musa": "kaitian_mpi.devices.musa:MusaDevice",
-    "xpu": "kaitian_mpi.devices.xpu:XpuDevice",
+    "rocm": "kaitian_mpi.devices.cuda:RocmDevice",
+    "npu": "kaitian_mpi.devices.vendors:NpuDevice",
+    "mlu": "kaitian_mpi.devices.vendors:MluDevice",
+    "musa": "kaitian_mpi.devices.vendors:MusaDevice",
+    "xpu": "kaitian_mpi.devices.vendors:XpuDevice",
     "mps": "kaitian_mpi.devices.mps:MpsDevice",
     "cpu": "kaitian_mpi.devices.cpu:CpuDevice",
 }
-
-_MEMBERS = [name for name in {**Device.__annotations__, **vars(Device)} if not name.startswith("_")]
 
 
 @dataclass(frozen=True)
@@ -50,25 +42,17 @@ class Kinds:
     """For each kind that is installed but cannot be used: why, and what to do."""
     absent: Mapping[str, str]
     """For each built-in kind whose plug-in is not installed: what to install."""
-    probed: Mapping[str, Sequence[str]]
-    """The physical ids of the devices of kinds that another process has counted."""
-
-    def physical_ids(self, kind: str) -> Sequence[str]:
-        """Return the physical ids of the devices that this process sees, by index.
-
-        Initializes the kind in this process, unless another process has counted its devices.
-        """
-        if kind in self.probed:
-            return self.probed[kind]
-        return [self.devices[kind].physical_id(index) for index in range(self.counts[kind])]
 
     def accelerators(self) -> dict[str, tuple[str, ...]]:
         """Return the accelerators that this process sees: physical ids by kind and index.
 
-        In order of preference, without kinds that have none. Initializes them as `physical_ids`.
+        In order of preference, without kinds that have none. Initializes them in this process.
         """
-        present = [kind for kind, device in self.devices.items() if not device.is_host]
-        return {kind: tuple(self.physical_ids(kind)) for kind in present if self.counts[kind]}
+        return {
+            kind: tuple(device.physical_id(index) for index in range(self.counts[kind]))
+            for kind, device in self.devices.items()
+            if self.counts[kind] and not device.is_host
+        }
 
     @property
     def unusable(self) -> dict[str, str]:
@@ -84,14 +68,12 @@ def known_kinds() -> Kinds:
     """
     devices: dict[str, Device] = {}
     counts: dict[str, int] = {}
-    probed: dict[str, Sequence[str]] = {}
     faults: dict[str, str] = {}
-    installed = [kind for kind, plugin in PLUGINS.items() if is_installed(plugin)]
     absent = {
         kind: f"{kind} devices need the package {plugin}, which is not installed here; install its "
         "release for this release of torch, or name other devices"
         for kind, plugin in PLUGINS.items()
-        if kind not in installed
+        if not is_installed(plugin)
     }
     for entry in _entries():
         kind = entry.name
@@ -101,29 +83,18 @@ def known_kinds() -> Kinds:
             if kind in devices:
                 raise TypeError("there is already a kind of this name")
             device = _load(entry)
-            if kind in installed and len(installed) > 1:  # this process can use only one of them
-                probed[kind] = devices_seen_by_child(kind)
-                counts[kind] = len(probed[kind])
-            else:
-                counts[kind] = int(device.count())
+            counts[kind] = int(device.count())
             devices[kind] = device
         except KindError as error:
             faults[kind] = f"the device kind {kind!r} cannot be used: {error}"
         except (Exception, SystemExit) as error:  # whatever another package's code raises
-            faults[kind] = _describe(entry, error)
+            faults[kind] = (
+                f"the device kind {kind!r} ({entry.value}) cannot be used: {one_line(error)}; "
+                "correct, update or remove the package that adds it"
+            )
     # Last in order of preference, because it always exists.
     devices["cpu"], counts["cpu"] = devices.pop("cpu"), counts.pop("cpu")
-    return Kinds(devices, counts, faults, absent, probed)
-
-
-def load_built_in(kind: str) -> Device:
-    """Return a built-in kind, whether or not it has devices."""
-    return _load(next(entry for entry in _entries() if entry.name == kind))
-
-
-def find_devices(device: Device) -> list[str]:
-    """Return the physical ids of the devices that this process sees, by index."""
-    return [device.physical_id(index) for index in range(device.count())]
+    return Kinds(devices, counts, faults, absent)
 
 
 def device_of(device: torch.device) -> Device:
@@ -143,6 +114,11 @@ def _device_of_type(torch_type: str) -> Device:
     return UnlistedAccelerator(torch_type)
 
 
+def load_built_in(kind: str) -> Device:
+    """Return a built-in kind, whether or not it has devices."""
+    return _load(next(entry for entry in _entries() if entry.name == kind))
+
+
 def _entries() -> Iterator[EntryPoint]:
     # Imported late: the commands load this module before they check their flags.
     from importlib.metadata import EntryPoint, entry_points
@@ -156,16 +132,8 @@ def _load(entry: EntryPoint) -> Device:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", entry.name) or entry.name == "auto":
         raise TypeError("a kind's name must consist of lower-case letters, digits and underscores")
     device: Device = entry.load()()
-    missing = [name for name in _MEMBERS if not hasattr(device, name)]
-    if missing:
-        raise TypeError(f"the class lacks {', '.join(missing)}")
+    if not isinstance(device, Device):
+        raise TypeError("the class does not derive from kaitian_mpi.devices.Device")
     if device.kind != entry.name:
         raise TypeError(f"the class has kind {device.kind!r}")
     return device
-
-
-def _describe(entry: EntryPoint, error: BaseException) -> str:
-    return (
-        f"the device kind {entry.name!r} ({entry.value}) cannot be used: {one_line(error)}; "
-        "correct, update or remove the package that adds it"
-    )

@@ -24,7 +24,7 @@ from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError,
 from kaitian_mpi.mpi.messages import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
-from kaitian_mpi.runtime.threads import CommunicationThread
+from kaitian_mpi.runtime.system import CommunicationThread
 
 if TYPE_CHECKING:
     from mpi4py import MPI

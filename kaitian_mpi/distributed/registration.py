@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kaitian_mpi.distributed import BACKEND, SCHEME, device_types
-from kaitian_mpi.runtime.threads import record_default_threads
+from kaitian_mpi.runtime.system import record_default_threads
 
 
 def register() -> None:

@@ -41,8 +41,6 @@ class RankInfo:
     """Identifies the physical device among all of the job; empty for a CPU."""
     library: str = ""
     """The collective library of the rank's vendor; empty without one."""
-    library_device: str = ""
-    """What that library takes for the physical device, if it is not that: a GPU, of a part."""
     python_version: str = ""
     node: int = 0
     """The number of its host. The name need not differ between hosts, as in containers."""
@@ -114,9 +112,8 @@ def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
     """
     users: dict[tuple[str, str], list[RankInfo]] = {}
     for info in infos:
-        device = info.library_device or info.physical_device
-        if device and info.library:
-            users.setdefault((info.kind, device), []).append(info)
+        if info.physical_device and info.library:
+            users.setdefault((info.kind, info.physical_device), []).append(info)
     return [sharing for sharing in users.values() if len(sharing) > 1]
 
 
@@ -129,7 +126,7 @@ def check_own_devices(infos: Sequence[RankInfo]) -> None:
     faults = []
     for sharing in shared_devices(infos):
         first = sharing[0]
-        device = (first.library_device or first.physical_device).rpartition("/")[2]
+        device = first.physical_device.rpartition("/")[2]
         faults.append(
             f"{' and '.join(map(str, sharing))} share one device ({device}), which {first.library} "
             "refuses within a group"

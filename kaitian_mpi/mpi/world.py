@@ -32,8 +32,7 @@ from kaitian_mpi.preflight.collect import collect, collect_mpi
 from kaitian_mpi.preflight.facts import JobFacts, OtherVersionError, RankFacts, version_in
 from kaitian_mpi.preflight.verdict import Level, by_value
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.system import usable_cores
-from kaitian_mpi.runtime.threads import set_default_threads
+from kaitian_mpi.runtime.system import set_default_threads, usable_cores
 from kaitian_mpi.runtime.ulfm import shrink, track_comm
 
 if TYPE_CHECKING:
@@ -161,7 +160,9 @@ def join_world(
     if not shares:
         check_own_devices(infos)
     open_job_store(own)
-    _log_emulation(emulation, own.rank)
+    # A variable may have been forgotten.
+    level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
+    _log_emulation(emulation, own.rank, level)
     check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
     threads, size = _use_cores(own), own.size
     return World(own, infos, device, index, threads, size, emulation, check, relay)
@@ -212,8 +213,7 @@ def _describe_rank(
     rank: int, host: str, node: int, device: Device, index: int, emulation: Emulation
 ) -> RankInfo:
     """Return what a rank reports about itself and its device."""
-    physical, by_library = device.physical_id(index), device.library_id(index)
-    place = f"{node}/{device.kind}"
+    physical = device.physical_id(index)
     return RankInfo(
         world_rank=rank,
         local_rank=read_launch(os.environ).local_rank,
@@ -226,9 +226,8 @@ def _describe_rank(
         python_version=platform.python_version(),
         emulated=bool(emulation.labels),
         slowdown=emulation.slowdown_of(rank),
-        physical_device=f"{place}/{physical}" if physical else "",
+        physical_device=f"{node}/{device.kind}/{physical}" if physical else "",
         library=device.library or device.vendor_backend or "",
-        library_device=f"{place}/{by_library}" if by_library != physical else "",
         node=node,
         cpu_capability=torch.backends.cpu.get_cpu_capability() if device.is_host else "",
     )
@@ -279,12 +278,10 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
         raise AgreedError("; ".join(problems))
 
 
-def _log_emulation(emulation: Emulation, rank: int) -> None:
+def _log_emulation(emulation: Emulation, rank: int, level: int) -> None:
     """Log what is emulated, from rank 0; not again when a script joins the world once more."""
     text = emulation.describe()
     if text and rank == 0 and (_current is None or _current.emulation != emulation):
-        # A variable may have been forgotten.
-        level = logging.WARNING if emulation.is_from_environment else logging.INFO
         _log.log(level, "the job is emulated: %s", text)
 
 

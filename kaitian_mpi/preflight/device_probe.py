@@ -100,7 +100,6 @@ def _with_device(facts: Devices, known: Kinds, place: tuple[int, int], host: str
         facts,
         chosen=str(device.torch_device(index)),
         physical_id=device.physical_id(index),
-        library_id=device.library_id(index),
         kind=device.kind,
         name=device.name(index),
         memory_bytes=device.memory_bytes(index),

@@ -86,8 +86,6 @@ class Devices:
     """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
     physical_id: str
     """Its PCI address or UUID; empty for the CPU."""
-    library_id: str = ""
-    """How the vendor's library identifies it, if that is known."""
     kind: str
     name: str
     """Its product name."""

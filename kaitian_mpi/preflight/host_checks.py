@@ -158,9 +158,8 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
     users: dict[str, list[int]] = {}
     for facts, devices in zip(ranks, known, strict=True):
         library = next((kind.library for kind in devices.kinds if kind.name == devices.kind), "")
-        device = devices.library_id or devices.physical_id
-        if library and device:
-            users.setdefault(f"{devices.kind} {device}", []).append(facts.rank)
+        if library and devices.physical_id:
+            users.setdefault(f"{devices.kind} {devices.physical_id}", []).append(facts.rank)
     for device, sharing in users.items():
         if len(sharing) > 1:
             yield problem(

@@ -1,10 +1,17 @@
-"""What Linux has and other systems lack."""
+"""The process's threads and cores, and what Linux has and other systems lack."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import tempfile
+import threading
+
+_default_threads: int | None = None
+
+
+class CommunicationThread(threading.Thread):
+    """A thread that executes collectives or messages; of the script, it runs only callbacks."""
 
 
 def usable_cores() -> frozenset[int]:
@@ -27,3 +34,25 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def record_default_threads() -> None:
+    """Record torch's current number of threads as the default, not chosen by the script."""
+    import torch
+
+    global _default_threads
+    _default_threads = torch.get_num_threads()
+
+
+def set_default_threads(threads: int) -> int:
+    """Set torch's number of threads, unless the script has changed it from the default.
+
+    Returns:
+        The number of threads torch computes with.
+    """
+    import torch
+
+    if _default_threads in (None, torch.get_num_threads()):
+        torch.set_num_threads(threads)
+        record_default_threads()
+    return torch.get_num_threads()

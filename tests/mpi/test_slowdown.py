@@ -31,7 +31,7 @@ def slept(monkeypatch):
         sleeps.append(seconds)
         time.sleep(seconds)
 
-    spy = SimpleNamespace(thread_time=time.thread_time, perf_counter=time.perf_counter, sleep=sleep)
+    spy = SimpleNamespace(thread_time=time.thread_time, sleep=sleep)
     monkeypatch.setattr(pace, "time", spy)
     return sleeps
 

@@ -125,24 +125,6 @@ PROBLEMS = {
         ),
         "ranks 0, 1 share the device acme 02:00, which its library refuses; start fewer",
     ),
-    "parts of one device": (
-        job(
-            *(
-                rank_facts(
-                    r,
-                    local_size=2,
-                    devices={
-                        **ACME,
-                        "seen": {"acme": (f"02 {r}",)},
-                        "physical_id": f"02 {r}",
-                        "library_id": "02",
-                    },
-                )
-                for r in range(2)
-            )
-        ),
-        "ranks 0, 1 share the device acme 02, which its library refuses; start fewer",
-    ),
     "no memory": (
         job(rank_facts(devices={"ram_free_bytes": 100 << 20})),
         "100 MiB of 32.0 GiB free for 1 rank",

@@ -22,11 +22,10 @@ from torch.utils import backend_registration
 from vendor.contracts import CONTRACTS
 
 from kaitian_mpi.devices import known_kinds, registry
-from kaitian_mpi.devices.choice import assign_devices, choose_device
+from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.cuda import CudaDevice, is_on_pci
-from kaitian_mpi.devices.musa import MusaDevice
-from kaitian_mpi.devices.npu import NpuDevice
 from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
+from kaitian_mpi.devices.vendors import MusaDevice, NpuDevice
 from kaitian_mpi.distributed import registration
 from kaitian_mpi.errors import UserError
 
@@ -146,7 +145,7 @@ def use_everything():
         "of_device": registry.device_of(torch.device(kind, 0)).kind,
         "name": device.name(1),
         "memory": [device.memory_bytes(1), device.memory_limit_bytes(1, 2)],
-        "ids": known.physical_ids(kind),
+        "ids": known.accelerators()[kind],
         "seconds": later.seconds_since(earlier),
         "reached": later.is_reached(),
         "random": device.random_state(1).tolist(),
@@ -206,14 +205,14 @@ def test_a_kind_uses_its_vendors_plug_in(kind, tmp_path, monkeypatch):
 def test_a_uuid_identifies_a_device_whatever_its_index(tmp_path, monkeypatch):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
     write_plugin(tmp_path, "npu", count=1, uuid="1234-abcd")
-    assert forked(lambda: known_kinds().physical_ids("npu"), tmp_path) == ["1234-abcd"]
+    assert forked(lambda: known_kinds().accelerators()["npu"], tmp_path) == ["1234-abcd"]
     write_plugin(tmp_path, "npu", count=1, uuid="0000-0000")  # torch_npu's, where CANN has none
-    assert forked(lambda: known_kinds().physical_ids("npu"), tmp_path) == ["#5"]
+    assert forked(lambda: known_kinds().accelerators()["npu"], tmp_path) == ["#5"]
     # Two tiles of one board.
     write_plugin(tmp_path, "npu", count=2, uuid="1234-abcd")
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
     expected = ["1234-abcd#0", "1234-abcd#1"]
-    assert forked(lambda: known_kinds().physical_ids("npu"), tmp_path) == expected
+    assert forked(lambda: known_kinds().accelerators()["npu"], tmp_path) == expected
 
 
 def faults():
@@ -221,44 +220,42 @@ def faults():
     return [sorted(known.devices), dict(known.faults), sys.modules.get("torch_npu") is not None]
 
 
+FAILING_DRIVER = """
+def fail():
+    raise RuntimeError("aclInit:\\n 507033")
+module.device_count = fail
+"""
+
+
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "count", "extra", "reason"),
     [
-        ("raise ImportError('libhccl.so: cannot open shared object file')", "ImportError: libhccl"),
-        ("raise SystemExit('no licence')", "SystemExit: no licence"),
-        ("import module_that_is_missing", "No module named 'module_that_is_missing'"),
+        ("raise ImportError('libhccl.so: not found')", 0, "", "ImportError: libhccl.so: not found"),
+        ("raise SystemExit('no licence')", 0, "", "importing it fails: SystemExit: no licence"),
+        ("import missing", 0, "", "the package torch_npu is installed, but importing it fails"),
+        (None, 0, "", "the package torch_npu supports npu devices, but it finds no device"),
+        (None, 2, FAILING_DRIVER, "asking it for devices fails: RuntimeError: aclInit: 507033;"),
     ],
 )
-def test_a_plug_in_that_cannot_be_imported_is_named(text, reason, tmp_path):
-    (tmp_path / "torch_npu.py").write_text(text)
+def test_a_plug_in_that_cannot_be_used_is_named(text, count, extra, reason, tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    write_plugin(tmp_path, "npu", count=count, extra=extra)
+    if text is not None:
+        (tmp_path / "torch_npu.py").write_text(text)
     devices, found, is_loaded = forked(faults, tmp_path)
     assert "npu" not in devices
-    assert not is_loaded
-    assert found["npu"].startswith(
-        "the device kind 'npu' cannot be used: the package torch_npu is installed, but importing it"
-    )
+    assert is_loaded == (text is None)
+    assert found["npu"].startswith("the device kind 'npu' cannot be used: ")
     assert reason in found["npu"]
-    assert "or uninstall it" in found["npu"]
+    assert "or uninstall" in found["npu"]
 
 
-def test_a_plug_in_without_devices_is_named_unless_they_are_hidden(tmp_path, monkeypatch):
-    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    write_plugin(tmp_path, "npu", count=0)
-    devices, found, _ = forked(faults, tmp_path)
-    assert "npu" not in devices
-    assert "the package torch_npu supports npu devices, but it finds no device" in found["npu"]
+def test_devices_that_are_hidden_are_no_fault(tmp_path, monkeypatch):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    write_plugin(tmp_path, "npu", count=0)
     devices, found, _ = forked(faults, tmp_path)
     assert "npu" in devices
     assert found == {}
-
-
-def test_a_plug_in_whose_driver_fails_is_named(tmp_path):
-    failing = "def fail():\n    raise RuntimeError('aclInit: error\\n 507033')\n"
-    write_plugin(tmp_path, "npu", extra=f"{failing}module.device_count = fail")
-    devices, found, _ = forked(faults, tmp_path)
-    assert "npu" not in devices
-    assert "asking it for devices fails: RuntimeError: aclInit: error 507033;" in found["npu"]
 
 
 def test_without_a_plug_in_its_kind_says_what_to_install():
@@ -286,39 +283,19 @@ def test_a_plug_in_neither_prints_to_stdout_nor_moves_new_tensors(tmp_path, capf
     assert printed.err.count("welcome") == 1
 
 
-def test_of_several_plug_ins_each_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
-    """One process can have only one; a rank imports that of the device it is given."""
-    (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
-    write_plugin(tmp_path, "musa", count=2)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    def find():
-        known = known_kinds()
-        before = [name in sys.modules for name in PLUGINS.values()]
-        known.devices["musa"].select(1)
-        after = [name in sys.modules for name in PLUGINS.values()]
-        return [known.counts["musa"], known.physical_ids("musa"), before, after, known.faults]
-
-    *found, faults = forked(find, tmp_path)
-    assert found == [2, ["#0", "#1"], [False, False, False], [False, False, True]]
-    assert faults["npu"].startswith("the device kind 'npu' cannot be used: the package torch_npu")
-    assert "OSError: no driver" in faults["npu"]
-
-
-@pytest.mark.parametrize("given", [None, "0", "1"])
-def test_a_plug_in_leaves_torchs_variable_as_it_was(given, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "fails", "left"),
+    [(None, False, None), ("0", False, "0"), ("1", False, "1"), (None, True, "0")],
+)
+def test_processes_started_later_can_import_torch(given, fails, left, tmp_path, monkeypatch):
+    """A plug-in leaves torch's variable as it was; one that fails must not break `import torch`."""
     monkeypatch.delenv(AUTOLOAD, raising=False)
     if given is not None:
         monkeypatch.setenv(AUTOLOAD, given)
     write_plugin(tmp_path, "npu", extra=f"import os\nos.environ[{AUTOLOAD!r}] = '0'")
-    found = forked(lambda: [known_kinds().counts["npu"], os.environ.get(AUTOLOAD)], tmp_path)
-    assert found == [2, given]
-
-
-def test_a_failed_plug_in_does_not_break_torch_in_later_processes(tmp_path, monkeypatch):
-    monkeypatch.delenv(AUTOLOAD, raising=False)
-    (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
-    assert forked(lambda: [known_kinds() and os.environ[AUTOLOAD]], tmp_path) == ["0"]
+    if fails:
+        (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
+    assert forked(lambda: [known_kinds() and os.environ.get(AUTOLOAD)], tmp_path) == [left]
 
 
 @pytest.mark.parametrize("text", ["def load():\n    print('loaded')", "raise OSError('no x')"])
@@ -435,35 +412,6 @@ def test_a_pci_address_identifies_a_device_as_in_nccl(devices, monkeypatch):
     assert devices["cuda"].physical_id(0) == "GPU-1"
 
 
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_mig_instances_of_one_gpu_are_devices_of_their_own(devices, monkeypatch, is_listed):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = []
-    for uuid in ("1c5e", "77d0"):  # what two ranks see
-        instance = SimpleNamespace(
-            name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", pci_bus_id=0x3B, pci_device_id=0, uuid=uuid
-        )
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, each=instance: each)
-        if is_listed:  # then whatever the UUID is
-            instance.uuid = "of the GPU"
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{uuid}")
-        else:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        ids = []
-        for release in ((2, 31, 2), (2, 32, 0)):
-            monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-            monkeypatch.setattr(torch.cuda.nccl, "version", lambda found=release: found)
-            ids += [devices["cuda"].physical_id(0), devices["cuda"].library_id(0)]
-        found.append(ids)
-    first, second = "0000:3b:00 MIG-1c5e", "0000:3b:00 MIG-77d0"
-    # Before 2.32, NCCL takes both for one GPU.
-    assert found[0] == [first, "0000:3b:00", first, first]
-    assert found[1] == [second, "0000:3b:00", second, second]
-    choices = assign_devices([{"cuda": [first]}, {"cuda": [second]}], "h")
-    assert [(each.kind, each.index) for each in choices] == [("cuda", 0), ("cuda", 0)]
-
-
 def test_xpu_groups_are_made_as_torch_makes_them(devices, monkeypatch):
     made = []
 
@@ -524,35 +472,22 @@ def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
     assert not mps.vendor_supports(torch.float32, "SUM")
 
 
-REDUCED = "SUM", "PRODUCT", "MIN", "MAX"
-
-
 @pytest.mark.parametrize(
-    ("kind", "moved", "reduced", "averaged", "refused"),
+    ("kind", "dtype", "reduction", "expected"),
     [
-        ("rocm", torch.float8_e5m2, torch.float64, torch.bfloat16, [(torch.bool, "AVG")]),
-        (
-            "mlu",
-            torch.bool,
-            torch.bfloat16,
-            None,
-            [(torch.float64, None), (torch.float64, "SUM"), (torch.float32, "AVG")],
-        ),
+        ("rocm", torch.float8_e5m2, None, True),
+        ("rocm", torch.bfloat16, "AVG", True),
+        ("rocm", torch.bool, "AVG", False),
+        ("mlu", torch.bool, None, True),
+        ("mlu", torch.bfloat16, "SUM", True),
+        ("mlu", torch.float64, None, False),
+        ("mlu", torch.float64, "SUM", False),
+        ("mlu", torch.float32, "AVG", False),
+        ("mlu", torch.int32, "BAND", False),
     ],
 )
-def test_dtypes_and_reductions_of_each_library(devices, kind, moved, reduced, averaged, refused):
-    supports = devices[kind].vendor_supports
-    assert supports(moved, None)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
-        assert supports(dtype, None)
-        assert supports(dtype, "SUM")
-        assert supports(dtype, "MAX")
-    assert supports(reduced, "SUM")
-    assert averaged is None or supports(averaged, "AVG")
-    for dtype, reduction in [*refused, (torch.int16, "SUM"), (torch.complex64, None)]:
-        assert not supports(dtype, reduction), (dtype, reduction)
-    for reduction in ("BAND", "BOR", "BXOR"):
-        assert not supports(torch.int32, reduction)
+def test_dtypes_and_reductions_without_a_contract(devices, kind, dtype, reduction, expected):
+    assert devices[kind].vendor_supports(dtype, reduction) == expected
 
 
 @pytest.mark.parametrize("library", CONTRACTS)
@@ -721,37 +656,29 @@ def test_a_device_without_streams_finishes_its_calls(tmp_path):
 
 
 @HAS_PYTHON_DEVICES
-@pytest.mark.parametrize("method", ["memory_bytes", "memory_limit_bytes", "memory_peak_bytes"])
-def test_what_a_plug_in_cannot_tell_is_named(method, tmp_path):
-    write_documented_kind(tmp_path)
-    ask = {"memory_limit_bytes": (1, 2)}.get(method, (1,))
-    # Its allocator is not one that torch.accelerator can ask.
-    text = forked(with_documented_kind(lambda d: getattr(d, method)(*ask), memory={}), tmp_path)
-    name = {"memory_bytes": "mem_get_info", "memory_limit_bytes": "memory_reserved"}.get(
-        method, "max_memory_reserved"
-    )
-    assert text.startswith(f"acme devices: torch.acme has no {name}, and torch.accelerator.")
-    assert "cannot be used (its allocator is not a c10::DeviceAllocator)" in text
-    assert text.endswith("or override the methods of AcmeDevice that need it")
-
-
-@HAS_PYTHON_DEVICES
-def test_a_plug_in_that_cannot_save_its_generator_is_refused_when_it_is_selected(tmp_path):
-    write_documented_kind(tmp_path)
-    act = with_documented_kind(lambda device: device.select(1), lacking=("get_rng_state",))
-    assert forked(act, tmp_path).startswith("acme devices: torch.acme has no get_rng_state; ")
-
-
-@HAS_PYTHON_DEVICES
-def test_a_device_guard_that_cannot_wait_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "arguments", "names"),
+    [
+        ("memory_bytes", (1,), ("mem_get_info", "get_memory_info")),
+        ("memory_limit_bytes", (1, 2), ("memory_reserved",) * 2),
+        ("memory_peak_bytes", (1,), ("max_memory_reserved",) * 2),
+        ("synchronize", (1,), ("synchronize",) * 2),
+        ("select", (1,), ("get_rng_state",) * 2),  # rather than at the first checkpoint
+    ],
+)
+def test_what_a_plug_in_cannot_do_is_named(method, arguments, names, tmp_path):
     write_documented_kind(tmp_path)
 
-    def synchronize(device):
+    def call(device):
         torch.accelerator.set_device_index(1)
-        device.synchronize(1)
+        getattr(device, method)(*arguments)
 
-    text = forked(with_documented_kind(synchronize), tmp_path)
-    assert "no synchronize, and torch.accelerator.synchronize cannot be used (its device" in text
+    text = forked(with_documented_kind(call, lacking=("get_rng_state",), memory={}), tmp_path)
+    own, general = names
+    assert text.startswith(
+        f"acme devices: neither torch.acme.{own} nor torch.accelerator.{general} can be used; "
+    )
+    assert text.endswith("or override the methods of AcmeDevice that need it")
 
 
 @HAS_PYTHON_DEVICES

@@ -29,7 +29,7 @@ seen = {
     "ours": ours,
 }
 
-from kaitian_mpi.runtime.threads import set_default_threads
+from kaitian_mpi.runtime.system import set_default_threads
 
 given = torch.get_num_threads()
 used = [set_default_threads(given + 1), torch.get_num_threads(), set_default_threads(given + 2)]

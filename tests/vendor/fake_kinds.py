@@ -17,9 +17,7 @@ from contracts import chosen_name
 
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.cuda import CudaDevice
-from kaitian_mpi.devices.musa import MusaDevice
-from kaitian_mpi.devices.npu import NpuDevice
-from kaitian_mpi.devices.xpu import XpuDevice
+from kaitian_mpi.devices.vendors import MusaDevice, NpuDevice, XpuDevice
 
 _LIBRARY = fake_device.install()  # as a vendor's plug-in makes torch know the device type
 fake_library.register()

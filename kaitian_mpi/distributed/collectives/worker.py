@@ -17,7 +17,7 @@ from kaitian_mpi.distributed.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback, write_labelled
-from kaitian_mpi.runtime.threads import CommunicationThread
+from kaitian_mpi.runtime.system import CommunicationThread
 
 _KEPT_WORKS = 16
 

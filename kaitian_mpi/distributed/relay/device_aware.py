@@ -80,7 +80,7 @@ def mpi_supports(device: torch.device) -> bool:
     """Return whether the MPI library says that it accesses a device's memory. Not collective."""
     from mpi4py import MPI
 
-    query = getattr(device_of(device), "mpi_query", "")
+    query = device_of(device).mpi_query
     # Symbols of the MPI library are found through the module that is linked with it.
     found = getattr(ctypes.CDLL(MPI.__file__), query, None) if query else None
     return found is not None and bool(found())

@@ -1,0 +1,136 @@
+"""Devices of Huawei, Cambricon and Moore Threads, by plug-ins of torch; Intel's, by torch itself.
+
+Each class names the vendor's sources of what it says.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.devices.accelerator import Accelerator
+from kaitian_mpi.devices.cuda import BYTES, REDUCED, REDUCTIONS
+from kaitian_mpi.devices.plugin import KindError
+
+# Those that HCCL reduces on every generation of devices.
+_REDUCED_BY_HCCL = frozenset(
+    {
+        *(torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8),
+    }
+)
+
+
+class NpuDevice(Accelerator):
+    """An Ascend NPU: the plug-in torch_npu, and HCCL.
+
+    Sources: Ascend/pytorch's `torch_npu/_init/registry/distributed.py` (the backend `hccl`),
+    `torch_npu/csrc/distributed/ProcessGroupHCCL.cpp` and `HCCLUtils.cpp` (dtypes, reductions,
+    futures), `torch_npu/npu/__init__.py` and `memory.py`; the CANN documentation's "HcclAllReduce"
+    and "HcclReduce" (what HCCL reduces).
+    """
+
+    kind = torch_type = "npu"
+    plugin = "torch_npu"
+    vendor_backend = "hccl"
+    library = "HCCL"
+    vendor_lacks = frozenset({"gather"})
+    pins_memory = True
+    futures_handle_streams = True
+    moved = _REDUCED_BY_HCCL | {torch.float64, torch.int16, torch.uint8, torch.bool}
+    reduced = _REDUCED_BY_HCCL
+    reductions = REDUCTIONS
+    refused = frozenset(  # torch_npu averages by dividing the sum in place
+        {("PRODUCT", torch.bfloat16)}
+        | {("AVG", dtype) for dtype in (torch.int64, torch.int32, torch.int8)}
+    )
+
+    def abort_vendor_group(self, group: Any) -> None:
+        """Call torch_npu's own method; the one that it inherits from torch does nothing."""
+        group.abort_hccl_comm("the group is not used any more")
+
+
+class MluDevice(Accelerator):
+    """A Cambricon MLU: the plug-in torch_mlu, and CNCL.
+
+    Sources: Cambricon/torch_mlu's `torch_mlu/mlu/cncl.py` (the backend `cncl`),
+    `torch_mlu/csrc/framework/distributed/process_group_cncl.cpp` (dtypes, reductions, futures),
+    `torch_mlu/mlu/device.py`, `memory.py` and `streams.py`.
+    """
+
+    kind = torch_type = "mlu"
+    plugin = "torch_mlu"
+    vendor_backend = "cncl"
+    library = "CNCL"
+    pins_memory = True
+    futures_handle_streams = True
+    moved = reduced = REDUCED - {torch.float64}  # which it would pass on as float32
+    reductions = REDUCTIONS - {"AVG"}
+
+
+class MusaDevice(Accelerator):
+    """A Moore Threads GPU: the plug-in torch_musa, and MCCL.
+
+    Sources: MooreThreads/torch_musa's `torch_musa/csrc/distributed/Register.cpp` (the backend
+    `mccl`), `ProcessGroupMCCL.cpp` (dtypes, reductions, futures), `torch_musa/core/device.py`,
+    `memory.py` and `stream.py`; its guide, chapter "Quick start" (variables).
+    """
+
+    kind = torch_type = "musa"
+    plugin = "torch_musa"
+    vendor_backend = "mccl"
+    library = "MCCL"
+    pins_memory = True
+    futures_handle_streams = True
+    moved = reduced = REDUCED
+    reductions = REDUCTIONS
+    refused = frozenset({("AVG", torch.bool)})
+
+
+class XpuDevice(Accelerator):
+    """An Intel GPU, or a tile of it: `torch.xpu`, and XCCL, which is torch's name for oneCCL there.
+
+    Sources: intel/torch-xpu-ops' `src/xccl/xccl.h` and `ProcessGroupXCCL.cpp` (dtypes, reductions,
+    futures); PyTorch's `torch/distributed/distributed_c10d.py` (how the group is made),
+    `torch/xpu/__init__.py`, `memory.py` and `streams.py`.
+    """
+
+    kind = torch_type = "xpu"
+    vendor_backend = "xccl"
+    library = "XCCL"
+    pins_memory = True
+    futures_handle_streams = True
+    moved = REDUCED | BYTES
+    reduced = REDUCED
+    reductions = REDUCTIONS
+    refused = frozenset({("AVG", torch.bool)})
+
+    def count(self) -> int:
+        """Return the number of visible GPUs; 0 if torch was not built for Intel's.
+
+        Raises:
+            KindError: torch was, but finds none.
+        """
+        if not torch.xpu._is_compiled():
+            return 0
+        count = super().count()
+        if not count and not self._is_hidden():
+            raise self._unusable("it finds none (sycl-ls lists those of the driver)")
+        return count
+
+    def create_vendor_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> Any:
+        """Return torch's own process group over XCCL."""
+        if not dist.is_xccl_available():
+            raise KindError(
+                "this build of torch has no XCCL, which xpu devices need; install torch's official "
+                "build for them"
+            )
+        made: Any = dist.distributed_c10d  # without type information in torch's other builds
+        options = made.ProcessGroupXCCL.Options()
+        options._timeout = timeout
+        return made.ProcessGroupXCCL(store, rank, size, options)
