@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.allocation import read_hosts
-from kaitian_mpi.runtime.command import Command, parse_launcher
+from kaitian_mpi.runtime.command import Command, parse_launcher, read_hosts
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.supervise.environments import PROGRAM, expand
 from kaitian_mpi.supervise.host_check import ask_hosts, version_faults

@@ -19,8 +19,7 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
-from kaitian_mpi.runtime.allocation import read_hosts
-from kaitian_mpi.runtime.command import FOLDERS, parse_command
+from kaitian_mpi.runtime.command import FOLDERS, parse_command, read_hosts
 from kaitian_mpi.runtime.command import PROGRAM as TRAIN
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.supervise.host_changes import HostChanges

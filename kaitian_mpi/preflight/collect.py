@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kaitian_mpi.preflight.facts import PACKAGES, Machine, Mpi, RankFacts, Software
 from kaitian_mpi.preflight.host_checks import SHM
 from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.command import hosts_of_launcher
 from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library
-from kaitian_mpi.runtime.parent import hosts_of_launcher
 from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.tags import PROTOCOL
 

@@ -1,12 +1,17 @@
-"""Parses and rewrites a command such as `mpirun -np 4 --hostfile hf kaitian-train …`. Pure."""
+"""Parses and rewrites a command such as `mpirun -np 4 --hostfile hf kaitian-train …`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
+
+import psutil
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile
 
 PROGRAM = "kaitian-train"
 _MODULE = "kaitian_mpi.cli.train"
@@ -17,6 +22,7 @@ HOSTFILES = ("hostfile", "machinefile", "default-hostfile", "f")
 HOST_LISTS = ("host", "hosts", "H")
 FOLDERS = ("wdir", "wd")
 PARAMETERS = ("mca", "gmca", "prtemca")
+_PLACEMENT = ("map-by", "ppr", "npernode", "N", "rankfile", "rf")
 # All options with a value, so that the value is not mistaken for the program. The names are those
 # of Open MPI 4 and 5 and of MPICH's hydra, without dashes: Open MPI accepts one or two.
 _ONE_VALUE = {
@@ -188,3 +194,54 @@ def _values_after(word: str) -> int:
     if name in _TWO_VALUES:
         return 1 if equals else 2
     return 1 if name in _ONE_VALUE and not equals else 0
+
+
+def read_hosts(command: Command) -> tuple[tuple[Host, ...], dict[str, str]]:
+    """Return the hosts of a command, and the content of each of its hostfiles by path.
+
+    Raises:
+        UserError: a hostfile cannot be read, or a line of it is no host.
+    """
+    hostfiles = {path: read_hostfile(path) for path in command.values(HOSTFILES)}
+    from_files = parse_hostfile("\n".join(hostfiles.values()), ", ".join(hostfiles))
+    lists = ",".join(command.values(HOST_LISTS))
+    return choose(from_files, parse_host_list(lists) if lists else ()), hostfiles
+
+
+def read_hostfile(path: str) -> str:
+    """Return a hostfile's content.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is not a regular file; name a hostfile that is one")
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); correct it or name another hostfile"
+        ) from error
+
+
+def hosts_of_launcher(pid: int) -> tuple[Host, ...]:
+    """Return the hosts that mpirun was given by files or lists; empty if none, or unknown.
+
+    Args:
+        pid: its process; it must be this user's.
+    """
+    try:
+        process = psutil.Process(pid)
+        words, folder = process.cmdline(), process.cwd()
+    except psutil.Error:
+        return ()
+    command = parse_launcher(words)
+    # As the first word: a shell or a batch script may contain such a word as well. Several programs
+    # have their own hosts each, and the options of placement are the user's own choice.
+    is_mpirun = command.parts and command.parts[0].is_launcher
+    if not is_mpirun or ":" in command.arguments or command.values(_PLACEMENT):
+        return ()
+    paths = [os.path.join(folder, path) for path in command.values(HOSTFILES)]
+    with suppress(UserError):
+        return read_hosts(command.replaced(HOSTFILES, paths))[0]
+    return ()

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from kaitian_mpi import __version__
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, problem_from, warning
-from kaitian_mpi.runtime.allocation import read_hostfile
-from kaitian_mpi.runtime.command import Command
+from kaitian_mpi.runtime.command import Command, read_hostfile
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
 from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
 from kaitian_mpi.supervise.host_check import ask_hosts, version_faults

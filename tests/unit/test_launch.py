@@ -7,9 +7,8 @@ import time
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.command import parse_launcher
+from kaitian_mpi.runtime.command import hosts_of_launcher, parse_launcher
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.parent import hosts_of_launcher, launcher_command
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
 from kaitian_mpi.supervise.doctor_hosts import judge_hostfile
 from kaitian_mpi.supervise.environments import expand
@@ -174,7 +173,7 @@ def test_hosts_of_a_launcher_are_found_by_its_command_line(tmp_path):
     assert given("mpirun", "--hostfile", "none", "train") == ()
     assert given("mpirun", "--map-by", "ppr:9:node", "--hostfile", "hf", "train") == ()
     assert given("train", "mpirun", "--hostfile", "hf") == ()
-    assert launcher_command(1 << 30) is None
+    assert hosts_of_launcher(1 << 30) == ()
 
 
 @pytest.mark.parametrize(
