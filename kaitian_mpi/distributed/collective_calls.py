@@ -1,8 +1,9 @@
-"""torch's calls of a process group's collectives, each as a typed operation."""
+"""torch's collectives: how each is executed in host memory, and by a vendor's library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,25 +21,18 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from kaitian_mpi.distributed.collectives.collective import Collective, Tensors, check_whole
-from kaitian_mpi.distributed.collectives.operations import (
-    AllGather,
-    AllGatherSingle,
-    AllReduce,
-    AllToAll,
-    AllToAllSingle,
-    Barrier,
-    Broadcast,
-    Gather,
-    HostSum,
-    Reduce,
-    ReduceScatter,
-    ReduceScatterSingle,
-    Scatter,
-    SparseSum,
-    SumGradients,
+from kaitian_mpi.distributed.collectives import torch_releases
+from kaitian_mpi.distributed.collectives.collective import (
+    Collective,
+    Tensors,
+    call_for_each,
+    check_pieces,
+    check_whole,
+    element_counts,
 )
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled, with_names_before_2_13
+from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi.datatypes import reduction
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.network.residual import Residual
@@ -49,7 +43,7 @@ if TYPE_CHECKING:
 class CollectiveCalls(dist.ProcessGroup):
     """The methods by which torch starts a collective, with torch's signatures. All are collective.
 
-    Without options, torch's defaults apply. The operations are described in `operations`.
+    Without options, torch's defaults apply. Unsupported arguments raise an `UnsupportedError`.
     """
 
     _run: Callable[[Collective], Work]
@@ -59,25 +53,60 @@ class CollectiveCalls(dist.ProcessGroup):
         opts = opts or AllreduceOptions()
         op = opts.reduceOp
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
-            return self._run(SparseSum(tensors, [], opts))
-        return self._run(AllReduce(tensors, [], opts, op))
+            return self._sum_sparse(tensors, opts)
+        return self._run(
+            Collective(
+                *("all_reduce", tensors, [], opts),
+                lambda host: call_for_each(
+                    host.allreduce, [(tensor, reduction(tensor.dtype, op)) for tensor in tensors]
+                ),
+                _all_reduce_on_library(opts),
+                op,
+            )
+        )
 
     def sum_on_host(self, tensor: torch.Tensor) -> Work:
-        """Start to sum a host tensor over all ranks, in place and in host memory."""
-        options = AllreduceOptions()
-        options.asyncOp = True
-        return self._run(HostSum([tensor], [], options, options.reduceOp))
+        """Start to sum a host tensor over all ranks, in place and in host memory.
+
+        A library would take it to the device, which has work to finish before.
+        """
+        opts = AllreduceOptions()
+        opts.asyncOp = True
+        op = reduction(tensor.dtype, opts.reduceOp)
+        return self._run(
+            Collective(
+                *("all_reduce", [tensor], [], opts),
+                lambda host: partial(host.allreduce_flat, tensor, op),
+            )
+        )
 
     def sum_gradients(
         self, buffer: torch.Tensor, residual: Residual | None, in_background: bool
     ) -> Work:
         """Sum a buffer of gradients over all ranks, in place; see `sums.sum_gradients`."""
-        options = AllreduceOptions()
-        options.asyncOp = in_background
+        opts = AllreduceOptions()
+        opts.asyncOp = in_background
         if buffer.is_sparse:
-            return self._run(SparseSum([buffer], [], options))
+            return self._sum_sparse([buffer], opts)
         real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-        return self._run(SumGradients([real], [], options, options.reduceOp, residual=residual))
+        op = opts.reduceOp
+
+        def on_host(host: Any) -> Any:
+            reduction(real.dtype, op)  # raises an error for an unsupported dtype
+            return partial(host.sum_gradients, real, residual)
+
+        on_library = _all_reduce_on_library(opts)
+        return self._run(Collective("all_reduce", [real], [], opts, on_host, on_library, op))
+
+    def _sum_sparse(self, tensors: Tensors, opts: AllreduceOptions) -> Work:
+        """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
+        return self._run(
+            Collective(
+                *("all_reduce", tensors, [], opts),
+                lambda host: call_for_each(host.sum_sparse, [(tensor,) for tensor in tensors]),
+                takes_sparse=True,
+            )
+        )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         options = AllreduceOptions()
@@ -87,16 +116,50 @@ class CollectiveCalls(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         opts = opts or ReduceOptions()
-        return self._run(Reduce(tensors, [], opts, opts.reduceOp, opts.rootRank))
+        op, root = opts.reduceOp, opts.rootRank
+        return self._run(
+            Collective(
+                *("reduce", tensors, [], opts),
+                lambda host: call_for_each(
+                    host.reduce, [(each, root, reduction(each.dtype, op)) for each in tensors]
+                ),
+                lambda library, outputs, _: [library.reduce(outputs, opts)],
+                op,
+            )
+        )
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         opts = opts or BroadcastOptions()
-        return self._run(Broadcast(tensors, [], opts, None, opts.rootRank))
+        root = opts.rootRank
+        return self._run(
+            Collective(
+                *("broadcast", tensors, [], opts),
+                lambda host: call_for_each(host.broadcast, [(each, root) for each in tensors]),
+                lambda library, outputs, _: [library.broadcast(outputs, opts)],
+            )
+        )
 
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        return self._run(AllGather(outputs, inputs, opts or AllgatherOptions()))
+        """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
+        opts = opts or AllgatherOptions()
+        pairs = [*zip(outputs, inputs, strict=True)]
+        for pieces, tensor in pairs:
+            check_pieces(pieces, tensor, self.size(), "all_gather")
+            own = pieces[self.rank()]
+            if own.numel() != tensor.numel():
+                raise UnsupportedError(
+                    f"all_gather: this rank's own piece has {own.numel()} elements, its input "
+                    f"{tensor.numel()}; they must be equal"
+                )
+        return self._run(
+            Collective(
+                *("all_gather", outputs, inputs, opts),
+                lambda host: call_for_each(host.all_gather, pairs),
+                lambda library, outputs, inputs: [library.allgather(outputs, inputs, opts)],
+            )
+        )
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
@@ -112,14 +175,38 @@ class CollectiveCalls(dist.ProcessGroup):
     def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        return self._run(AllGatherSingle(outputs, inputs, opts or AllgatherOptions()))
+        """Gather each rank's `inputs[i]` into `outputs[i]`, along its first dimension."""
+        opts = opts or AllgatherOptions()
+        pairs = [*zip(outputs, inputs, strict=True)]
+        for output, tensor in pairs:
+            check_whole(output, tensor, self.size(), "all_gather_single")
+        return self._run(
+            Collective(
+                *("all_gather", outputs, inputs, opts),
+                lambda host: call_for_each(host.all_gather_single, pairs),
+                lambda library, outputs, inputs: torch_releases.all_gather_single(
+                    library, outputs, inputs, opts
+                ),
+            )
+        )
 
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         opts = opts or GatherOptions()
-        pieces = outputs[0] if self.rank() == opts.rootRank else []
-        return self._run(Gather(pieces, inputs, opts, root=opts.rootRank))
+        root = opts.rootRank
+        pieces = outputs[0] if self.rank() == root else []
+        if pieces:
+            check_pieces(pieces, inputs[0], self.size(), "gather", equal=True)
+        return self._run(
+            Collective(
+                *("gather", pieces, inputs, opts),
+                lambda host: partial(host.gather, pieces, inputs[0], root),
+                lambda library, pieces, inputs: [
+                    library.gather([pieces] if pieces else [], inputs, opts)
+                ],
+            )
+        )
 
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one, along the first dimension, on rank `opts.rootRank`.
@@ -137,14 +224,39 @@ class CollectiveCalls(dist.ProcessGroup):
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
         opts = opts or ScatterOptions()
-        pieces = inputs[0] if self.rank() == opts.rootRank else []
-        return self._run(Scatter(outputs, pieces, opts, root=opts.rootRank))
+        root = opts.rootRank
+        pieces = inputs[0] if self.rank() == root else []
+        if pieces:
+            check_pieces(pieces, outputs[0], self.size(), "scatter", equal=True)
+        return self._run(
+            Collective(
+                *("scatter", outputs, pieces, opts),
+                lambda host: partial(host.scatter, outputs[0], pieces, root),
+                lambda library, outputs, pieces: [
+                    library.scatter(outputs, [pieces] if pieces else [], opts)
+                ],
+            )
+        )
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
+        """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
         opts = opts or ReduceScatterOptions()
-        return self._run(ReduceScatter(outputs, inputs, opts, opts.reduceOp))
+        op = opts.reduceOp
+        pairs = [*zip(outputs, inputs, strict=True)]
+        for output, pieces in pairs:
+            check_pieces(pieces, output, self.size(), "reduce_scatter")
+        return self._run(
+            Collective(
+                *("reduce_scatter", outputs, inputs, opts),
+                lambda host: call_for_each(
+                    host.reduce_scatter, [(*pair, reduction(pair[0].dtype, op)) for pair in pairs]
+                ),
+                lambda library, outputs, inputs: [library.reduce_scatter(outputs, inputs, opts)],
+                op,
+            )
+        )
 
     def reduce_scatter_single(  # type: ignore[override]
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -154,13 +266,39 @@ class CollectiveCalls(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
+        """Reduce each of `inputs`; each rank gets its part of the first dimension in `outputs`."""
         opts = opts or ReduceScatterOptions()
-        return self._run(ReduceScatterSingle(outputs, inputs, opts, opts.reduceOp))
+        op = opts.reduceOp
+        pairs = [*zip(outputs, inputs, strict=True)]
+        for output, tensor in pairs:
+            check_whole(tensor, output, self.size(), "reduce_scatter_single")
+        return self._run(
+            Collective(
+                *("reduce_scatter", outputs, inputs, opts),
+                lambda host: call_for_each(
+                    host.reduce_scatter_single,
+                    [(*pair, reduction(pair[0].dtype, op)) for pair in pairs],
+                ),
+                lambda library, outputs, inputs: torch_releases.reduce_scatter_single(
+                    library, outputs, inputs, opts
+                ),
+                op,
+            )
+        )
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        return self._run(AllToAll(outputs, inputs, opts or AllToAllOptions()))
+        opts = opts or AllToAllOptions()
+        for pieces in (outputs, inputs):
+            check_pieces(pieces, inputs[0], self.size(), "all_to_all")
+        return self._run(
+            Collective(
+                *("all_to_all", outputs, inputs, opts),
+                lambda host: partial(host.all_to_all, outputs, inputs),
+                lambda library, outputs, inputs: [library.alltoall(outputs, inputs, opts)],
+            )
+        )
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -170,9 +308,25 @@ class CollectiveCalls(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Work:
+        """Send a part of the first dimension of `tensor` to each rank, into its `output`."""
         opts = opts or AllToAllOptions()
-        splits = output_splits, input_splits
-        return self._run(AllToAllSingle([output], [tensor], opts, splits=splits))
+        received = element_counts(output, output_splits, self.size())
+        sent = element_counts(tensor, input_splits, self.size())
+        return self._run(
+            Collective(
+                *("all_to_all", [output], [tensor], opts),
+                lambda host: partial(host.all_to_all_single, output, received, tensor, sent),
+                lambda library, outputs, inputs: torch_releases.all_to_all_single(
+                    library, *outputs, *inputs, output_splits, input_splits, opts
+                ),
+            )
+        )
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._run(Barrier([], [], opts or BarrierOptions()))
+        opts = opts or BarrierOptions()
+        return self._run(Collective("barrier", [], [], opts, lambda host: host.barrier))
+
+
+def _all_reduce_on_library(opts: AllreduceOptions) -> Callable[[Any, Any, Any], list[Work]]:
+    # One call per tensor: libraries take no more.
+    return lambda library, outputs, _: [library.allreduce([each], opts) for each in outputs]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import pathlib
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.distributed.python_releases import accept_pickled_paths
-from kaitian_mpi.distributed.store_barrier import Participants, clear_store_barrier, store_barrier
+from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.deferred_free import free_unused_comms
 from kaitian_mpi.mpi.exchange import gather_values
@@ -43,7 +44,8 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     from kaitian_mpi.distributed.relay.relay import Relay
 
     # Every rank has left the barrier: the communicator above needed all of them.
-    clear_store_barrier(options.store, _participants(options, ""))
+    if options.group_size > 1:
+        clear_store_barrier(options.store, options.group_rank)
     free_unused_comms()
     places = translate_ranks(comm, world.comm)
     nodes = [world.infos[rank].node for rank in places]
@@ -61,7 +63,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
         has_several_kinds=len(comms.groups) > 1,
         network=network,
     )
-    accept_pickled_paths(info.python_version for info in world.infos)
+    _accept_pickled_paths(info.python_version for info in world.infos)
     versions = [world.infos[rank].torch_version for rank in places]
     group = KaitianProcessGroup(
         *(options.store, group_store, comms, own, name, options.timeout, relay, versions),
@@ -124,16 +126,23 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
     return world, subset(world.comm, members, str(options.group_id)), unique
 
 
-def _wait_for_all(options: Any, name: str, departed: Callable[[list[int]], list[int]]) -> str:
-    return store_barrier(options.store, _participants(options, name), departed)
-
-
-def _participants(options: Any, name: str) -> Participants:
-    return Participants(name, options.group_rank, options.group_size, options.timeout)
+def _wait_for_all(options: Any, name: str, departed: Departed) -> str:
+    place = options.group_rank, options.group_size
+    return store_barrier(options.store, name, *place, options.timeout, departed)
 
 
 def _departed(world: World | None) -> list[int]:
     return [] if world is None else finished_ranks(world.comm)
+
+
+def _accept_pickled_paths(pythons: Iterable[str]) -> None:
+    """Let this process unpickle the paths of ranks with Python 3.13, as in torch's checkpoints.
+
+    3.13 pickles a `Path` as a class of `pathlib._local`, a module that earlier releases do not
+    have, and that 3.14 has for such pickles alone (python/cpython#133789).
+    """
+    if sys.version_info < (3, 13) and any(each.startswith("3.13.") for each in pythons):
+        sys.modules.setdefault("pathlib._local", pathlib)
 
 
 def _check_all_ranks(group_size: int) -> None:

@@ -13,18 +13,16 @@ from kaitian_mpi.distributed import BACKEND, device_types
 from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
-from kaitian_mpi.distributed.collectives.detail_check import agreement_check
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
-from kaitian_mpi.distributed.collectives.observation import profile_record
-from kaitian_mpi.distributed.collectives.router import Router
+from kaitian_mpi.distributed.collectives.router import Router, profile_record
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.vendor import OwnDevice, VendorLibrary
 from kaitian_mpi.distributed.collectives.worker import Worker
-from kaitian_mpi.distributed.monitored_barrier import MonitoredBarrier
 from kaitian_mpi.distributed.point_to_point import ENDED, Mailbox
 from kaitian_mpi.distributed.relay.relay import Relay
+from kaitian_mpi.distributed.store_barrier import MonitoredBarrier
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.deferred_free import free_when_unused
 from kaitian_mpi.mpi.messages import ANY_SOURCE
@@ -76,36 +74,27 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             check_devices: given the tensors of each call.
             unique_name: the same on every rank, and of no other group of any job.
         """
-        super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
-        self.comms = comms
+        rank, size = comms.world.rank, comms.world.size
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.comms, self.relay = comms, relay
         self.has_one_group = len(comms.groups) == 1
         """Whether all ranks are in one group, so that there is no relay."""
-        self.relay = relay
-        """Takes this group's tensors through host memory, if they are not there already."""
-        self._name = name
-        self._timeout = timeout
+        self.torch_versions = tuple(torch_versions)
+        """The release of torch of each rank."""
+        self._name, self._timeout, self._closed = name, timeout, False
         self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
         streams = SideStreams(own.device if own.has_vendor else None)
         self._worker = Worker(f"kaitian-{name}", streams)
-
-        def library(groups: GroupComms) -> VendorLibrary:
-            return VendorLibrary(own, groups, store, group_store, timeout, self._worker.fail)
-
-        self._library = library(comms)
+        groupings = [comms] if comms.by_host is None else [comms, comms.by_host]
+        self._libraries = [
+            VendorLibrary(own, groups, store, group_store, timeout, self._worker.fail)
+            for groups in groupings
+        ]
         host = HostOperations(comms.world, self._arrivals, relay)
-        self._libraries = [self._library]
-        if comms.by_host is not None:
-            self._libraries.append(library(comms.by_host))
         self._hybrid = HybridOperations(comms, self._arrivals, self._libraries, relay)
-        self.torch_versions = tuple(torch_versions)
-        """The release of torch of each rank."""
-        self._check = agreement_check(comms.world, self._arrivals.arrive, torch_versions)
         label = GroupLabel(name, unique_name[:_UNIQUE_LENGTH])
-        router = Router(
-            *(self._library, host, self._hybrid, self._worker, streams, self._check),
-            label=label,
-            check_devices=check_devices,
-        )
+        carriers = self._libraries[0], host, self._hybrid, self._worker, streams
+        router = Router(*carriers, label, check_devices)
         self._check_devices = check_devices
         self._mailbox = Mailbox(
             comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
@@ -115,8 +104,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._run = pace.around(router.run)
         self._send = pace.around(self._mailbox.send)
         self._receive = pace.around(self._mailbox.receive)
-        self._monitored_barrier = pace.around(MonitoredBarrier(comms.world).run)
-        self._closed = False
+        self._monitored = pace.around(MonitoredBarrier(group_store, rank, size).run)
         register_close(self.shutdown)
 
     @property
@@ -151,14 +139,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
     def algorithm(self, name: str) -> None:
         self._hybrid.algorithm = name
 
-    def trust_calls(self) -> None:
-        """Stop comparing the first calls of ranks with different releases of torch.
-
-        For callers whose collectives do not depend on torch's release.
-        """
-        if self._check is not None:
-            self._check.stop_unless_detailed()
-
     def measure_links(self) -> bool:
         """Measure how to reduce between hosts, if host memory is reduced between some. Collective.
 
@@ -168,7 +148,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             Whether it is.
         """
         link = self.relay.network.link(self.comms.world)
-        if link is None or (self.has_one_group and self._library.is_present):
+        if link is None or (self.has_one_group and self._libraries[0].is_present):
             return False
         link.choose()
         return True
@@ -180,10 +160,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         if isinstance(timeout, float):  # seconds, which torch accepts as well
             timeout = timedelta(seconds=timeout)
         limit = self._timeout if timeout is None else timeout
-        # Beside the queue, because it must be able to find a rank that hangs in the queue.
-        name, barrier = "monitored_barrier", self._monitored_barrier
-        with profile_record(name):
-            self._worker.run_beside(name, barrier, limit, wait_all_ranks)
+        with profile_record("monitored_barrier"):
+            self._monitored(limit, wait_all_ranks)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""
@@ -196,9 +174,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         return self._receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
-        """Start receiving one tensor from any rank. Not collective."""
-        self._check_devices(tensors)
-        return self._receive(tensors[0], ANY_SOURCE, tag)
+        return self.recv(tensors, ANY_SOURCE, tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following operations; call it on every rank, between operations.

@@ -1,48 +1,43 @@
-"""A barrier in the group's store before a group is created, so that no rank blocks in MPI.
+"""Barriers in a store, after which every rank knows which ranks are missing.
 
-Creating a communicator is a blocking MPI call without a timeout. So the ranks first meet in the
-group's own torch store: either every rank learns that all have arrived, or every rank that has gets
-an error that names the missing ones.
+Creating a communicator is a blocking MPI call without a timeout. So the ranks of a new group first
+meet in the group's own torch store: either every rank learns that all have arrived, or every rank
+that has gets an error that names the missing ones. `monitored_barrier` is the same in the store of
+a group.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.errors import CollectiveError, format_ranks
+from kaitian_mpi.errors import CollectiveError, MissingRanksError, format_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from kaitian_mpi.mpi.store import MPIStore
 
 # Longer naps than those of `runtime/polling.py`: each check is a request to a store that one thread
 # serves, perhaps on another host.
 _MIN_NAP_SEC, _MAX_NAP_SEC = 1e-3, 0.25
 _DEPARTED_INTERVAL_SEC = 0.5
-_COMPLETE = b"complete "
-_PREFIX = "kaitian"
-_COUNT, _OUTCOME = f"{_PREFIX}/count", f"{_PREFIX}/outcome"
+_COUNT, _OUTCOME = "kaitian/count", "kaitian/outcome"
 
-
-class Participants(NamedTuple):
-    """The ranks that create a group, as seen by one of them."""
-
-    name: str
-    """The function they call, for error messages, such as `new_group`."""
-    rank: int
-    size: int
-    timeout: timedelta
+Departed = Callable[[list[int]], list[int]]
+"""Returns which of the missing ranks have left the job."""
 
 
 def store_barrier(
-    store: dist.Store, participants: Participants, departed: Callable[[list[int]], list[int]]
+    store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, departed: Departed
 ) -> str:
-    """Wait until every rank of the group has arrived; the outcome is the same on every rank.
+    """Wait until every rank of a new group has arrived. Collective, by the store alone.
 
-    Collective, by the store alone. `departed` returns which of the missing ranks have left the job.
+    `name` is the function that the ranks call, for error messages, such as `new_group`.
 
     Returns:
         A unique name for the group, the same on every rank.
@@ -51,58 +46,105 @@ def store_barrier(
         CollectiveError: a rank did not arrive within the timeout, or has left the job; also on a
             rank that arrives after the others have given up.
     """
-    unique = uuid.uuid4().hex
-    if participants.size == 1:
-        return unique
-    store.set(f"{_PREFIX}/{participants.rank}", "")
-    if store.add(_COUNT, 1) == participants.size:
-        store.compare_set(_OUTCOME, "", _COMPLETE.decode() + unique)
-    outcome = _wait(store, participants, departed)
-    if not outcome.startswith(_COMPLETE):
-        raise CollectiveError(outcome.decode())
-    return outcome.removeprefix(_COMPLETE).decode()
+    if size == 1:
+        return uuid.uuid4().hex
+    outcome = _meet(store, rank, size, timeout.total_seconds(), departed)
+    if "missing" in outcome:
+        raise CollectiveError(
+            f"timed out after {timeout.total_seconds():g} s in {name}: waiting for "
+            f"{format_ranks(outcome['missing'], size)}"
+        )
+    if "left" in outcome:
+        raise CollectiveError(
+            f"{name}: {format_ranks(outcome['left'], size)} left the job without calling it; "
+            "every rank must call it"
+        )
+    return str(outcome["unique"])
 
 
-def clear_store_barrier(store: dist.Store, participants: Participants) -> None:
+def clear_store_barrier(store: dist.Store, rank: int) -> None:
     """Delete the barrier's keys: a script may reuse its store for a group of the same name.
 
     Every rank must have left the barrier.
     """
-    if participants.size > 1:
-        keys = [_COUNT, _OUTCOME] if participants.rank == 0 else []
-        for key in (*keys, f"{_PREFIX}/{participants.rank}"):
-            store.delete_key(key)
+    for key in (*([_COUNT, _OUTCOME] if rank == 0 else []), f"kaitian/{rank}"):
+        store.delete_key(key)
 
 
-def _wait(
-    store: dist.Store, participants: Participants, departed: Callable[[list[int]], list[int]]
-) -> bytes:
-    limit_sec = participants.timeout.total_seconds()
+class MonitoredBarrier:
+    """The monitored barrier of one group; it can be repeated after a failure.
+
+    It runs beside the queue of collectives, because it must find a rank that hangs in the queue.
+    """
+
+    def __init__(self, store: MPIStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._calls = 0
+
+    def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Wait for every rank; name the first missing one or, if asked to, all. Collective.
+
+        Raises:
+            MissingRanksError: a rank did not arrive; raised on every rank that did.
+        """
+        self._calls += 1
+        limit_sec = timeout.total_seconds()
+        store = self._store.view(f"monitored barrier {self._calls}")
+        outcome = _meet(store, self._rank, self._size, limit_sec)
+        missing = outcome.get("missing", [])
+        if not missing:
+            if self._calls > 1:  # which every rank has left, as all have reached this one
+                before = self._store.view(f"monitored barrier {self._calls - 1}")
+                clear_store_barrier(before, self._rank)
+            return
+        # Worded as gloo does, which scripts look for.
+        if self._rank > 0:
+            raise MissingRanksError(
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
+            )
+        if limit_sec <= 0:  # no rank had a chance
+            raise MissingRanksError("Rank 0 timed out in monitoredBarrier after 0 ms")
+        listed = ", ".join(map(str, missing))
+        named = f"Ranks {listed}" if wait_all_ranks else f"Rank {missing[0]}"
+        raise MissingRanksError(
+            f"{named} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms"
+        )
+
+
+def _meet(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    limit_sec: float,
+    departed: Departed = lambda missing: [],
+) -> dict[str, Any]:
+    """Wait for all ranks; return the outcome, the same on every rank: that of the first to set it.
+
+    It has one entry: a name that is `unique`, or the ranks that are `missing` or have `left`.
+    """
+    store.set(f"kaitian/{rank}", "")
+    if store.add(_COUNT, 1) == size:
+        _settle(store, unique=uuid.uuid4().hex)
     began = checked = time.monotonic()
     # Polled: `store.wait` would block other threads' use of a TCPStore client, and torch logs its
     # timeouts.
     while not store.check([_OUTCOME]):
         now = time.monotonic()
-        failure = ""
         if now - began > limit_sec:
-            missing = _missing(store, participants)
-            failure = (
-                f"timed out after {limit_sec:g} s in {participants.name}: "
-                f"waiting for {format_ranks(missing, participants.size)}"
-            )
-        elif now - checked > _DEPARTED_INTERVAL_SEC:
+            return _settle(store, missing=_missing(store, size))
+        if now - checked > _DEPARTED_INTERVAL_SEC:
             checked = now
-            left = departed(_missing(store, participants))
-            if left:
-                failure = (
-                    f"{participants.name}: {format_ranks(left, participants.size)} left the job "
-                    "without calling it; every rank must call it"
-                )
-        if failure:  # unless the last rank has arrived at this moment
-            return bytes(store.compare_set(_OUTCOME, "", failure))
+            if left := departed(_missing(store, size)):
+                return _settle(store, left=left)
         time.sleep(min(max((now - began) / 50, _MIN_NAP_SEC), _MAX_NAP_SEC))
-    return bytes(store.get(_OUTCOME))
+    return dict(json.loads(store.get(_OUTCOME)))
 
 
-def _missing(store: dist.Store, participants: Participants) -> list[int]:
-    return [rank for rank in range(participants.size) if not store.check([f"{_PREFIX}/{rank}"])]
+def _settle(store: dist.Store, **outcome: Any) -> dict[str, Any]:
+    """Set the outcome unless it is set; return what it is."""
+    return dict(json.loads(store.compare_set(_OUTCOME, "", json.dumps(outcome))))
+
+
+def _missing(store: dist.Store, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"kaitian/{rank}"])]

@@ -33,8 +33,6 @@ class RelaySettings:
     """The format of gradients between hosts: `fp32`, `bf16`, `int8` or `int4`."""
     group_by: str = "auto"
     """How ranks are grouped, as `--group-by`; fixed once the job has started."""
-    device_aware: bool = False
-    """Whether MPI was given device memory itself: the ranks find out when they first relay."""
 
     def adopt(self, config: TrainingConfig) -> None:
         """Adopt a run's settings."""

@@ -26,7 +26,6 @@ PROFILE = 4
 ALIVE = 5
 AWAITED = 6
 NETWORK = range(10, 1_000)
-MONITORED_BARRIERS = range(1_000, 31_000)
 
 # MPI's own world, on which nothing but kaitian-doctor communicates
 DOCTOR_VALUES = 1

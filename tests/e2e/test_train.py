@@ -227,7 +227,6 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
     assert summary["relay"] == {
         "memory_mb": 8,
         "dtype": "bf16",
-        "device_aware": False,
         "network_allreduce": "auto",
         "group_by": "auto",
     }

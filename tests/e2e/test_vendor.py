@@ -39,7 +39,6 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     assert summary["relay"] == {
         "memory_mb": 32,
         "dtype": "bf16",
-        "device_aware": False,
         "network_allreduce": "auto",
         "group_by": "auto",
     }

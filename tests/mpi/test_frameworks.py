@@ -161,26 +161,6 @@ def test_sparse_all_reduce_in_the_background(world):
     assert work.result()[0].to_dense().tolist() == ones
 
 
-def test_comm_debug_mode_counts(world):
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    tensor, pieces = torch.ones(2), [torch.ones(2) for _ in range(world.size)]
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    with CommDebugMode() as counted:
-        dist.all_reduce(tensor)
-        dist.all_reduce(tensor, async_op=True).wait()
-        dist.broadcast(tensor, 0)
-        dist.all_gather(pieces, tensor)
-        dist.all_gather_single(torch.ones(2 * world.size), tensor)
-        functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
-        dist.barrier()
-    assert counted.get_total_counts() == 6
-    assert counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 2
-    with CommDebugMode() as counted:
-        one_step(model)
-    assert counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 1
-
-
 def test_queries_of_a_group_by_the_compiler_and_its_cache(world, monkeypatch):
     from torch.distributed import distributed_c10d
 

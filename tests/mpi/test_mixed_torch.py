@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import data_parallel
 from kaitian_mpi.errors import AgreedError
@@ -48,20 +47,3 @@ def test_other_buckets_are_refused(world, last, mixed_group):
     message = r"buckets differ between ranks: \d \(layout \w{8}, torch .* \(layout .*, torch 2\.99"
     with pytest.raises(AgreedError, match=message):
         data_parallel(layers(), group=mixed_group, **options(world, last))
-
-
-@pytest.mark.sizes(2)
-def test_the_first_calls_of_a_script_are_compared(world, last, mixed_group):
-    """Such as those of a DistributedDataParallel that the script makes itself."""
-    model = DistributedDataParallel(layers(), process_group=mixed_group, **options(world, last))
-    with pytest.raises(RuntimeError, match=r"all_reduce\(.*rank 1 \(torch 2\.99\.0\): all_r"):
-        model(torch.ones(2, 600)).mean().backward()
-
-
-@pytest.mark.sizes(2)
-def test_calls_that_are_trusted_are_not_compared(world, last, mixed_group):
-    mixed_group.trust_calls()
-    shape = (3,) if world.rank == last else (3, 1)
-    tensor = torch.full(shape, 1.0 if world.rank == 0 else 0.0)
-    dist.broadcast(tensor, 0, group=mixed_group)
-    assert tensor.flatten().tolist() == [1.0, 1.0, 1.0]

@@ -15,18 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from kaitian_mpi.distributed.process_group import KaitianProcessGroup
 from kaitian_mpi.errors import CollectiveError, MissingRanksError, UnsupportedError
 
-
-@pytest.fixture
-def detailed_group(world):
-    """A group that compares the ranks' calls."""
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    made = dist.new_group()
-    dist.set_debug_level(level)
-    yield made
-    dist.destroy_process_group(made)
-
-
 CALLS = {
     "short": lambda group, size: dist.all_reduce(torch.ones(3), group=group),
     "long": lambda group, size: dist.all_reduce(torch.ones(300_000), group=group),
@@ -126,54 +114,6 @@ def test_several_threads_may_each_use_their_own_group(world):
     for thread in threads:
         thread.join()
     assert sums == {number: float(number * world.size) for number in range(3)}
-
-
-def test_debug_detail_accepts_matching_calls(world, detailed_group):
-    group = detailed_group
-    tensor = torch.full((3, 2), float(world.rank + 1))
-    dist.all_reduce(tensor, group=group)
-    assert tensor.sum().item() == 3 * world.size * (world.size + 1)
-    pieces = [torch.zeros(rank + 1) for rank in range(world.size)]
-    dist.all_gather(pieces, torch.ones(world.rank + 1), group=group)
-    assert sum(pieces[-1]).item() == world.size
-    gathered = [torch.zeros(2) for _ in range(world.size)] if world.rank == 0 else None
-    dist.gather(torch.ones(2), gathered, dst=0, group=group)
-    objects = [None] * world.size
-    dist.all_gather_object(objects, world.rank, group=group)
-    assert objects == list(range(world.size))
-    dist.barrier(group)
-
-
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize(
-    ("differing", "agreed", "message"),
-    [
-        (
-            lambda group: dist.all_reduce(torch.ones(3), group=group),
-            lambda group: dist.all_reduce(torch.ones(4), group=group),
-            r"rank 0: all_reduce\(\[4\], torch.float32.*rank {last}: all_reduce\(\[3\]",
-        ),
-        (
-            lambda group: dist.barrier(group),
-            lambda group: dist.broadcast(torch.ones(4), 0, group=group),
-            r"rank 0: broadcast\(\[4\].*rank {last}: barrier",
-        ),
-        (
-            lambda group: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, group=group),
-            lambda group: dist.all_reduce(torch.ones(4), group=group),
-            r"SUM.*rank {last}: all_reduce\(.*MAX",
-        ),
-        (
-            lambda group: dist.all_reduce(torch.ones(4).double(), group=group),
-            lambda group: dist.all_reduce(torch.ones(4), group=group),
-            r"float32.*rank {last}: all_reduce\(.*float64",
-        ),
-    ],
-    ids=["shape", "operation", "reduction", "dtype"],
-)
-def test_debug_detail_names_the_mismatch(world, last, detailed_group, differing, agreed, message):
-    with pytest.raises(CollectiveError, match=message.format(last=last)):
-        (differing if world.rank == last else agreed)(detailed_group)
 
 
 @pytest.mark.sizes(1, 3)

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from kaitian_mpi.distributed.store_barrier import Participants, clear_store_barrier, store_barrier
+from kaitian_mpi.distributed.store_barrier import clear_store_barrier, store_barrier
 from kaitian_mpi.errors import CollectiveError
 
 
@@ -20,9 +20,9 @@ def arrive(store, size, after, limit=30.0, departed=none_departed):
 
     def run(rank, seconds):
         time.sleep(seconds)
-        participants = Participants("new_group", rank, size, timedelta(seconds=limit))
+        timeout = timedelta(seconds=limit)
         try:
-            outcomes[rank] = store_barrier(store, participants, departed)
+            outcomes[rank] = store_barrier(store, "new_group", rank, size, timeout, departed)
         except CollectiveError as error:
             outcomes[rank] = str(error)
 
@@ -40,7 +40,7 @@ def test_all_ranks_get_the_same_name_and_a_new_one_each_time():
         outcomes = arrive(store, 3, {0: 0.0, 1: 0.1, 2: 0.0})
         names |= set(outcomes.values())
         for rank in range(3):
-            clear_store_barrier(store, Participants("", rank, 3, timedelta()))
+            clear_store_barrier(store, rank)
         assert store.num_keys() == 0
     assert len(names) == 3
 
@@ -60,4 +60,4 @@ def test_a_rank_that_has_left_the_job_is_not_waited_for():
 
 
 def test_one_rank_needs_no_store():
-    assert store_barrier(None, Participants("new_group", 0, 1, timedelta(seconds=1)), none_departed)
+    assert store_barrier(None, "new_group", 0, 1, timedelta(seconds=1), none_departed)

@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from types import SimpleNamespace
 
 import fake_device
 import fake_kinds  # noqa: F401 - makes torch know the device type
@@ -12,11 +11,7 @@ import torch.distributed as dist
 from fake_device import Stream, current_stream, on_device, values
 from test_vendor import agree
 
-from kaitian_mpi.distributed.collectives import host
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.distributed.collectives.staging import to_host
-from kaitian_mpi.distributed.relay import device_aware
-from kaitian_mpi.distributed.relay import relay as relay_module
 from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.pipeline import COUNT, Slots, exchange_in_chunks
 from kaitian_mpi.distributed.sums import sum_gradients
@@ -221,67 +216,6 @@ def test_memory_is_bounded_and_the_sum_right(world, algorithm):
 
 
 @pytest.mark.sizes(2, 3)
-def test_other_collectives_cross_in_the_relays_buffers(world, monkeypatch):
-    if len(world.groups) == 1:
-        pytest.skip("there is no relay")
-    staged = []
-    monkeypatch.setattr(
-        host,
-        "to_host",
-        lambda tensor, **options: staged.append(tensor) or to_host(tensor, **options),
-    )
-    put = torch.clone if world.info.kind == "cpu" else on_device
-    ranks, size, last = range(world.size), world.size, world.size - 1
-    length = 400_003
-    content = torch.arange(length) % 251
-
-    def of(rank, dtype=torch.float32):
-        return (content + rank).to(dtype)
-
-    def check(tensor, expected):
-        assert torch.equal(values(tensor), expected)
-
-    before, world.relay.memory_mb = world.relay.memory_mb, 1
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        tensor = put(of(world.rank, dtype))
-        dist.broadcast(tensor, last)
-        check(tensor, of(last, dtype))
-        pieces = [put(torch.zeros(length, dtype=dtype)) for _ in ranks]
-        dist.all_gather(pieces, put(of(world.rank, dtype)))
-        for rank in ranks:
-            check(pieces[rank], of(rank, dtype))
-        dist.all_to_all(pieces, [put(of(10 * world.rank + rank, dtype)) for rank in ranks])
-        for rank in ranks:
-            check(pieces[rank], of(10 * rank + world.rank, dtype))
-    columns = put(torch.zeros(length, 2))[:, 1]  # strided
-    dist.scatter(columns, [put(of(rank)) for rank in ranks] if world.rank == 0 else [], 0)
-    check(columns, of(world.rank))
-    dist.reduce(columns, last)
-    check(columns, sum(map(of, ranks)) if world.rank == last else of(world.rank))
-    whole = put(torch.zeros(size * length))
-    dist.all_gather_into_tensor(whole, put(of(world.rank)))
-    check(whole, torch.cat([*map(of, ranks)]))
-    part = put(torch.zeros(length))
-    dist.reduce_scatter_tensor(part, whole)
-    check(part, size * of(world.rank))
-    uneven = [100_000 * (1 + (world.rank + rank) % 2) for rank in ranks]  # either way
-    sent, got = (put(torch.full((sum(uneven),), world.rank + 1.0)) for _ in range(2))
-    dist.all_to_all_single(got, sent, uneven, uneven)
-    check(got, torch.cat([torch.full((uneven[rank],), rank + 1.0) for rank in ranks]))
-    with torch.inference_mode():
-        tensor = put(of(world.rank))
-        dist.broadcast(tensor, 0)
-        check(tensor, of(0))
-    dist.broadcast(part, 0)  # the buffers are no tensors of that mode
-    check(part, size * of(0))
-    assert not [tensor for tensor in staged if tensor.nbytes > 64 << 10]
-    allocated = dist.group.WORLD.relay.allocated_bytes
-    assert allocated <= 1 << 20
-    assert bool(allocated) == (world.info.kind != "cpu")
-    world.relay.memory_mb = before
-
-
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_alone_cross_as_bf16(world, algorithm):
     dist.group.WORLD.algorithm, world.relay.dtype = algorithm, "bf16"
@@ -319,92 +253,3 @@ def test_wait_does_not_wait_for_the_last_copy_back(world):
     tensor.add_(1)  # on the current stream, which waits
     assert set(values(tensor).tolist()) == {5.0}
     assert work.is_completed()
-
-
-@pytest.fixture
-def group(world, monkeypatch):
-    """A new group of all ranks, whose MPI says that it can access device memory."""
-    monkeypatch.setattr(device_aware, "mpi_supports", lambda device: True)
-    made = dist.new_group()
-    made.algorithm = "leader"
-    yield made
-    dist.destroy_process_group(made)
-    world.relay.device_aware = False
-
-
-def sum_on_a_late_stream(world, group, length=300_001):
-    """Sum a tensor that is computed late; return whether the result is right."""
-    put = torch.clone if world.info.kind == "cpu" else on_device
-    for _ in range(2):
-        with fake_device.stream(Stream()):
-            tensor = put(torch.zeros(length))
-            current_stream().give(lambda: time.sleep(10 * COPY_SEC))
-            tensor.fill_(world.rank + 1)
-            dist.all_reduce(tensor, group=group)
-            tensor.mul_(2)
-            if set(values(tensor).tolist()) != {6.0}:
-                return False
-    return True
-
-
-def memory_is(monkeypatch, address):
-    """Let MPI see the accelerator's memory at an address."""
-    monkeypatch.setattr(fake_device.DeviceTensor, "data_ptr", address)
-
-
-@on_two_ranks
-def test_device_memory_goes_straight_to_an_mpi_that_handles_it_well(world, group, monkeypatch):
-    if len(world.groups) == 1:
-        pytest.skip("there is no relay")
-    memory_is(monkeypatch, lambda tensor: tensor.content.data_ptr())
-    fake_device.set_bandwidth(2e7)  # so slow that a busy machine does not hide it
-    crossed = []
-    original = fake_device.CopyEngine.copy
-    assert sum_on_a_late_stream(world, group)
-    assert world.relay.device_aware
-    fake_device.set_bandwidth()
-    monkeypatch.setattr(
-        fake_device.CopyEngine,
-        "copy",
-        lambda engine, *both: crossed.append(both[1].nbytes) or original(engine, *both),
-    )
-    tensor = torch.ones(300_001) if world.info.kind == "cpu" else on_device(torch.ones(300_001))
-    dist.all_reduce(tensor, group=group)
-    assert crossed == []
-    for dtype, op in ((torch.bfloat16, dist.ReduceOp.SUM), (torch.float32, dist.ReduceOp.AVG)):
-        tensor = tensor.to(dtype)
-        dist.all_reduce(tensor, op, group=group)  # needs work of ours in host memory
-        assert bool(crossed) == (world.info.kind != "cpu")
-        assert set(values(tensor).tolist()) == {4.0}
-    monkeypatch.setattr(device_aware, "wait_for_device", lambda tensor: None)
-    monkeypatch.setattr(relay_module, "wait_for_device", lambda tensor: None)
-    assert not sum_on_a_late_stream(world, group)  # on no rank: MPI summed what was there before
-
-
-@on_two_ranks
-@pytest.mark.parametrize("mistake", ["elsewhere", "only in sums", "slow"])
-def test_an_mpi_that_handles_device_memory_badly_does_not_get_it(
-    world, group, monkeypatch, mistake
-):
-    if len(world.groups) == 1:
-        pytest.skip("there is no relay")
-    # By turns, as MPICH ends a job that sends from the memory that it receives in.
-    elsewhere = itertools.cycle(torch.zeros(2, device_aware.TRIAL_BYTES))
-
-    def address(tensor):
-        is_wrong = mistake == "elsewhere" or (mistake == "only in sums" and tensor.numel() > 5_000)
-        return (next(elsewhere) if is_wrong else tensor.content).data_ptr()
-
-    if mistake == "slow":  # by a clock that only runs while MPI reduces
-        original, spent = device_aware.reduce_directly, []
-
-        def reduce_directly(comm, tensor):
-            spent.append(1.0)
-            original(comm, tensor)
-
-        clock = SimpleNamespace(perf_counter=lambda: sum(spent))
-        monkeypatch.setattr(device_aware, "time", clock)
-        monkeypatch.setattr(device_aware, "reduce_directly", reduce_directly)
-    memory_is(monkeypatch, address)
-    assert sum_on_a_late_stream(world, group)
-    assert not world.relay.device_aware

@@ -247,22 +247,6 @@ def test_sparse_sums(world, device_of):
     assert tensor.to_dense()[:, 0].tolist() == [1.0] * world.size + [float(world.size)]
 
 
-def test_debug_detail_compares_the_ranks_calls(world, put):
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    group = dist.new_group()
-    dist.set_debug_level(level)
-    tensor = put(torch.full((4,), world.rank + 1.0))
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(2)]
-    for work in works:
-        work.wait()
-    assert values(tensor).tolist() == [float(factor(world) * world.size)] * 4
-    if world.size > 1:
-        with pytest.raises(CollectiveError, match="different collectives"):
-            dist.all_reduce(put(torch.ones(3 + (world.rank == 0))), group=group)
-    dist.destroy_process_group(group)
-
-
 def test_torchs_own_functions_serve_our_groups_where_a_plug_in_replaced_them(
     world, device_of, monkeypatch
 ):

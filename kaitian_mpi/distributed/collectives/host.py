@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
-from kaitian_mpi.distributed.relay.rounds import Piece
 from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
 from kaitian_mpi.mpi.datatypes import SUM, separate
 
@@ -28,15 +26,13 @@ class HostOperations:
     """The collectives of one communicator, in host memory. Every method is collective.
 
     Each sleeps while it waits for other ranks. Contiguous host tensors are used in place, others
-    are copied: where ranks have accelerators, all but short ones through the relay's buffers.
-    Pieces are lists of tensors by rank, whose sizes may differ between ranks as long as sender and
-    receiver agree.
+    are copied; those of an allreduce through the relay's buffers. Pieces are lists of tensors by
+    rank, whose sizes may differ between ranks as long as sender and receiver agree.
     """
 
     def __init__(
         self, comm: MPI.Comm, arrivals: ArrivalTracker, relay: Relay | None = None
     ) -> None:
-        """Use `comm`, whose ranks' arrivals are tracked by `arrivals`, and the group's relay."""
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
         self._relay = relay or Relay()
@@ -48,11 +44,7 @@ class HostOperations:
 
     def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
         """Sum a flat buffer of gradients over all ranks, in place."""
-        if nonblocking.is_short_reduction(buffer):  # which is never narrowed
-            precision = Precision(None, residual)
-        else:
-            precision = self._relay.precision_of(buffer, residual)
-        self.allreduce(buffer, SUM, precision)
+        self.allreduce(buffer, SUM, self._relay.precision_of(buffer, residual))
 
     def allreduce_flat(
         self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT
@@ -73,35 +65,22 @@ class HostOperations:
         if dense.is_cpu and precision.dtype is None and not self._relay.has_accelerators:
             allreduce(dense, op)
         else:
-            flat = dense.view(-1)
-            self._relay.exchange(
-                self._comm, flat, lambda chunk: allreduce(chunk, op), op, precision
-            )
+            flat, dtype = dense.view(-1), precision.dtype
+            self._relay.exchange(self._comm, flat, lambda chunk: allreduce(chunk, op), dtype)
         from_host(dense, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        is_root = self.rank == root
-        if self._uses_buffers and not nonblocking.is_short_reduction(tensor):
-            self._arrive()
-            act = partial(host_collectives.broadcast, self._comm, root=root)
-            self._stage([Piece(tensor, is_root, not is_root)], lambda parts: act(parts[0]))
-            return
-        host = to_host(tensor, read=is_root)
+        host = to_host(tensor, read=self.rank == root)
         self._complete(nonblocking.broadcast(self._comm, host, root), host)
-        if not is_root:
+        if self.rank != root:
             from_host(host, tensor)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
         """Reduce `tensor` to rank `root`, in place; the other ranks' tensors are unchanged."""
         self._arrive()
-        is_root = self.rank == root
-        if self._uses_buffers:
-            act = partial(host_collectives.reduce, self._comm, root=root, op=op)
-            self._stage([Piece(tensor, True, is_root)], lambda parts: act(parts[0]))
-            return
         host = to_host(tensor)
         host_collectives.reduce(self._comm, host, root, op)
-        if is_root:
+        if self.rank == root:
             from_host(host, tensor)
 
     def sum_sparse(self, tensor: torch.Tensor) -> None:
@@ -124,11 +103,6 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        if self._uses_buffers and not nonblocking.is_short_reduction(output):
-            gathered = contiguous(output)
-            self._exchange([tensor] * self.size, gathered.view(-1).split(tensor.numel()))
-            from_host(gathered, output)
-            return
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
         if nonblocking.use_nonblocking_all_gather(self._comm, host):
@@ -156,13 +130,6 @@ class HostOperations:
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
         """Reduce `pieces[r]` into `output` on rank r."""
         self._arrive()
-        if self._uses_buffers:
-
-            def act(parts: list[torch.Tensor]) -> None:
-                pairwise.reduce_scatter(self._comm, parts[-1], parts[:-1], op)
-
-            self._stage([*map(_read, pieces), _written(output)], act)
-            return
         host = to_host(output, read=False)
         parts = [to_host(piece).view(-1) for piece in pieces]
         pairwise.reduce_scatter(self._comm, host.view(-1), parts, op)
@@ -172,9 +139,6 @@ class HostOperations:
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
-        if self._uses_buffers and not nonblocking.is_short_reduction(tensor):
-            self.reduce_scatter(output, contiguous(tensor).view(-1).split(output.numel()), op)
-            return
         host, source = to_host(output, read=False), to_host(tensor)
         if nonblocking.is_short_reduction(source):
             wide_source = separate(op.in_supported_dtype(source), host)
@@ -201,74 +165,21 @@ class HostOperations:
         sent_counts: Sequence[int],
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
-        if self._uses_buffers:
-            whole = contiguous(output)
-            pieces = contiguous(tensor).view(-1).split([*sent_counts])
-            self._exchange(pieces, whole.view(-1).split([*received_counts]))
-            from_host(whole, output)
-            return
         host, source = to_host(output, read=False), to_host(tensor)
         request = nonblocking.all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
         from_host(host, output)
 
-    @property
-    def _uses_buffers(self) -> bool:
-        """Whether tensors cross in the relay's buffers; the same on every rank."""
-        return self._relay.has_accelerators and self.size > 1
-
     def _exchange(
         self, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
     ) -> None:
         self._arrive()
+        # One copy of each, as a gather sends the same tensor to all ranks.
+        copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
+        sources = [None if piece is None else copies[id(piece)] for piece in sent]
         received = received or [None] * self.size
-        if not self._uses_buffers:
-            hosts = [None if piece is None else to_host(piece, read=False) for piece in received]
-            pairwise.exchange(self._comm, _on_host(sent), hosts)
-            for host, piece in zip(hosts, received, strict=True):
-                if host is not None and piece is not None:
-                    from_host(host, piece)
-            return
-        sources = list({id(piece): piece for piece in sent if piece is not None}.values())
-        places = {id(piece): place for place, piece in enumerate(sources)}
-        targets = [piece for piece in received if piece is not None]
-
-        def act(parts: list[torch.Tensor]) -> None:
-            arriving = iter(parts[len(sources) :])
-            pairwise.exchange(
-                self._comm,
-                [None if piece is None else parts[places[id(piece)]] for piece in sent],
-                [None if piece is None else next(arriving) for piece in received],
-            )
-
-        self._stage([*map(_read, sources), *map(_written, targets)], act)
-
-    def _stage(self, pieces: Sequence[Piece], act: Callable[[list[torch.Tensor]], None]) -> None:
-        """Call `act` with flat parts of tensors in host memory, listed as the pieces. Collective.
-
-        Args:
-            pieces: of any shape and strides.
-            act: as in `Relay.stage`.
-        """
-        dense = [contiguous(piece.tensor) for piece in pieces]
-        flat = [
-            piece._replace(tensor=each.view(-1)) for piece, each in zip(pieces, dense, strict=True)
-        ]
-        self._relay.stage(self._comm, flat, act)
-        for piece, each in zip(pieces, dense, strict=True):
-            if piece.is_written:
-                from_host(each, piece.tensor)
-
-
-def _read(tensor: torch.Tensor) -> Piece:
-    return Piece(tensor, is_read=True, is_written=False)
-
-
-def _written(tensor: torch.Tensor) -> Piece:
-    return Piece(tensor, is_read=False, is_written=True)
-
-
-def _on_host(sent: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return tensors in host memory, one copy of each."""
-    copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
-    return [None if piece is None else copies[id(piece)] for piece in sent]
+        targets = [None if piece is None else to_host(piece, read=False) for piece in received]
+        pairwise.exchange(self._comm, sources, targets)
+        for target, piece in zip(targets, received, strict=True):
+            if target is not None and piece is not None:
+                from_host(target, piece)

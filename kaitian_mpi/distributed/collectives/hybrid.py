@@ -146,7 +146,7 @@ class HybridOperations(HostOperations):
                 # On the host, because devices may differ in the last bit of a division.
                 op.divide_average(chunk, size)
 
-            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, op, precision)
+            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, precision.dtype)
         with part("gather in the group"):
             group.gather_pieces(tensor, shares)
 

@@ -9,15 +9,15 @@ from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
-from kaitian_mpi.distributed.collectives.collective import Collective, LibraryCollective, Tensors
-from kaitian_mpi.distributed.collectives.detail_check import AgreementCheck
+from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
-from kaitian_mpi.distributed.collectives.observation import is_observed, observed
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
-from kaitian_mpi.distributed.collectives.work import Finished
+from kaitian_mpi.distributed.collectives.work import Finished, Queued
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import RankLostError, UnsupportedError
 from kaitian_mpi.observe.timeline import recorder
@@ -40,22 +40,19 @@ class Router:
         hybrid: HybridOperations,
         worker: Worker,
         streams: SideStreams,
-        check: AgreementCheck | None,
         label: GroupLabel = NO_LABEL,
         check_devices: Callable[[Tensors], None] = lambda _: None,
     ) -> None:
         """Choose the routes for the group's ranks.
 
-        A library works on copies of the caller's tensors on `streams`; `check` compares the ranks'
-        calls, if that is needed; `check_devices` is given the tensors of each call.
+        A library works on copies of the caller's tensors on `streams`; `check_devices` is given the
+        tensors of each call.
         """
         has_one_group = len(hybrid.comms.groups) == 1
         self._library = library if has_one_group and library.is_present else None
         self._host = host if has_one_group else hybrid
-        self._rank, self._size = host.rank, host.size
         self._worker = worker
         self._streams = streams
-        self._check = check
         self._label = label
         self._check_devices = check_devices
         self._numbers = count(1)
@@ -64,11 +61,9 @@ class Router:
         """Start a collective, which runs after those started before it.
 
         Raises:
-            UnsupportedError: its arguments do not match, a tensor is sparse, or the reduction is
-                not supported.
+            UnsupportedError: a tensor is sparse, or the reduction is not supported.
             CollectiveError: it failed in the caller's thread.
         """
-        collective.check(self._rank, self._size)
         result = collective.result
         for tensor in result:
             if tensor.layout is not torch.strided and not collective.takes_sparse:
@@ -80,13 +75,16 @@ class Router:
             return Finished(result)  # no data to move; torch's other backends do the same
         self._check_devices(result)
         number = next(self._numbers)
-        if is_observed():
-            start = partial(self._start, collective, result, number)
-            return observed(collective.name, collective.operator, start)
-        return self._start(collective, result, number)
+        if not _profiler_enabled():
+            return self._start(collective, result, number)
+        with profile_record(collective.name) as record:
+            work = self._start(collective, result, number)
+            if isinstance(work, Queued):
+                work.end_with(record)
+        return work
 
     def _start(self, collective: Collective, result: Tensors, number: int) -> Work:
-        if self._library is not None and isinstance(collective, LibraryCollective):
+        if self._library is not None and collective.on_library is not None:
             dtypes = [tensor.dtype for tensor in result]
             group = self._library.group_for(collective.name, dtypes, collective.op)
             if group is not None:
@@ -94,41 +92,30 @@ class Router:
         call = collective.on_host(self._host)
         if recorder.current is not None:
             call = self._recorded(call, collective, number)
-        if self._check is not None:
-            call = self._check.before(call, collective)
         is_async = collective.options.asyncOp
         return self._worker.run(collective.name, call, result, is_async, collective)
 
     def _start_on_library(
-        self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
+        self, collective: Collective, result: Tensors, number: int, group: VendorGroup
     ) -> Work:
+        is_async = collective.options.asyncOp
         try:
-            return self._call_library(collective, result, number, group)
+            # Queued collectives use host memory and maybe the same tensors, so they finish first.
+            self._worker.drain(collective.name)
+            # In the caller's thread, because a vendor's library must be called for all groups in
+            # the same order on every rank.
+            start: Callable[[], VendorCall] = partial(group.start, collective)
+            if recorder.current is not None:
+                start = self._recorded(start, collective, number, algorithm="vendor")
+            if group.can_use_in_place(collective):
+                return start().work
+            with self._streams.after_caller(collective):
+                call = start()
+            return self._worker.run(collective.name, call.finish, result, is_async)
         except RankLostError:
-            if not (self._worker.records_losses and collective.options.asyncOp):
+            if not (self._worker.records_losses and is_async):
                 raise
             return Finished(result)  # the worker is broken, as after a queued collective's loss
-
-    def _call_library(
-        self, collective: LibraryCollective, result: Tensors, number: int, group: VendorGroup
-    ) -> Work:
-        name = collective.name
-        # Queued collectives use host memory and maybe the same tensors, so they finish first.
-        if self._check is None:
-            self._worker.drain(name)
-        else:
-            compare = partial(self._check.compare, collective)
-            self._worker.run(name, compare, [], in_background=False).wait()
-        # In the caller's thread, because a vendor's library must be called for all groups in the
-        # same order on every rank.
-        start: Callable[[], VendorCall] = partial(group.start, collective)
-        if recorder.current is not None:
-            start = self._recorded(start, collective, number, algorithm="vendor")
-        if group.can_use_in_place(collective):
-            return start().work
-        with self._streams.after_caller(collective):
-            call = start()
-        return self._worker.run(name, call.finish, result, collective.options.asyncOp)
 
     def _recorded(
         self, call: Callable[[], Result], collective: Collective, number: int, **args: str
@@ -139,8 +126,13 @@ class Router:
             collective.name,
             self._label,
             number,
-            rank=self._rank,
-            ranks=self._size,
+            rank=self._host.rank,
+            ranks=self._host.size,
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in collective.result),
             **args,
         )
+
+
+def profile_record(name: str) -> record_function:
+    """Return a context manager that profiles show as an operation of the backend."""
+    return record_function(f"kaitian:{name}")

@@ -17,6 +17,9 @@ NO_STREAMS: Streams = nullcontext()
 """For tensors on the host."""
 
 
+_MAX_PINNED_BYTES = 64 << 20  # torch keeps page-locked memory, which is scarce
+
+
 class SideStreams:
     """Streams on which a thread other than the caller's works on tensors of an accelerator.
 
@@ -138,7 +141,7 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
     """
     if tensor.is_cpu and is_plain(tensor):
         return tensor.detach() if tensor.requires_grad else tensor
-    pins = device_of(tensor.device).pins_memory
+    pins = device_of(tensor.device).pins_memory and tensor.nbytes <= _MAX_PINNED_BYTES
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
     if read:
         host.copy_(tensor.detach())  # blocking: MPI reads as soon as this returns

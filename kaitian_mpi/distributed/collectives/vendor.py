@@ -31,7 +31,7 @@ from kaitian_mpi.runtime.polling import wait_until
 
 if TYPE_CHECKING:
     from kaitian_mpi.devices import Device
-    from kaitian_mpi.distributed.collectives.collective import LibraryCollective
+    from kaitian_mpi.distributed.collectives.collective import Collective
     from kaitian_mpi.mpi.datatypes import Reduction
     from kaitian_mpi.mpi.store import MPIStore
     from kaitian_mpi.mpi.topology import GroupComms
@@ -179,7 +179,7 @@ class VendorGroup:
         if size > 1:
             self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
-    def can_use_in_place(self, collective: LibraryCollective) -> bool:
+    def can_use_in_place(self, collective: Collective) -> bool:
         return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
 
     def usable(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class VendorGroup:
         """
         return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
 
-    def start(self, collective: LibraryCollective) -> VendorCall:
+    def start(self, collective: Collective) -> VendorCall:
         """Start a collective; its tensors may be on any device."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the library's, the own
 
@@ -199,8 +199,13 @@ class VendorGroup:
             return copies[id(tensor)][0]
 
         with self._calling(collective.name), _asking_for_a_work(collective.options):
-            call = collective.on_tensors(usable)
-            works = [_copy_alone(call)] if self.size == 1 else call.on_library(self._backend)
+            outputs = _changed(collective.outputs, usable)
+            inputs = _changed(collective.inputs, usable)
+            if self.size == 1:
+                works = [_copy_alone(outputs, inputs, collective.op)]
+            else:
+                assert collective.on_library is not None
+                works = collective.on_library(self._backend, outputs, inputs)
         self._last = works[-1] if works else None
         written = {id(tensor) for tensor in collective.result}
         results = [pair for key, pair in copies.items() if key in written]
@@ -276,11 +281,18 @@ class VendorGroup:
         return tensor.device.type == self._device.type and is_plain(tensor)
 
 
-def _copy_alone(collective: LibraryCollective) -> Work:
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return lists of any depth with each tensor replaced by `change(tensor)`."""
+    return (
+        change(value) if isinstance(value, torch.Tensor) else [_changed(v, change) for v in value]
+    )
+
+
+def _copy_alone(outputs: Any, inputs: Any, op: Any) -> Work:
     """Carry out a collective of one rank: copy what it reads to what it writes."""
-    outputs, inputs = tensors_in(collective.outputs), tensors_in(collective.inputs)
-    if collective.op == dist.ReduceOp.PREMUL_SUM:
-        factor = collective.op.__getstate__()[1]
+    outputs, inputs = tensors_in(outputs), tensors_in(inputs)
+    if op == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
         inputs = [tensor.detach() * factor for tensor in inputs or outputs]
     if inputs:
         with writing(outputs) or nullcontext():

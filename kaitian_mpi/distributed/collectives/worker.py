@@ -105,18 +105,6 @@ class Worker:
         if self.broken is not None:
             raise _broken_error(name, self.broken)
 
-    def run_beside(self, name: str, method: Callable[..., None], *arguments: Any) -> None:
-        """Call `method` at once in the caller's thread, whatever is queued.
-
-        Raises:
-            RankLostError: a rank is lost.
-        """
-        try:
-            method(*arguments)
-        except Exception as error:
-            self._check_for_loss(name, error)
-            raise
-
     def fail(self, error: CollectiveError) -> None:
         """Make all later collectives fail: something else in the group has failed."""
         self.broken = self.broken or error

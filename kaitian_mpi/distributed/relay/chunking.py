@@ -74,11 +74,6 @@ def longest_chunk(memory_mb: int) -> int:
     return 2 ** int(math.log2((memory_mb << 20) // COUNT))
 
 
-def agree_on_longest_chunk(comm: MPI.Comm, memory_mb: int) -> int:
-    """Return the longest chunk for which every rank has the memory. Collective over `comm`."""
-    return min(gather_values(comm, longest_chunk(memory_mb)))
-
-
 def agree_on_pace(
     comm: MPI.Comm, memory_mb: int, stages: Callable[[int], list[Callable[[], None]]]
 ) -> Pace:
@@ -92,7 +87,8 @@ def agree_on_pace(
     """
     slowest = [max(map(_seconds, stages(size))) for size in SIZES]
     small, large = map(max, zip(*gather_values(comm, slowest), strict=True))
-    return Pace(half_performance_bytes((small, large)), agree_on_longest_chunk(comm, memory_mb))
+    limits = gather_values(comm, longest_chunk(memory_mb))
+    return Pace(half_performance_bytes((small, large)), min(limits))
 
 
 def _seconds(stage: Callable[[], None]) -> float:

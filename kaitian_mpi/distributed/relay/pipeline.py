@@ -39,11 +39,6 @@ class Slot:
         """Return the memory as a flat host tensor of a chunk's length and dtype."""
         return self.memory[: chunk.nbytes].view(chunk.dtype)
 
-    def wait(self) -> None:
-        if self.free is not None:
-            self.free.synchronize()
-            self.free = None
-
 
 class Slots:
     """The buffers for the copies of one device.
@@ -81,16 +76,10 @@ class Slots:
         if self._slot_bytes <= chunk_bytes:
             return
         for slot in self._ring:
-            slot.wait()
+            if slot.free is not None:
+                slot.free.synchronize()
         self._ring.clear()
         self._slot_bytes = 0
-
-    def take_all(self, pieces: int, slot_bytes: int) -> list[torch.Tensor]:
-        """Return the memory of up to `pieces` slots, once the device is done with it."""
-        self.provide(pieces, slot_bytes)
-        for slot in self._ring:
-            slot.wait()
-        return [slot.memory for slot in self._ring]
 
     def take(self) -> Slot:
         """Return the slot that was used the longest ago."""
