@@ -40,7 +40,6 @@ class CudaDevice(Accelerator):
     kind = torch_type = "cuda"
     vendor_backend = "nccl"
     library = "NCCL"
-    mpi_query = "MPIX_Query_cuda_support"
     pins_memory = True
     futures_handle_streams = True
     moved = REDUCED | BYTES
@@ -94,7 +93,6 @@ class RocmDevice(CudaDevice):
 
     kind = "rocm"
     library = "RCCL"
-    mpi_query = "MPIX_Query_rocm_support"
 
     @property
     def visibility(self) -> tuple[str, ...]:

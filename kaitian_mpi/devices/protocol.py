@@ -106,9 +106,6 @@ class Device:
     run_on_hardware = ""
     """On what the kind has been run, such as `NVIDIA H100, 2026-11-22`; empty: not on hardware."""
 
-    mpi_query = ""
-    """The function by which an MPI library says that it can access the devices' memory."""
-
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether the vendor's library can move or reduce tensors of a dtype.
 
