@@ -18,7 +18,7 @@ _MAX_SEC = 2.0
 _FEW = 4  # whole numbers that are shown: a class, a length
 
 
-def digest_samples(data: Any) -> list[tuple[str, str]]:
+def digest_samples(data: Any, count: int = _MAX_SAMPLES) -> list[tuple[str, str]]:
     """Return a description and a digest of each of a few samples, spread over the dataset.
 
     The description holds structure, shapes, dtypes, and numbers such as classes, which must be
@@ -28,9 +28,9 @@ def digest_samples(data: Any) -> list[tuple[str, str]]:
 
     Args:
         data: returns a batch when indexed by a list of sample indices.
+        count: the most samples.
     """
-    length = len(data)
-    count = min(length, _MAX_SAMPLES)
+    length, count = len(data), min(len(data), count)
     # Both ends first: if hosts list files in a different order or number, these likely differ.
     spread = [number * (length - 1) // max(count - 1, 1) for number in range(count)]
     began = time.monotonic()
@@ -42,78 +42,45 @@ def digest_samples(data: Any) -> list[tuple[str, str]]:
     return digests
 
 
-def describe_sample(data: Any) -> str:
-    """Return the structure, shapes and dtypes of a dataset's first sample."""
-    with _fixed_random_numbers():
-        leaves = list(_leaves(_sample(data, 0)))
-    return ", ".join(_kind(leaf) for leaf in leaves)
-
-
 def _digest(data: Any, index: int) -> tuple[str, str]:
+    single = getattr(data, "one", None)  # a user's dataset may count the samples it is asked for
     with _fixed_random_numbers():
         try:
-            sample = _sample(data, index)
+            sample = single(index) if single is not None else data[[index]]
         except Exception as error:  # user code may raise anything; training will raise it too
             return f"sample {index} raises {type(error).__name__}", ""
     texts, bits = [], hashlib.sha256()
     for leaf in _leaves(sample):
-        text, content = _describe(leaf)
+        text = str(leaf) if isinstance(leaf, str | int) else type(leaf).__name__
+        if isinstance(leaf, torch.Tensor | np.ndarray | np.generic):
+            tensor = torch.as_tensor(leaf).detach().cpu().contiguous()
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            text = f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
+            if tensor.numel() <= _FEW and not (tensor.is_floating_point() or tensor.is_complex()):
+                text += f" {tensor.flatten().tolist()}"
+            bits.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, float):
+            bits.update(repr(leaf).encode())
         texts.append(text)
-        bits.update(content)
     return f"sample {index}: {', '.join(texts)}", bits.hexdigest()[:16]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of a batch of any structure, in an order that is the same everywhere."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield str(key)
-            yield from _leaves(value[key])
-    elif isinstance(value, list | tuple):
+        value = [part for key in sorted(value, key=str) for part in (str(key), value[key])]
+    if isinstance(value, list | tuple):
         for part in value:
             yield from _leaves(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name))
     else:
         yield value
 
 
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor | np.ndarray):
-        return f"{'x'.join(map(str, leaf.shape))} {leaf.dtype}"
-    return type(leaf).__name__
-
-
-def _describe(leaf: Any) -> tuple[str, bytes]:
-    """Return a text that must be equal on all hosts, and bits that need not be."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        leaf = torch.as_tensor(leaf)
-    if isinstance(leaf, torch.Tensor):
-        plain = leaf.detach().cpu().contiguous()
-        shape = "x".join(map(str, plain.shape)) or "scalar"
-        text = f"{shape} {str(plain.dtype)[6:]}"
-        whole = not plain.is_floating_point() and not plain.is_complex()
-        if whole and plain.numel() <= _FEW:
-            return f"{text} {plain.flatten().tolist()}", b""
-        return text, plain.flatten().view(torch.uint8).numpy().tobytes()
-    if isinstance(leaf, str | int | bool):
-        return repr(leaf), b""
-    return type(leaf).__name__, repr(leaf).encode() if isinstance(leaf, float) else b""
-
-
-def _sample(data: Any, index: int) -> Any:
-    # A user's dataset may count the samples that it is asked for in batches.
-    single = getattr(data, "one", None)
-    return single(index) if single is not None else data[[index]]
-
-
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    """Seed torch, numpy and Python inside the block, and restore their state afterwards.
-
-    Of torch's generators, only the CPU's: data is made there.
-    """
+    """Seed torch's CPU generator, numpy and Python inside the block; restore them afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -15,7 +15,7 @@ import torch
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import json_bytes, replacing
-from kaitian_mpi.train.data.sample_digest import describe_sample
+from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, Workload, max_share
 from kaitian_mpi.train.setup import describe_model
 
@@ -39,7 +39,7 @@ class BenchmarkCache:
             "threads": world.threads,
             "pace": world.device_kind.pace.factor,
             "model": f"{task.name}, {describe_model(task.model)}",
-            "sample": describe_sample(setup.train),
+            "sample": digest_samples(setup.train, 1)[0][0],
             "precision": config.precision,
             "memory_format": config.memory_format,
             "batches": [max_share(config), config.micro_batch_size],
