@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.buckets import ReadyMark
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
+from kaitian_mpi.distributed.sync_batch_norm import participate
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import warn_rank_0
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
@@ -32,8 +30,6 @@ from kaitian_mpi.train.step_exchange import StepExchange
 from kaitian_mpi.train.task import Task
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
-_SAMPLES_OF_STATISTICS = 256
-_STEPS_TO_WARN = 5
 
 
 class Loop:
@@ -80,7 +76,6 @@ class Loop:
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._ready = ReadyMark(world.device_kind.mark, self._pace.catch_up)
         self._gradients = self._reducer()
-        self._steps_of_weight_0 = 0
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
@@ -284,7 +279,6 @@ class Loop:
         self._gradients.finish()
         is_finite = self._gradients.is_finite()
         mean_loss = self._gradients.number if self._loss_travels else step.mean_loss()
-        self._watch_weights(step)
         if step.own_samples == 0:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
@@ -309,16 +303,6 @@ class Loop:
             data_sec=step.data_sec,
         )
 
-    def _watch_weights(self, step: StepInProgress) -> None:
-        """Warn, once, if the task's weights leave nothing to learn from."""
-        self._steps_of_weight_0 = self._steps_of_weight_0 + 1 if step.counts_nothing else 0
-        if self._steps_of_weight_0 == _STEPS_TO_WARN:
-            warn_rank_0(
-                self.world,
-                f"Task: weight returned 0 for every batch of {_STEPS_TO_WARN} steps in a row, so "
-                "nothing was learned; return how many terms the mean in the loss is over",
-            )
-
     def _zero_gradients(self) -> None:
         """Leave nothing of the gradients but that there are some."""
         for parameter in self.state.model.parameters():
@@ -326,15 +310,9 @@ class Loop:
                 parameter.grad.zero_()
 
     def evaluate(self) -> Evaluation:
-        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
-
-        Statistics that lag behind the weights are recomputed first; not so in the open form,
-        in which only the script knows how to compute a batch.
-        """
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any."""
         shares = self.sampler.batch_sizes
         self.state.save()
-        if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
-            self._recompute_statistics()
         enter_phase("the statistics of batch norm", waits=True)
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = Evaluation({})
@@ -356,33 +334,9 @@ class Loop:
         self._commit_unit()
         return result
 
-    @torch.no_grad()
-    @local_statistics()
-    def _recompute_statistics(self) -> None:
-        """Recompute batch norm's statistics from the epoch's first samples and current weights.
-
-        As the training computes them, dropout included; its random numbers are not used up.
-        """
-        self._set_epoch()
-        count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
-        shares = list(self.sampler.first_shares(count))
-        statistics, device = self.state.statistics, self._computation.device
-        statistics.before_step(0, sum(map(len, shares)), count)
-        devices = [] if device_of(device).is_host else [device]
-        with torch.random.fork_rng(devices, device_type=device.type):
-            for indices in filter(None, shares):
-                enter_phase("getting a batch")
-                for part in self._loader.data[self._share(indices)]:
-                    batch = self.place(part)
-                    enter_phase("forward")
-                    self._computation.loss(self._task, self.state.model, batch)
-
-    def _set_epoch(self) -> None:
+    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
         set_epoch_of(self._setup.train, self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
-
-    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
-        self._set_epoch()
         self.sampler.position = self.progress.position
         return self._loader.load(self._share(indices) for indices in self.sampler)
 

@@ -127,11 +127,6 @@ class StepInProgress:
         """Start to sum the ranks' weights, if they are not their samples. Collective."""
         self._fraction = Fraction(self.own_weight)
 
-    @property
-    def counts_nothing(self) -> bool:
-        """Whether the weights of all ranks are 0; waits for their sum."""
-        return not self._fraction.total
-
     def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         """Return what a micro-batch adds to the mean loss over this rank's share."""
         weight = self.weights[index]

@@ -222,12 +222,6 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(world, folder, is_open
     assert relative(resumed, expected) < 1e-12
 
 
-def test_a_weight_that_is_always_0_is_told_once(world, capsys):
-    train(world, regression(weight=lambda batch: 0), max_steps=12)
-    told = capsys.readouterr().out.count("weight returned 0 for every batch")
-    assert told == (world.rank == 0)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
