@@ -6,8 +6,6 @@ pipe and kills the rank when it hangs, which MPI and the launcher do notice.
 
 from __future__ import annotations
 
-import fcntl
-import itertools
 import logging
 import math
 import os
@@ -29,8 +27,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_HEARTBEAT_SEC = 1.0
 _HEARTBEATS_PER_LIMIT = 8
-# Room for 2,000 phases a second until the next read, at most 1 s later.
-_PIPE_BYTES = 1 << 18
 _MAX_PHASE_LENGTH = 200  # characters: a short line is written whole or not at all
 _CLOSE_SEC = 0.5
 
@@ -85,11 +81,7 @@ class Watchdog:
     def __init__(self, name: str, limit_sec: float, *, follow_launcher: bool = True) -> None:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux
-            with suppress(OSError):  # limited per user; the default of 64 KB works as well
-                fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._serial = itertools.count()
-        self._phase_lock = threading.Lock()
+        self._lock = threading.Lock()  # so that the last line in the pipe is the newest
         self._woken = threading.Event()
         self._closed = False
         self._set_limit(limit_sec)
@@ -122,7 +114,7 @@ class Watchdog:
         """
         now = time.monotonic()
         allowed = None if limited else math.inf
-        with self._phase_lock:
+        with self._lock:
             self.phase = Phase(phase[:_MAX_PHASE_LENGTH], step, now, waits, allowed)
             self._report(now)
 
@@ -134,14 +126,14 @@ class Watchdog:
             allowed_sec: the longest time it may last from now on, as in `Phase`.
         """
         now = time.monotonic()
-        with self._phase_lock:
+        with self._lock:
             if self.phase is phase:
                 self.phase = phase._replace(since=now, allowed_sec=allowed_sec)
                 self._report(now)
 
     def set_limit(self, limit_sec: float) -> None:
         """Change the limit, for the current phase too. From the thread that calls `enter`."""
-        with self._phase_lock:
+        with self._lock:
             self._set_limit(limit_sec)
             self._report(time.monotonic())
         self._woken.set()  # the next heartbeat may be due sooner
@@ -171,23 +163,16 @@ class Watchdog:
         name, step, since, waits, allowed = self.phase
         allowed = self.limit_sec if allowed is None else allowed
         number = "" if step is None else step
-        times = f"{self.limit_sec} {since:.3f} {waits:d} {allowed}"
-        self._state = f"{next(self._serial)} {times} {number} {name}"
-        self._write(now, self._state)
+        line = f"{now:.3f} {self.limit_sec} {since:.3f} {allowed} {waits:d} {number} {name}\n"
+        with suppress(OSError):  # a full pipe or a dead reader: training continues
+            os.write(self._writer, line.encode(errors="replace"))
 
     def _send_heartbeats(self) -> None:
         while not self._closed:
-            # Each heartbeat repeats the phase, in case the pipe was full when it started.
-            self._write(time.monotonic(), self._state)
+            with self._lock:
+                self._report(time.monotonic())  # also in case the pipe was full when it started
             self._woken.wait(self.interval_sec)
             self._woken.clear()
-
-    def _write(self, now: float, state: str) -> None:
-        # Ignore a full pipe or a dead reader: training continues.
-        try:
-            os.write(self._writer, f"{now:.3f} {state}\n".encode(errors="replace"))
-        except OSError:
-            return
 
 
 def _start_process(name: str, reader: int, launcher: int) -> subprocess.Popen[bytes]:

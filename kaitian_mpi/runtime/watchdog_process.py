@@ -1,11 +1,7 @@
 """The watchdog process, which kills a rank that hangs.
 
 Started by `watchdog.py`, by path and without site packages, and with few imports of the standard
-library (no typing, no contextlib), so that it starts in 15 ms and stays small::
-
-    python -I -S watchdog_process.py kaitian-watchdog NAME RANK_PID LAUNCHER_PID < pipe
-
-LAUNCHER_PID is 0 if the launcher is not to be watched.
+library (no typing, no contextlib), so that it starts in 15 ms and stays small.
 """
 
 from __future__ import annotations
@@ -34,46 +30,31 @@ class Report:
 
     Attributes:
         beat: when the line was written: the heartbeat.
-        serial: increases with each phase or limit.
         limit: the longest time without a heartbeat, and for which most phases may last, in seconds.
         since: when the phase started.
         waits: whether the rank waits for other ranks and so is not itself at fault.
         allowed: the longest time this phase may last, in seconds; infinite for one without a limit.
         where: the phase in words, with its step.
+        nap: seconds between two checks of the rank.
     """
 
     def __init__(self, line: bytes) -> None:
-        beat, serial, limit, since, waits, allowed, step, phase = line.split(b" ", 7)
-        self.beat, self.serial = float(beat), int(serial)
-        self.limit, self.since = float(limit), float(since)
-        self.waits, self.allowed = waits == b"1", float(allowed)
+        *numbers, waits, step, phase = line.split(b" ", 6)
+        self.beat, self.limit, self.since, self.allowed = map(float, numbers)
+        self.waits = waits == b"1"
         words = phase + b" of step " + step if step else phase
         self.where = words.decode(errors="replace")
+        self.nap = min(_MAX_NAP_SEC, self.limit / _NAPS_PER_LIMIT)
         if not self.limit > 0:
             raise ValueError(f"a limit of {self.limit} s is not positive")
 
-    @property
-    def nap(self) -> float:
-        """Seconds between two checks of the rank."""
-        return min(_MAX_NAP_SEC, self.limit / _NAPS_PER_LIMIT)
-
 
 def newest_report(known: Report | None, lines: list[bytes]) -> Report | None:
-    """Return the newest report after reading more lines; malformed lines are ignored.
-
-    The last two lines suffice: one thread writes the phases and another the heartbeats, so that
-    at most the very last line, a heartbeat, repeats a phase that has ended.
-    """
-    for line in lines[-2:]:
-        try:
-            received = Report(line)
-        except ValueError:
-            continue
-        if known is not None:
-            received.beat = known.beat = max(known.beat, received.beat)
-        if known is None or received.serial > known.serial:
-            known = received
-    return known
+    """Return the newest report after reading more lines; a malformed one is ignored."""
+    try:
+        return Report(lines[-1]) if lines else known
+    except ValueError:
+        return known
 
 
 def kill_reason(now: float, report: Report, restarted: float, state: str = "") -> str | None:
@@ -126,42 +107,19 @@ def parse_stat(stat: bytes) -> tuple[str, int]:
     return state.decode(), int(parent)
 
 
-class Pipe:
-    """The pipe's read end: returns whole lines without blocking."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._descriptor = descriptor
-        self._rest = b""
-        self._poll = select.poll()
-        # No event requested: only a closed pipe wakes us, not each of a thousand lines a second.
-        self._poll.register(descriptor, 0)
-
-    def nap(self, nap_sec: float) -> None:
-        """Sleep for this time, or until the pipe is closed."""
-        self._poll.poll(nap_sec * 1000)
-
-    def read_lines(self) -> list[bytes] | None:
-        """Return the lines that have arrived; None if the pipe is closed."""
-        text = self._rest
-        try:
-            while chunk := os.read(self._descriptor, _READ_BYTES):
-                text += chunk
-        except BlockingIOError:
-            *lines, rest = text.split(b"\n")
-            self._rest = rest[-_MAX_LINE_BYTES:]
-            return lines
-        return None
-
-
 class Watch:
-    """Watches one rank, this process's parent."""
+    """Watches one rank, this process's parent, which writes to `pipe`."""
 
-    def __init__(self, name: str, rank: int, launcher: int, pipe: Pipe) -> None:
+    def __init__(self, name: str, rank: int, launcher: int, pipe: int) -> None:
         self._name, self._rank, self._launcher, self._pipe = name, rank, launcher, pipe
         self._report: Report | None = None
         self._checked = self._restarted = time.monotonic()
         self._nap = 0.0
+        self._rest = b""
+        os.set_blocking(pipe, False)
+        self._poll = select.poll()
+        # No event requested: only a closed pipe wakes us, not each of a thousand lines a second.
+        self._poll.register(pipe, 0)
 
     def run(self) -> None:
         """Watch until the rank has exited or been killed."""
@@ -173,10 +131,10 @@ class Watch:
 
     def _rank_is_alive(self) -> bool:
         """Sleep and read; return whether the rank is still alive."""
-        self._pipe.nap(self._nap)
+        self._poll.poll(self._nap * 1000)
         # Taken before reading: if this process is stopped right here, the rank only seems newer.
         now = time.monotonic()
-        lines = self._pipe.read_lines()
+        lines = self._read_lines()
         # A forked worker of the rank may hold the pipe's other end open.
         if lines is None or os.getppid() != self._rank:
             return False
@@ -186,54 +144,57 @@ class Watch:
             self._restarted = now
         return True
 
+    def _read_lines(self) -> list[bytes] | None:
+        """Return the lines that have arrived; None if the pipe is closed."""
+        text = self._rest
+        try:
+            while chunk := os.read(self._pipe, _READ_BYTES):
+                text += chunk
+        except BlockingIOError:
+            *lines, rest = text.split(b"\n")
+            self._rest = rest[-_MAX_LINE_BYTES:]
+            return lines
+        return None
+
     def _check(self) -> str | None:
         """Return why the rank has to be killed, or None."""
         if self._report is None:
             self._nap = _MAX_NAP_SEC / _NAPS_PER_LIMIT
             return None
         self._nap = self._report.nap
-        state, launcher = self._read_stat()
+        try:
+            with open(f"/proc/{self._rank}/stat", "rb") as file:
+                state, launcher = parse_stat(file.read())
+        except (OSError, ValueError):
+            state, launcher = "", self._launcher
         if self._launcher and launcher != self._launcher:
             return f"its launcher has exited, last in {self._report.where}"
         return kill_reason(self._checked, self._report, self._restarted, state)
 
-    def _read_stat(self) -> tuple[str, int]:
-        try:
-            with open(f"/proc/{self._rank}/stat", "rb") as file:
-                return parse_stat(file.read())
-        except (OSError, ValueError):
-            return "", self._launcher
-
     def _kill_rank(self, reason: str) -> None:
-        self._write_stderr(f"{self._name} killed by its watchdog: {reason}\n")
+        try:
+            # The rank must be killed in any case, even if stderr blocks.
+            if select.select([], [2], [], _MESSAGE_SEC)[1]:
+                text = f"{self._name} killed by its watchdog: {reason}\n"
+                os.write(2, text.encode(errors="surrogateescape"))
+        except (OSError, ValueError):
+            pass
         # The pid of a process that has exited may have been reused.
         if os.getppid() == self._rank:
             os.kill(self._rank, signal.SIGKILL)
 
-    def _write_stderr(self, line: str) -> None:
-        """Write to stderr, but give up if it blocks: the rank must be killed in any case."""
-        try:
-            if select.select([], [2], [], _MESSAGE_SEC)[1]:
-                os.write(2, line.encode(errors="surrogateescape"))
-        except (OSError, ValueError):
-            return
-
-
-def _name_process(name: str) -> None:
-    try:
-        with open("/proc/self/comm", "w") as file:
-            file.write(name)
-    except OSError:
-        return
-
 
 def main(program: str, name: str, rank: str, launcher: str) -> None:
-    """Watch the rank until it ends."""
+    """Watch the rank with this pid until it ends, and its launcher unless its pid is 0."""
     # A rank that ignores the launcher's signals is exactly what needs a watchdog.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    _name_process(program)
-    Watch(name, int(rank), int(launcher), Pipe(0)).run()
+    try:
+        with open("/proc/self/comm", "w") as file:
+            file.write(program)
+    except OSError:
+        pass
+    Watch(name, int(rank), int(launcher), 0).run()
 
 
 if __name__ == "__main__":

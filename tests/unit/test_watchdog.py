@@ -37,11 +37,9 @@ while True:
 """
 
 
-def report(
-    beat=0.0, serial=1, limit=60, since=0.0, waits=0, allowed=None, step="12", phase="forward"
-) -> bytes:
+def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phase="forward"):
     allowed = limit if allowed is None else allowed
-    return f"{beat} {serial} {limit} {since} {waits} {allowed} {step} {phase}".encode()
+    return f"{beat} {limit} {since} {allowed} {waits} {step} {phase}".encode()
 
 
 # decisions ------------------------------------------------------------------------------------
@@ -108,15 +106,9 @@ def test_an_undetected_stop_plus_a_beat_is_shorter_than_the_limit(limit):
     assert was_suspended(limit - min(1, limit / 8), known.nap, limit)
 
 
-def test_the_newest_report_counts_and_a_late_beat_of_an_older_phase_does_too():
-    known = newest_report(
-        None, [report(beat=1, serial=1), report(beat=2, serial=3, phase="backward")]
-    )
+def test_the_newest_report_counts():
+    known = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
     assert (known.where, known.beat) == ("backward of step 12", 2)
-    known = newest_report(known, [report(beat=3, serial=4, since=3), report(beat=2.9, serial=3)])
-    assert (known.serial, known.since, known.beat) == (4, 3, 3)
-    known = newest_report(known, [report(beat=4, serial=2, since=0)])
-    assert (known.serial, known.since, known.beat) == (4, 3, 4)
     assert newest_report(known, []) is known
 
 
@@ -130,7 +122,6 @@ def test_the_newest_report_counts_and_a_late_beat_of_an_older_phase_does_too():
         report(limit=0),
         report(limit=-1),
         report(limit="nan"),
-        report(serial="1.5"),
         report(beat="soon"),
     ],
 )
