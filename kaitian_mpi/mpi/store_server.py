@@ -184,7 +184,7 @@ class StoreServer:
             if self._lost or not self._thread.is_alive():
                 return True
             others = set(range(self._comm.size)) - self._departed - {self._comm.rank}
-        return not others or (is_enabled() and have_failed(self._comm, sorted(others)))
+        return not others or (is_enabled() and have_failed(self._comm, others))
 
     def _serve(self) -> None:
         try:

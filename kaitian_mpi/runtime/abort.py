@@ -6,7 +6,6 @@ Otherwise the other ranks would wait forever for the one that failed.
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import signal
 import socket
@@ -17,12 +16,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.runtime import shutdown, ulfm
+from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
 from kaitian_mpi.runtime.system import prctl
@@ -143,17 +142,16 @@ class _AbortHook:
 
 
 def _show(hook: _Hook, error: BaseException) -> None:
-    """Print an exception's traceback, by the script's own hook if it has one."""
+    """Show an exception: by the script's own hook, or else as a traceback with labelled lines."""
     text = "".join(traceback.format_exception(error))
-    if hook is not sys.__excepthook__:
-        # torch's own hook collects in the same way what this one prints, and would not get to it.
-        with redirect_stderr(io.StringIO()) as printed:
-            try:
-                hook(type(error), error, error.__traceback__)
-                text = ""
-            except BaseException as failure:
-                text += f"the script's sys.excepthook failed: {failure!r}"
-        text = printed.getvalue() + text
+    # torch's own hook shows a traceback as well.
+    if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch"):
+        try:
+            hook(type(error), error, error.__traceback__)
+        except BaseException as failure:  # it must not keep the job from ending
+            text += f"the script's sys.excepthook failed: {failure!r}"
+        else:
+            return
     write_labelled(text)
 
 
@@ -202,8 +200,8 @@ def _end_other_ranks(code: int) -> None:
     if is_mpi_running():
         from mpi4py import MPI
 
-        if shutdown.is_listening():
-            shutdown.exit_all_ranks(code)
+        if ulfm.is_listening():
+            ulfm.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
     end_job_before_mpi(os.environ, code)
 

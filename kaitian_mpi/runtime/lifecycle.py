@@ -10,10 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.runtime import RANK_VARIABLE, shutdown, ulfm
+from kaitian_mpi.runtime import RANK_VARIABLE, ulfm
 from kaitian_mpi.runtime.launcher import (
     different_mpi,
     is_from_srun,
@@ -73,8 +73,8 @@ def initialize_mpi() -> MPI.Intracomm:
     fault = different_mpi(launch.world_size, size, library, by_srun)
     if fault or (size == 1 and (fault := unlaunched(os.environ))):
         raise AgreedError("; ".join(fault))  # from the environment, which is alike on all ranks
-    if ulfm.is_enabled() and not shutdown.is_listening():
-        register_close(shutdown.start_listening(MPI.COMM_WORLD))
+    if ulfm.is_enabled() and not ulfm.is_listening():
+        register_close(ulfm.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 
 
@@ -86,14 +86,15 @@ def _ended_by_signals() -> Iterator[None]:
     only passes such a signal on, so ranks that wait for one that never comes would stay forever.
     """
     library = launched_by(os.environ)
-    handlers: dict[int, Callable[..., object] | int] = {}
+    handlers: dict[signal.Signals, Any] = {}
     in_main_thread = threading.current_thread() is threading.main_thread()
     if library is not None and not library.kills_soon and in_main_thread:
-        for stop in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(stop)
-            if handler is not None and handler != signal.SIG_IGN:
-                handlers[stop] = handler
-                signal.signal(stop, signal.SIG_DFL)
+        stops = (signal.SIGINT, signal.SIGTERM)
+        handlers = {
+            stop: signal.signal(stop, signal.SIG_DFL)
+            for stop in stops
+            if signal.getsignal(stop) not in (None, signal.SIG_IGN)
+        }
     try:
         yield
     finally:

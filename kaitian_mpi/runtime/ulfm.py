@@ -8,9 +8,13 @@ so that no rank keeps waiting in one for a rank that has left; then the survivor
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.mpi_libraries import survival_requested
 from kaitian_mpi.runtime.polling import wait_until
 
@@ -20,7 +24,10 @@ if TYPE_CHECKING:
     Comm = TypeVar("Comm", bound=MPI.Comm)
 
 _POLL_SEC = 0.01
+_LISTEN_SEC = 0.2
+_DELIVERY_SEC = 2.0
 
+_endings: MPI.Intracomm | None = None  # for the messages by which a rank ends the job
 _tracked: list[MPI.Comm] = []
 _shrunk = False
 
@@ -129,22 +136,92 @@ def has_survived_loss() -> bool:
     return _shrunk
 
 
+def have_failed(comm: MPI.Intracomm, ranks: Iterable[int]) -> bool:
+    """Return whether all these ranks of `comm` are known to be dead. Not collective."""
+    return set(ranks) <= set(lost_ranks(comm))
+
+
 def first_living_rank() -> int:
     """Return the lowest rank of MPI's world that is not known to be dead. Not collective."""
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
     if not is_enabled():
         return 0
-    dead = world.Get_failed()
-    places = MPI.Group.Translate_ranks(dead, list(range(dead.size)), world.group)
-    return min(set(range(world.size)).difference(places))
+    return min(set(range(MPI.COMM_WORLD.size)).difference(lost_ranks(MPI.COMM_WORLD)))
 
 
-def have_failed(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
-    """Return whether all these ranks of `comm` are known to be dead. Not collective."""
+def is_listening() -> bool:
+    """Return whether this rank listens for another one that ends the job."""
+    return _endings is not None
+
+
+def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
+    """Exit this process as soon as another rank ends the job. Collective over all ranks.
+
+    With fault tolerance, `MPI_Abort` ends only the rank that calls it, without notifying the
+    others: Open MPI treats only a rank killed by a signal as failed.
+
+    Returns:
+        A function that stops listening; to be called before MPI is finalized.
+    """
+    global _endings
+    _endings = world.Dup()
+    stop = threading.Event()
+    listener = threading.Thread(
+        target=_listen, args=(_endings, stop), name="kaitian-shutdown", daemon=True
+    )
+    listener.start()
+
+    def close() -> None:
+        stop.set()
+        listener.join()
+
+    return close
+
+
+def _listen(comm: MPI.Intracomm, stop: threading.Event) -> None:
     from mpi4py import MPI
 
-    dead = comm.Get_failed()
-    places = MPI.Group.Translate_ranks(comm.group, list(ranks), dead)
-    return MPI.UNDEFINED not in places
+    code = bytearray(1)
+    while not stop.wait(_LISTEN_SEC):
+        try:
+            if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
+                comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, tags.SHUTDOWN)
+                os._exit(code[0])
+        except MPI.Exception:  # a rank is lost: the others may still end the job
+            comm.Ack_failed()
+
+
+def exit_all_ranks(code: int) -> None:
+    """Make every rank that listens exit with this code, from 1 to 255; does not return.
+
+    A rank that does not receive the message within 2 s, because it is stopped or a call holds the
+    GIL, is killed by the launcher.
+    """
+    from mpi4py import MPI
+
+    assert _endings is not None
+    comm = _endings
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    # Synchronous sends complete only when the message has been received.
+    pending = [comm.Issend([bytes([code]), MPI.BYTE], rank, tags.SHUTDOWN) for rank in others]
+
+    def all_received() -> bool:
+        pending[:] = [request for request in pending if not _is_done(request)]
+        return not pending
+
+    wait_until(all_received, _DELIVERY_SEC, _LISTEN_SEC / 10)
+    # The launcher may treat the first exit as the end of the job and kill ranks still exiting.
+    time.sleep(2 * _LISTEN_SEC)
+    if pending:
+        os.kill(os.getppid(), signal.SIGTERM)
+    os._exit(code)
+
+
+def _is_done(request: MPI.Request) -> bool:
+    from mpi4py import MPI
+
+    try:
+        return request.Test()
+    except MPI.Exception:  # its receiver is dead
+        return True
