@@ -8,9 +8,9 @@ the same unit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kaitian_mpi.distributed.startup import close_process_group, open_process_group
@@ -21,7 +21,6 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World, keep_ranks, survivors_of
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.polling import WakeUp, wait_until, wake_up
-from kaitian_mpi.train.standby import Standby, plan_standby, replace_lost
 
 Result = TypeVar("Result")
 
@@ -50,6 +49,61 @@ class RankLoss:
     """Whether the recovery has been logged."""
     recovery_sec: float | None = None
     """Seconds from the notice until the interrupted unit of work was done; None until then."""
+
+
+@dataclass(frozen=True)
+class Standby:
+    """The world ranks that do not train; all others are active."""
+
+    spares: frozenset[int] = field(default_factory=frozenset)
+    """Ranks ready to replace a lost one."""
+    excluded: frozenset[int] = field(default_factory=frozenset)
+    """Ranks without which the job is faster."""
+
+    def active(self, infos: Sequence[RankInfo]) -> list[int]:
+        """Return the indices in `infos` of the active ranks."""
+        aside = self.spares | self.excluded
+        return [rank for rank, info in enumerate(infos) if info.world_rank not in aside]
+
+
+def plan_standby(infos: Sequence[RankInfo], spares: int, excluded: Collection[int] = ()) -> Standby:
+    """Return which of a job's ranks are on standby; at least one rank stays active.
+
+    If no other rank were active, no rank is excluded.
+    """
+    numbers = [info.world_rank for info in infos]
+    last = frozenset(numbers[len(numbers) - spares :])
+    return _with_active(Standby(last, frozenset(excluded) & set(numbers)), infos)
+
+
+def replace_lost(
+    standby: Standby, alive: Sequence[RankInfo], lost: Collection[RankInfo]
+) -> Standby:
+    """Return which ranks are on standby after a loss.
+
+    Each lost rank that was active is replaced by a spare: one of the same device kind and host if
+    there is one, else of the same kind, else of the same host, else the first. If no rank were
+    active, the excluded ones become active again.
+    """
+    spares = [info for info in alive if info.world_rank in standby.spares]
+    aside = standby.spares | standby.excluded
+    for lost_rank in sorted(lost, key=lambda info: info.world_rank):
+        if spares and lost_rank.world_rank not in aside:
+            spares.remove(max(spares, key=lambda info: _similarity(info, lost_rank)))
+    after = Standby(
+        frozenset(info.world_rank for info in spares),
+        standby.excluded & {info.world_rank for info in alive},
+    )
+    return _with_active(after, alive)
+
+
+def _with_active(standby: Standby, infos: Sequence[RankInfo]) -> Standby:
+    """Return `standby`, without excluded ranks if otherwise no rank were active."""
+    return standby if standby.active(infos) else Standby(spares=standby.spares)
+
+
+def _similarity(spare: RankInfo, lost: RankInfo) -> tuple[bool, bool, int]:
+    return spare.kind == lost.kind, spare.host == lost.host, -spare.world_rank
 
 
 class Membership:

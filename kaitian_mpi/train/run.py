@@ -20,10 +20,10 @@ from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.resumption import EarlierJob
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.summary import NAME, Summary, describe_losses
+from kaitian_mpi.train.summary import NAME, describe_losses
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Run:
     """This rank's view of the run; each loop continues from there. No method is collective."""
 
@@ -33,16 +33,12 @@ class Run:
     """The task and the run folder."""
     earlier: EarlierJob
     """What was found of an earlier job."""
-    profiles: Profiles
-    allreduce_algorithm: str
-    """The algorithm that sums gradients across device kinds, or did while there were several."""
-    excluded_places: list[str]
-    """The places of the ranks without which the job is faster."""
     state: State
-    loader: ShareLoader
-    """Of the training data; its processes stay over the epochs and the losses."""
-    checkpoints: Checkpointing
-    summary: Summary
+    profiles: Profiles = field(default_factory=lambda: Profiles({}))
+    allreduce_algorithm: str = ""
+    """The algorithm that sums gradients across device kinds, or did while there were several."""
+    excluded_places: list[str] = field(default_factory=list)
+    """The places of the ranks without which the job is faster."""
     own_sinks: Sequence[MetricsSink] = ()
     """The script's own."""
     sinks: Sinks = field(default_factory=Sinks)
@@ -55,6 +51,13 @@ class Run:
     """Whether any loop has begun on this rank."""
     fault: AgreedError | None = None
     """The error by which all ranks end the run, if any."""
+
+    def __post_init__(self) -> None:
+        pins_memory = self.membership.all_ranks.device_kind.pins_memory
+        # Its processes stay over the epochs and the losses.
+        self.loader = ShareLoader(self.setup.train, self.config.workers, pins_memory)
+        self.checkpoints = Checkpointing(self.config, self.setup.path)
+        self.summary = self.earlier.summary
 
     @property
     def owns_files(self) -> bool:

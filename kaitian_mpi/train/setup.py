@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
@@ -116,7 +117,10 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
         task = make_task()
         parts = describe_parts(task)
         if config.sync_bn:
-            _synchronize_batch_norms(task.model)
+            try:
+                convert_sync_batchnorm(task.model)
+            except UnsupportedError as error:
+                raise UserError(f"--sync-bn: {error}") from error
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
     setup = Setup(task, NoFolder(), dataset_size=_describe_length(task))
     check_same(world.comm, {"the dataset": setup.dataset_size}, "give every host the same files")
@@ -129,18 +133,6 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
     # From here on random numbers differ between ranks: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
     return setup
-
-
-def _synchronize_batch_norms(model: nn.Module) -> None:
-    """Convert a model's batch norms, in place.
-
-    Raises:
-        UserError: one cannot be converted.
-    """
-    try:
-        convert_sync_batchnorm(model)
-    except UnsupportedError as error:
-        raise UserError(f"--sync-bn: {error}") from error
 
 
 def _describe_length(task: Task) -> str:
@@ -200,28 +192,19 @@ def describe_parts(task: Task) -> dict[str, str]:
     names = "loss", "weight", "scheduler", "validation", "metrics", "extra_state"
     given = {f"Task({name}=...)": getattr(task, name) is not None for name in names}
     parts = {name: "given" if is_given else "not given" for name, is_given in given.items()}
-    parts["Task(clip_norm=...)"] = str(task.clip_norm)
-    try:
-        optimizers = task.make_optimizers(task.model)
-    except UserError:
-        raise
-    except Exception:  # it may need a model on the device; those of other ranks are compared
-        return parts
-    parts["the optimizer"] = ", ".join(type(one).__name__ for one in optimizers)
-    groups = [group for one in optimizers for group in one.param_groups]
-    for index, group in enumerate(groups):
-        where = f" of parameter group {index}" if len(groups) > 1 else ""
-        parts[f"the number of parameters{where}"] = str(len(group["params"]))
-        for name, value in group.items():
-            if name not in _OWN_TO_DEVICE and (text := _describe_value(value)):
-                parts[f"the optimizer's {name}{where}"] = text
-    return parts
+    return {**parts, "Task(clip_norm=...)": str(task.clip_norm)}
 
 
-def _describe_value(value: Any) -> str:
-    """Return a hyperparameter as text; empty if it is no number, text or tuple of these."""
-    if isinstance(value, tuple | list):
-        return ", ".join(map(_describe_value, value))
-    if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 else None
-    return str(value) if isinstance(value, Real | str) else ""
+def describe_optimizers(optimizers: Sequence[Optimizer]) -> str:
+    """Return the classes of optimizers, and their settings that must be the same on every rank."""
+    texts = []
+    for optimizer in optimizers:
+        texts.append(type(optimizer).__name__)
+        for group in optimizer.param_groups:
+            texts.append(f"{len(group['params'])} parameters")
+            for name, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    value = value.tolist()
+                if name not in _OWN_TO_DEVICE and isinstance(value, Real | str | tuple):
+                    texts.append(f"{name} {value}")
+    return ", ".join(texts)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,39 +26,28 @@ from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.resume import hand_over
 from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
 from kaitian_mpi.train.computation import Computation
-from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
 from kaitian_mpi.train.measure.plan import is_emulated, record_allreduce
 from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
-from kaitian_mpi.train.membership import Membership
+from kaitian_mpi.train.membership import Membership, plan_standby
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.results import load_finished
 from kaitian_mpi.train.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.train.run import Run
-from kaitian_mpi.train.setup import MakeTask, Setup, prepare, start_from_file
+from kaitian_mpi.train.setup import (
+    MakeTask,
+    Setup,
+    describe_optimizers,
+    prepare,
+    start_from_file,
+)
 from kaitian_mpi.train.sinks import check_sinks
-from kaitian_mpi.train.standby import plan_standby
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.weight_files import check_export, check_initial_file
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which ranks train, and the algorithm by which they sum gradients."""
-
-    allreduce_algorithm: str
-    excluded: Mapping[RankInfo, str]
-    """The ranks without which the job is faster, and why."""
-
-    @property
-    def excluded_ranks(self) -> list[int]:
-        """The excluded world ranks."""
-        return [info.world_rank for info in self.excluded]
 
 
 def start(
@@ -78,23 +67,30 @@ def start(
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
+    on_all = partial(_on_all, membership)
     for check in _CHECKS:  # these need neither device, data nor model
-        membership.attempt(partial(check, config))
-    on_all = partial(_on_all_ranks, membership)
+        on_all(check, config)
     startup_clock.begin("data and model")
-    job: str = on_all(_agree_on_job)  # before any rank that knows it may be lost
+    job = on_all(_agree_on_job)  # before any rank that knows it may be lost
     with ExitStack() as unless_started:
-        setup: Setup = on_all(partial(prepare, make_task, config, job))
+        setup = on_all(prepare, make_task, config, job)
         unless_started.callback(setup.folder.close)
-        earlier: EarlierJob = on_all(partial(find_earlier_job, config, setup))
+        earlier = on_all(find_earlier_job, config, setup)
         if earlier.is_finished:
-            run = _finished_run(config, membership, setup, earlier)
+            state = on_all(load_finished, config, setup, earlier)
+            run = Run(config, membership, setup, earlier, state)
         else:
             if config.resume and earlier.found.metadata is None:
-                on_all(partial(start_from_file, config, setup.task.model))
-            run = _new_run(config, world, membership, setup, earlier, own_sinks)
+                on_all(start_from_file, config, setup.task.model)
+            run = _new_run(config, membership, setup, earlier)
+            run.own_sinks = own_sinks
         unless_started.pop_all()
     return run
+
+
+def _on_all(membership: Membership, stage: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a stage on all surviving ranks, while none is on standby; its last argument is these."""
+    return membership.attempt(partial(stage, *arguments))
 
 
 def check_settings(config: TrainingConfig, world: World) -> None:
@@ -136,49 +132,39 @@ def _agree_on_job(world: World) -> str:
 
 
 def _new_run(
-    config: TrainingConfig,
-    started_with: World,
-    membership: Membership,
-    setup: Setup,
-    earlier: EarlierJob,
-    own_sinks: Sequence[MetricsSink],
+    config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
 ) -> Run:
     """Find out what each rank can do, and choose those that train. Collective.
 
     Raises:
         AgreedError: a rank cannot train the task, or the kinds of devices differ.
     """
-    on_all = partial(_on_all_ranks, membership)
+    on_all, world = partial(_on_all, membership), membership.all_ranks
     startup_clock.begin("benchmark")
-    profiles: Profiles = on_all(partial(profile_ranks, config, setup, earlier))
-    selection: Selection = on_all(partial(select_ranks, config, setup, earlier, profiles))
-    excluded = selection.excluded_ranks
-    agrees = membership.attempt(partial(compare_kinds, config, setup, profiles, excluded))
+    profiles = on_all(profile_ranks, config, setup, earlier)
+    algorithm, excluded = on_all(select_ranks, config, setup, earlier, profiles)
+    ranks = [info.world_rank for info in excluded]
+    agrees = on_all(compare_kinds, config, setup, profiles, ranks)
     startup_clock.begin("first step")
-    state: State = on_all(partial(make_state, config, setup, profiles, earlier))
-    earlier = on_all(partial(hand_over_checkpoint, config, earlier, selection, state))
-    membership.put_on_standby(config.spares, excluded)
-    summary = replace(
-        earlier.summary,
-        emulated=is_emulated(started_with),
-        excluded=[
-            {"rank": info.world_rank, "reason": why} for info, why in selection.excluded.items()
-        ],
-        parity=agrees,
-    )
+    state = on_all(make_state, config, setup, profiles, earlier)
+    earlier = on_all(hand_over_checkpoint, config, earlier, ranks, state)
+    membership.put_on_standby(config.spares, ranks)
+    reasons = [{"rank": info.world_rank, "reason": why} for info, why in excluded.items()]
     return Run(
-        config=config,
-        membership=membership,
-        setup=setup,
-        earlier=replace(earlier, was_on_standby=membership.active is None),
+        config,
+        membership,
+        setup,
+        replace(
+            earlier,
+            was_on_standby=membership.active is None,
+            summary=replace(
+                earlier.summary, emulated=is_emulated(world), excluded=reasons, parity=agrees
+            ),
+        ),
+        state,
         profiles=profiles,
-        allreduce_algorithm=selection.allreduce_algorithm,
-        excluded_places=[info.place for info in selection.excluded],
-        state=state,
-        loader=ShareLoader(setup.train, config.workers, started_with.device_kind.pins_memory),
-        checkpoints=Checkpointing(config, setup.path),
-        own_sinks=own_sinks,
-        summary=summary,
+        allreduce_algorithm=algorithm,
+        excluded_places=[info.place for info in excluded],
     )
 
 
@@ -198,33 +184,6 @@ def compare_kinds(
     return check_parity(config, setup, profiles, excluded, world)
 
 
-def _finished_run(
-    config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
-) -> Run:
-    """Load a run that an earlier job has finished, on all ranks. Collective."""
-    state: State = _on_all_ranks(membership, partial(load_finished, config, setup, earlier))
-    return Run(
-        config=config,
-        membership=membership,
-        setup=setup,
-        earlier=earlier,
-        profiles=Profiles({}),
-        allreduce_algorithm="",
-        excluded_places=[],
-        state=state,
-        loader=ShareLoader(setup.train, 0, pin_memory=False),
-        checkpoints=Checkpointing(config, setup.path),
-        summary=earlier.summary,
-    )
-
-
-def _on_all_ranks(membership: Membership, stage: Callable[[World], Any]) -> Any:
-    """Run a stage while no rank is on standby."""
-    result = membership.attempt(stage)
-    assert membership.active is not None
-    return result
-
-
 def profile_ranks(
     config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World
 ) -> Profiles:
@@ -235,42 +194,31 @@ def profile_ranks(
 
 def select_ranks(
     config: TrainingConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
-) -> Selection:
-    """Choose the allreduce algorithm and the ranks to exclude."""
+) -> tuple[str, dict[RankInfo, str]]:
+    """Choose the allreduce algorithm, and the ranks without which the job is faster.
+
+    Returns:
+        The algorithm's name, and for each rank to exclude the reason.
+    """
     buckets = gradient_buckets(setup.task.model)
     places = [info.place for info in world.infos]
     metadata = earlier.remembered(Invalidated.ALLREDUCE)
-    known = (
-        metadata.allreduce_algorithm
-        if metadata is not None and metadata.active_places == places
-        else ""
-    )
+    is_same = metadata is not None and metadata.active_places == places
+    known = metadata.allreduce_algorithm if metadata is not None and is_same else ""
     choice = choose_allreduce(known or config.allreduce, world, buckets)
     record_allreduce(setup, choice.seconds)
     metadata = earlier.remembered_exclusion(world)
-    if metadata is not None and profiles.are_remembered:
-        excluded = {
-            rank: "as in the earlier job"
-            for rank, place in enumerate(places)
-            if place in metadata.excluded_places
-        }
-    else:
-        excluded = _find_excluded(config, profiles, buckets, world)
-    log_excluded(world, excluded)
-    reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
-    return Selection(choice.algorithm, reasons)
-
-
-def _find_excluded(
-    config: TrainingConfig, profiles: Profiles, buckets: Sequence[int], world: World
-) -> dict[int, str]:
-    """Return the ranks without which the job is faster; none if there are spares."""
     costs = profiles.costs(world.infos)
-    wanted = not (config.keep_all or config.spares) and config.balance != "off"
-    if costs is None or not wanted or config.batch_policy == "paper" or world.size == 1:
-        return {}
-    errors = profiles.fit_errors(world.infos)
-    return ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
+    wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
+    excluded: dict[int, str] = {}
+    if metadata is not None and profiles.are_remembered:
+        aside = metadata.excluded_places
+        excluded = {n: "as in the earlier job" for n, place in enumerate(places) if place in aside}
+    elif costs is not None and wanted and config.balance != "off" and world.size > 1:
+        errors = profiles.fit_errors(world.infos)
+        excluded = ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
+    log_excluded(world, excluded)
+    return choice.algorithm, {world.infos[rank]: reason for rank, reason in excluded.items()}
 
 
 def make_state(
@@ -286,17 +234,19 @@ def make_state(
         computation = Computation(world.device, profile.precision, profile.memory_format)
         state = State(setup.task, computation, total_steps, config.wire)
         state.check_restorable()
+    advice = "give every rank the same code and settings"
+    check_same(world.comm, {"the optimizer": describe_optimizers(state.optimizers)}, advice)
     return state
 
 
 def hand_over_checkpoint(
     config: TrainingConfig,
     earlier: EarlierJob,
-    selection: Selection,
+    excluded: Collection[int],
     state: State,
     world: World,
 ) -> EarlierJob:
     """Move the checkpoint to a rank that will train: the one that read it may be excluded."""
-    standby = plan_standby(world.infos, config.spares, selection.excluded_ranks)
+    standby = plan_standby(world.infos, config.spares, excluded)
     first = standby.active(world.infos)[0]
     return replace(earlier, found=hand_over(world, earlier.found, first, state))

@@ -312,11 +312,8 @@ DIFFERING = {
     "spares": lambda rank: set_to(spares=rank),
     "resume": lambda rank: set_to(resume=["auto", "a/file.pt"][rank], run_dir="a"),
     "run-dir": lambda rank: set_to(run_dir=["", "a/folder"][rank]),
-    "optimizer's lr": lambda rank: train(optimizer=lambda m: SGD(m.parameters(), lr=1.0 + rank)),
+    "the optimizer": lambda rank: train(optimizer=lambda m: SGD(m.parameters(), lr=1.0 + rank)),
     "optimizer": lambda rank: train(optimizer=lambda m: [SGD, Adam][rank](m.parameters(), lr=0.1)),
-    "number of parameters": lambda rank: train(
-        optimizer=lambda m: SGD(list(m.parameters())[rank:], lr=0.1)
-    ),
     "Task(weight=...)": lambda rank: train(weight=[None, len][rank]),
     "Task(clip_norm=...)": lambda rank: train(clip_norm=1.0 + rank),
     "the dataset": lambda rank: train(data=DATA[rank:]),

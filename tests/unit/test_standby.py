@@ -3,7 +3,7 @@
 import pytest
 
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.train.standby import Standby, plan_standby, replace_lost
+from kaitian_mpi.train.membership import Standby, plan_standby, replace_lost
 
 
 def make_rank(number, host="a", kind="cpu"):
