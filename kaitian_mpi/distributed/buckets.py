@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -144,23 +144,18 @@ class ReadyMark:
             enter_phase("the sum of gradients", step=self.step, waits=True)
 
 
-def partition(
-    order: Sequence[int],
-    parameters: list[torch.nn.Parameter],
-    caps: tuple[int, int],
-) -> list[list[int]]:
-    """Cut parameters into buckets, in the order in which their gradients will be complete.
+def partition(parameters: list[torch.nn.Parameter], caps: tuple[int, int]) -> list[list[int]]:
+    """Cut parameters into buckets by their indices, from the last one to the first.
 
     Args:
-        order: of the parameters' gradients, as indices.
         parameters: all of them.
-        caps: bytes at which a bucket is full: the first of a kind, and the others.
+        caps: bytes at which a bucket is full: the first of a dtype and device, and the others.
     """
     full: list[list[int]] = []
     open_: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
     limits: dict[Key, int] = {}
-    for index in order:
+    for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         key = parameter.dtype, parameter.device
         open_.setdefault(key, []).append(index)
@@ -168,8 +163,7 @@ def partition(
         if sizes[key] >= limits.get(key, caps[0]):
             full.append(open_.pop(key))
             sizes[key], limits[key] = 0, caps[1]
-    place = {index: number for number, index in enumerate(order)}
-    return sorted([*full, *open_.values()], key=lambda bucket: place[bucket[-1]])
+    return sorted([*full, *open_.values()], key=lambda bucket: -bucket[-1])
 
 
 def _check_dense(gradients: Iterable[torch.Tensor | None]) -> None:

@@ -39,7 +39,7 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     is_default = not options.global_ranks_in_group
     world, comm, unique = _default(options) if is_default else _subgroup(options)
     # Imported here because the import starts MPI, whose settings must be made before.
-    from kaitian_mpi.distributed.network.network import network_of
+    from kaitian_mpi.distributed.network.link import network_of
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
     from kaitian_mpi.distributed.relay.relay import Relay
 

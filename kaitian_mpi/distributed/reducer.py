@@ -6,8 +6,8 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ class GradientReducer:
     parameters counts, in any number of forwards and by any method. Only parameters that require
     gradients are sent, and with them a number of the caller's, such as the loss.
 
-    The gradients travel in buckets, in the order in which they became ready in rank 0's first armed
-    backward. A rank that computes nothing calls `arm(None)` and `finish()`.
+    The gradients travel in buckets, from the last parameters to the first: the order in which they
+    usually become ready. A rank that computes nothing calls `arm(None)` and `finish()`.
 
     The caller makes sure that `describe()` is the same on every rank, and that so are the values of
     the parameters.
@@ -96,21 +96,18 @@ class GradientReducer:
         self._works: list[dist.Work] = []
         self._sums: list[torch.Tensor] = []
         self._filled = 0
-        self._is_armed = self._is_backward_done = self._is_stale = self._is_closed = False
-        # Gradients usually become ready in the reverse order of the parameters.
-        self._order = list(reversed(range(len(self._parameters))))
-        self._seen: dict[int, None] | None = {}  # the order of the first armed backward, until then
+        self._is_armed = self._is_backward_done = self._is_closed = False
         self._buckets: list[Bucket] = []
         self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
-        self._caps = bucket_caps or suited
-        self._readiness: list[_Readiness] = []  # one for each bucket
-        self._hooks = [_ReadyHook(index) for index in range(len(self._parameters))]
+        parts = partition(self._parameters, bucket_caps or suited)
+        self._readiness = [_Readiness(part, self._bucket_ready) for part in parts]
         self._build()
         handles = [
-            parameter.register_post_accumulate_grad_hook(hook.ready)
-            for parameter, hook in zip(self._parameters, self._hooks, strict=True)
+            self._parameters[index].register_post_accumulate_grad_hook(partial(each.add, index))
+            for each in self._readiness
+            for index in each.indices
         ]
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
@@ -164,10 +161,10 @@ class GradientReducer:
                 f"{names[0]} requires gradients now, and did not when the GradientReducer was "
                 "created; create a new one"
             )
-        if self._is_stale or self._works:
+        if self._works:
             self._build()  # what is still being summed keeps its buffers
-        for bucket, readiness in zip(self._buckets, self._readiness, strict=True):
-            readiness.arm(bucket.indices, self._seen)
+        for readiness in self._readiness:
+            readiness.arm()
         self._weight, self._number, self._filled, self._sums = weight, number, 0, []
         self._is_armed, self._is_backward_done = True, False
 
@@ -196,7 +193,6 @@ class GradientReducer:
                 self._sums.append(bucket.gradients.sum().float())
                 bucket.settle()
             self._works.clear()
-            self._agree_on_order()
         finally:
             self.reset()
 
@@ -244,21 +240,17 @@ class GradientReducer:
         self._on_bucket = _nothing
         self._parameters, self._frozen, self._buckets, self._readiness = [], {}, [], []
         self._carrier = None
-        self._works, self._hooks = [], []
+        self._works = []
 
     def _build(self) -> None:
-        """Make new buckets, by the order that is known."""
-        self._works, self._buckets, self._is_stale = [], [], False
+        """Make new buckets."""
+        self._works, self._buckets = [], []
         self._residuals.clear()
-        parts = partition(self._order, self._parameters, self._caps)
-        self._readiness = [_Readiness(self._bucket_ready) for _ in parts]
-        for part, readiness in zip(parts, self._readiness, strict=True):
-            bucket = Bucket({index: self._parameters[index] for index in part})
+        for readiness in self._readiness:
+            bucket = Bucket({index: self._parameters[index] for index in readiness.indices})
             self._buckets.append(bucket)
             places = {self._names[index]: place for index, place in bucket.places.items()}
             bucket.residual = self._residuals.add(bucket.buffer, places)
-            for index in part:
-                self._hooks[index].readiness = readiness
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 
@@ -310,69 +302,32 @@ class GradientReducer:
     def _backward_done(self) -> None:
         self._is_backward_done = True
 
-    def _agree_on_order(self) -> None:
-        """After the first armed backward, take rank 0's order for the buckets. Collective."""
-        if self._seen is None:
-            return
-        self._order = [*self._seen, *(i for i in self._order if i not in self._seen)]
-        order = self._buckets[0].buffer.new_empty(len(self._order), dtype=torch.int64)
-        order.copy_(torch.tensor(self._order))
-        dist.broadcast(order, group=self._group, group_src=0)
-        self._order, self._seen = order.cpu().tolist(), None
-        self._is_stale = True  # until the next arm(), when the gradients in them may be gone
-
 
 @not_compiled
 class _Readiness:
     """Whether the gradients of a bucket are ready, and whether it has been filled with them."""
 
-    __slots__ = ("_on_ready", "is_filled", "is_ready", "left")
+    __slots__ = ("_on_ready", "indices", "is_filled", "is_ready", "left")
 
-    def __init__(self, on_ready: Callable[[_Readiness, int], None]) -> None:
+    def __init__(self, indices: list[int], on_ready: Callable[[_Readiness, int], None]) -> None:
         # A parameter owns its hook, which has this: a strong reference would be a cycle.
         self._on_ready = weakref.WeakMethod(on_ready)
+        self.indices = indices
+        """The bucket's parameters."""
         self.left: set[int] = _UNARMED
         self.is_ready = self.is_filled = False
 
-    def arm(self, indices: Iterable[int], order: dict[int, None] | None) -> None:
-        """Wait for the gradients of these parameters; record their order in `order`'s keys."""
+    def arm(self) -> None:
+        """Wait for the gradients of all parameters."""
         self.is_ready = self.is_filled = False
-        self.left = set(indices) if order is None else _RecordedSet(indices, order)
+        self.left = set(self.indices)
 
-    def add(self, index: int) -> None:
+    def add(self, index: int, _: torch.Tensor) -> None:
         """Note that a parameter's gradient is ready, the last one or one that comes too late."""
         left = self.left
         left.discard(index)
         if not left and (on_ready := self._on_ready()) is not None:
             on_ready(self, index)
-
-
-@not_compiled
-class _ReadyHook:
-    """Autograd calls it with each gradient of one parameter."""
-
-    __slots__ = ("index", "readiness")
-
-    readiness: _Readiness
-    """Of the bucket that the parameter is in."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def ready(self, _: torch.Tensor) -> None:
-        self.readiness.add(self.index)
-
-
-class _RecordedSet(set[int]):
-    """A set that records in which order its members are discarded."""
-
-    def __init__(self, members: Iterable[int], order: dict[int, None]) -> None:
-        super().__init__(members)
-        self._order = order
-
-    def discard(self, member: Any) -> None:
-        self._order[member] = None
-        super().discard(member)
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -15,8 +15,7 @@ from kaitian_mpi.distributed.network.choice import (
     group_by_host,
 )
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
-from kaitian_mpi.distributed.network.link import Link
-from kaitian_mpi.distributed.network.network import Network
+from kaitian_mpi.distributed.network.link import Link, Network
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
 
@@ -150,18 +149,6 @@ def test_an_algorithm_can_be_forced(world):
     settings = RelaySettings(network_allreduce="ring")
     link = Link(world.comm, group_by_host(range(world.size)), settings)
     assert link.choose() == Choice(Route("ring"), SHORT_BYTES, None)
-
-
-def test_what_was_found_between_the_same_hosts_holds(world):
-    hosts = group_by_host([rank // 2 for rank in range(world.size)])
-    if hosts.size > 1:
-        wide = Link(world.comm, hosts, RelaySettings())
-        wide.choice = Choice(Route("pairwise", 7), LONG_BYTES, {})
-        link = Link(world.comm, hosts, RelaySettings(), wide)
-        assert link.choose() == Choice(Route("pairwise", hosts.lanes), LONG_BYTES)
-        wide.choice = Choice(Route("mpi"))  # which does not depend on the hosts alone
-        settings = RelaySettings(network_allreduce="ring")
-        assert Link(world.comm, hosts, settings, wide).choose() == Choice(Route("ring"))
 
 
 def test_ranks_of_one_host_have_no_link(world):

@@ -11,8 +11,7 @@ from torch import nn
 import kaitian_mpi
 from kaitian_mpi.distributed.network.choice import group_by_host
 from kaitian_mpi.distributed.network.formats import FORMATS
-from kaitian_mpi.distributed.network.link import Link
-from kaitian_mpi.distributed.network.network import Network
+from kaitian_mpi.distributed.network.link import Link, Network
 from kaitian_mpi.distributed.network.residual import Residual, Residuals
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.mpi.datatypes import SUM

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from trace_rules import check_trace, read_trace, spans_of
 
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.config.profile import parse_profile
-from kaitian_mpi.distributed.relay.copies import Copies, RecordedCopies, exchange_recorded
+from kaitian_mpi.distributed.relay.copies import Copies
 from kaitian_mpi.distributed.relay.pipeline import Slots, exchange_in_chunks
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import Event, Reading
@@ -284,8 +283,7 @@ def test_the_relay_records_the_stages_of_each_chunk():
     tensor = torch.ones(32)
 
     def call():
-        copies, double = RecordedCopies(Copies()), partial(exchange_recorded, lambda t: t.mul_(2))
-        exchange_in_chunks(tensor.split(8), double, copies, Slots(pins=False))
+        exchange_in_chunks(tensor.split(8), lambda t: t.mul_(2), Copies(), Slots(pins=False))
 
     try:
         recorded(call, "all_reduce", GROUP, 1)()

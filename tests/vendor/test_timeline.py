@@ -8,7 +8,7 @@ import pytest
 from test_relay import BUS, COPY_SEC, DEVICE, relayed
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.relay.copies import RecordedCopies, StreamCopies
+from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.observe.timeline.collectives import NO_LABEL, recorded
 from kaitian_mpi.observe.timeline.recorder import (
     COPY_BACK,
@@ -29,13 +29,10 @@ def test_copies_are_recorded_when_the_device_carries_them_out():
     recorder = Recorder(Sampling(1))
     fake_device.set_bandwidth(BUS)
 
-    def copies(module, device):
-        return RecordedCopies(StreamCopies(module, device))
-
     began = time.monotonic()
     start_recording(recorder)
     try:
-        assert recorded(lambda: relayed(copies, chunks=CHUNKS), "all_reduce", NO_LABEL, 1)()
+        assert recorded(lambda: relayed(StreamCopies, chunks=CHUNKS), "all_reduce", NO_LABEL, 1)()
     finally:
         stop_recording()
         fake_device.set_bandwidth()

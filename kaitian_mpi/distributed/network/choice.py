@@ -74,11 +74,6 @@ class Choice(NamedTuple):
     seconds: Seconds | None = None
     """What each route takes for a tensor of `LONG_BYTES`; None if nothing was measured."""
 
-    def with_lanes(self, most: int) -> Choice:
-        """Return the same with at most so many lanes, for other ranks of the same hosts."""
-        algorithm, lanes = self.route
-        return Choice(Route(algorithm, min(lanes, most)), self.min_bytes)
-
     def describe(self) -> str:
         """Describe it in a line, such as `ring (measured, 2 MB: mpi 41.3 ms, ring 23.0 ms)`."""
         if self.seconds is None:

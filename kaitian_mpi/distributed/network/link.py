@@ -1,12 +1,16 @@
-"""A communicator whose ranks are on several hosts, and how it is reduced: measured once."""
+"""Reductions in host memory over a process group's communicators.
+
+Within a host MPI's own allreduce is used; what is fastest between hosts is measured once.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import cast
 
 import torch
 from mpi4py import MPI
@@ -20,6 +24,7 @@ from kaitian_mpi.distributed.network.choice import (
     Hosts,
     Route,
     choose,
+    group_by_host,
     routes,
 )
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
@@ -28,6 +33,7 @@ from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.exchange import check_same, gather_values
 from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.mpi.topology import GroupComms, translate_ranks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
@@ -36,20 +42,15 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 4  # the first one warms up
 _MAX_SEC = 1.0
 
-Call = Callable[[torch.Tensor], None]
+Allreduce = Callable[[torch.Tensor, Reduction], None]
+"""Reduces a contiguous host tensor, in place. Collective."""
 
 
 class Link:
     """How one communicator is reduced. Its methods are collective, unless they say otherwise."""
 
-    def __init__(
-        self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings, same_hosts: Link | None = None
-    ) -> None:
-        """Measure nothing yet. Not collective.
-
-        The settings may force an exchange; else one that was chosen for `same_hosts`, more ranks of
-        the same hosts, is used here.
-        """
+    def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings) -> None:
+        """Measure nothing yet, unless the settings force an exchange. Not collective."""
         self.choice: Choice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""
         self.routes = routes(list(EXCHANGES), hosts.lanes)
@@ -57,7 +58,6 @@ class Link:
         self._comm = comm
         self._hosts = hosts
         self._settings = settings
-        self._same_hosts = same_hosts
         self._allreduce = HostAllreduce(comm, hosts)
 
     def reduce_to_all(self, tensor: torch.Tensor, op: Reduction) -> None:
@@ -73,9 +73,7 @@ class Link:
         else:
             self._allreduce.run(tensor.view(-1), op, route)
 
-    def gradient_sum(
-        self, residual: Residual, start: int
-    ) -> Callable[[torch.Tensor, Reduction], None]:
+    def gradient_sum(self, residual: Residual, start: int) -> Allreduce:
         """Return a function that sums the parts of a buffer, from `start` on, one after the other.
 
         Only the gradients in it are encoded.
@@ -98,10 +96,6 @@ class Link:
 
     def choose(self) -> Choice:
         """Return how tensors are reduced; it is chosen in the first call."""
-        if self.choice is None and self._same_hosts is not None:
-            known = self._same_hosts.choice
-            if known is not None and known.route != MPI_ROUTE:  # MPI does not know these are fewer
-                self.choice = known.with_lanes(self._hosts.lanes)
         if self.choice is None:
             forced = self._settings.network_allreduce
             check_same(self._comm, {"--network-allreduce": forced}, "give every rank the same")
@@ -119,36 +113,73 @@ class Link:
 
     def _measure(self) -> Choice:
         """Time all routes, for about a second at most, and choose."""
-        calls = {route: self._call(route) for route in self.routes}
         sizes = SHORT_BYTES, LONG_BYTES
         times: dict[tuple[int, Route], list[float]] = {}
         began = time.perf_counter()
         for _ in range(_ROUNDS):
             # All routes in each round, so that a temporary load affects all of them.
             for size in sizes:
-                for route, seconds in self._time(calls, size).items():
-                    times.setdefault((size, route), []).append(seconds)
+                tensor = torch.zeros(size // 4)
+                for route in self.routes:
+                    times.setdefault((size, route), []).append(self._time(route, tensor))
             # The same decision on every rank.
             if max(gather_values(self._comm, time.perf_counter() - began)) > _MAX_SEC:
                 break
         own = [median(seconds[1:] or seconds) for seconds in times.values()]
         slowest = [max(each) for each in zip(*gather_values(self._comm, own), strict=True)]
         found = dict(zip(times, slowest, strict=True))
-        short, long = ({route: found[size, route] for route in calls} for size in sizes)
+        short, long = ({route: found[size, route] for route in self.routes} for size in sizes)
         return choose(short, long)
 
-    def _time(self, calls: Mapping[Route, Call], size: int) -> dict[Route, float]:
-        """Return this rank's seconds for a tensor of so many bytes."""
-        tensor = torch.zeros(size // 4)
-        seconds = {}
-        for route, call in calls.items():
-            sleeping_barrier(self._comm)
-            start = time.perf_counter()
-            call(tensor)
-            seconds[route] = time.perf_counter() - start
-        return seconds
-
-    def _call(self, route: Route) -> Call:
+    def _time(self, route: Route, tensor: torch.Tensor) -> float:
+        """Return this rank's seconds for a tensor."""
+        sleeping_barrier(self._comm)
+        start = time.perf_counter()
         if route == MPI_ROUTE:
-            return partial(host_collectives.allreduce, self._comm)
-        return partial(self._allreduce.run, op=SUM, route=route)
+            host_collectives.allreduce(self._comm, tensor)
+        else:
+            self._allreduce.run(tensor, SUM, route)
+        return time.perf_counter() - start
+
+
+class Network:
+    """The links between hosts of one process group, by communicator."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, Link] = {}
+
+    def add(self, comm: MPI.Comm, nodes: Sequence[int], settings: RelaySettings) -> None:
+        """Add a communicator of the process group, given the host of each rank. Not collective."""
+        hosts = group_by_host(nodes)
+        if hosts.size > 1:
+            self._links[comm.py2f()] = Link(comm, hosts, settings)
+
+    def link(self, comm: MPI.Comm) -> Link | None:
+        """Return the link of a communicator; None if its ranks are on one host."""
+        return self._links.get(comm.py2f())
+
+    def allreduce_on(
+        self, comm: MPI.Comm, residual: Residual | None = None, start: int = 0
+    ) -> Allreduce:
+        """Return a function that reduces over `comm`.
+
+        Args:
+            comm: the ranks.
+            residual: of a buffer of gradients that is reduced part by part; None: of anything else.
+            start: where in the buffer the first part begins.
+        """
+        link = self.link(comm)
+        if link is None:
+            return partial(host_collectives.allreduce, comm)
+        return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
+
+
+def network_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> Network:
+    """Return the network of a process group, given the host of each rank. Not collective."""
+    network = Network()
+    network.add(comms.world, nodes, settings)
+    for grouping in (comms, comms.by_host):
+        if grouping is not None and grouping.lane is not None:
+            places = translate_ranks(cast("MPI.Intracomm", grouping.lane), comms.world)
+            network.add(grouping.lane, [nodes[place] for place in places], settings)
+    return network

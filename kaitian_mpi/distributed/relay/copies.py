@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,8 +11,8 @@ import torch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.accelerator import event_to_wait_for
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.collectives import part
-from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT, EXCHANGE
+from kaitian_mpi.observe.timeline.collectives import is_recorded, part
+from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT
 
 
 class Event(Protocol):
@@ -47,7 +47,8 @@ class Copies:
             The end of the copy. The host itself must wait for it: if only a stream waited, the
             host would reduce stale data (pytorch/pytorch#170239).
         """
-        host.copy_(chunk)
+        with part("copy out", COPY_OUT, bytes=chunk.nbytes):
+            host.copy_(chunk)
         return _Reached()
 
     def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
@@ -56,7 +57,8 @@ class Copies:
         Returns:
             The end of the copy, after which the host memory may be written again.
         """
-        chunk.copy_(host)
+        with part("copy back", COPY_BACK, bytes=chunk.nbytes):
+            chunk.copy_(host)
         return _Reached()
 
     def end(self) -> None:
@@ -76,10 +78,6 @@ class StreamCopies(Copies):
         self.out, self.back = module.Stream(device), module.Stream(device)
         self._last: Any = None
 
-    def on(self, stream: Any) -> Any:
-        """Return a context in which one of the two streams is the current one."""
-        return self._module.stream(stream)
-
     def begin(self, tensor: torch.Tensor) -> None:
         # The stream back need not wait: its copies are queued after the host has waited for a
         # copy out.
@@ -92,12 +90,14 @@ class StreamCopies(Copies):
         with self._module.stream(self.out):
             if free is not None:
                 self.out.wait_event(free)
-            host.copy_(chunk, non_blocking=True)
+            with self._shown(COPY_OUT, "copy out", chunk):
+                host.copy_(chunk, non_blocking=True)
             return self._record(self.out)
 
     def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
         with self._module.stream(self.back):
-            chunk.copy_(host, non_blocking=True)
+            with self._shown(COPY_BACK, "copy back", chunk):
+                chunk.copy_(host, non_blocking=True)
             self._last = self._record(self.back)
             return self._last
 
@@ -111,52 +111,20 @@ class StreamCopies(Copies):
         event.record(stream)
         return event  # type: ignore[no-any-return]
 
+    @contextmanager
+    def _shown(self, lane: str, name: str, chunk: torch.Tensor) -> Iterator[None]:
+        """Show the copy in the timeline, if that is recorded, when the device makes it."""
+        current = recorder.current
+        if current is None or not is_recorded():
+            yield
+            return
+        start = device_of(self._device).mark()
+        yield
+        end = device_of(self._device).mark()
+        current.add_device_span(lane, name, start, end, {"bytes": chunk.nbytes})
+
 
 def copies_of(device: torch.device) -> Copies:
     """Return the copies of a device's tensors."""
     module = device_of(device).streams()
     return Copies() if module is None else StreamCopies(module, device)
-
-
-class RecordedCopies(Copies):
-    """Copies that are recorded; on streams, by marks, at the times when the device makes them."""
-
-    def __init__(self, copies: Copies) -> None:
-        """Record these copies, in the thread that carries out the collective."""
-        self._copies = copies
-        self.begin, self.end = copies.begin, copies.end  # type: ignore[method-assign]
-
-    def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
-        if isinstance(self._copies, StreamCopies) and free is not None:
-            self._copies.out.wait_event(free)  # here, so that this wait is not recorded as copying
-        with self._recorded(COPY_OUT, "copy out", chunk):
-            return self._copies.copy_out(host, chunk, free)
-
-    def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
-        with self._recorded(COPY_BACK, "copy back", chunk):
-            return self._copies.copy_back(chunk, host)
-
-    @contextmanager
-    def _recorded(self, lane: str, name: str, chunk: torch.Tensor) -> Iterator[None]:
-        copies = self._copies
-        if not isinstance(copies, StreamCopies):
-            with part(name, lane, bytes=chunk.nbytes):
-                yield
-            return
-        stream = copies.out if lane == COPY_OUT else copies.back
-        start = self._mark(copies, stream, chunk)
-        yield
-        end = self._mark(copies, stream, chunk)
-        if recorder.current is not None:
-            recorder.current.add_device_span(lane, name, start, end, {"bytes": chunk.nbytes})
-
-    @staticmethod
-    def _mark(copies: StreamCopies, stream: Any, chunk: torch.Tensor) -> Any:
-        with copies.on(stream):
-            return device_of(chunk.device).mark()
-
-
-def exchange_recorded(exchange: Callable[[torch.Tensor], None], chunk: torch.Tensor) -> None:
-    """Exchange a chunk, and record it."""
-    with part("exchange", EXCHANGE, bytes=chunk.nbytes):
-        exchange(chunk)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from kaitian_mpi.distributed.relay.copies import Copies, Event
+from kaitian_mpi.observe.timeline.collectives import part
+from kaitian_mpi.observe.timeline.recorder import EXCHANGE
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +140,8 @@ def exchange_in_chunks(
         while fetched:
             chunk, slot, host, copied = fetched.popleft()
             copied.synchronize()
-            exchange(host)
+            with part("exchange", EXCHANGE, bytes=host.nbytes):
+                exchange(host)
             slot.free = copies.copy_back(chunk, host)
             fetch(1)  # into the same slot, when it is copied back
     finally:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.network.network import Network
+from kaitian_mpi.distributed.network.link import Network
 from kaitian_mpi.distributed.network.residual import Residual
 from kaitian_mpi.distributed.relay.chunking import Pace, agree_on_pace
-from kaitian_mpi.distributed.relay.copies import (
-    Copies,
-    RecordedCopies,
-    copies_of,
-    exchange_recorded,
-)
+from kaitian_mpi.distributed.relay.copies import Copies, copies_of
 from kaitian_mpi.distributed.relay.pipeline import Exchange, Slots, exchange_in_chunks
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.observe.timeline.collectives import is_recorded
+from kaitian_mpi.observe.timeline.collectives import part
+from kaitian_mpi.observe.timeline.recorder import EXCHANGE
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -110,18 +105,15 @@ class Relay:
 
     def exchange_chunks(self, chunks: Sequence[torch.Tensor], exchange: Exchange) -> None:
         """Apply `exchange` to each of the chunks of a tensor, in host memory."""
-        records = is_recorded()
-        if records:
-            exchange = partial(exchange_recorded, exchange)
         if chunks[0].is_cpu:
             for chunk in chunks:
-                exchange(chunk)
+                with part("exchange", EXCHANGE, bytes=chunk.nbytes):
+                    exchange(chunk)
             return
         device = chunks[0].device
         if device not in self._paths:
             self._paths[device] = copies_of(device), Slots(pins=device_of(device).pins_memory)
-        copies, slots = self._paths[device]
-        exchange_in_chunks(chunks, exchange, RecordedCopies(copies) if records else copies, slots)
+        exchange_in_chunks(chunks, exchange, *self._paths[device])
 
     def _split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks of a flat tensor. Collective over `comm` the first time."""
