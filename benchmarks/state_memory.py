@@ -144,9 +144,9 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
 
     import kaitian_mpi
     from kaitian_mpi.observe.run_folder import DiskFolder
-    from kaitian_mpi.train import begin_loop
+    from kaitian_mpi.train import begin_loop, start
+    from kaitian_mpi.train.checkpoint import policy
     from kaitian_mpi.train.checkpoint.policy import Checkpointing
-    from kaitian_mpi.train.checkpoint.snapshots import Pace
     from kaitian_mpi.train.run import Run
 
     world = kaitian_mpi.init()
@@ -172,14 +172,23 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
         before = restart_peak() if survives else None
         original(run, *arguments)
         restored += 1
-        if job == "resume" or run.membership.losses:
+        if run.membership.losses:
             meter.record(job, peak=meter.peak(before))
 
     begin_loop._restore_state = restore_state
+    resume = start.resume
+
+    def resume_run(*arguments: Any) -> Any:
+        result = resume(*arguments)
+        if job == "resume":
+            meter.record(job, peak=meter.peak(None))
+        return result
+
+    start.resume = resume_run
     if job == "save":
         meter.watch(Checkpointing, "save", lambda: "checkpoint", wait_for_writers)
         meter.watch(DiskFolder, "save_model", lambda: "model.pt")
-        Pace.allows = lambda pace: True  # type: ignore[method-assign]
+        policy._SNAPSHOT_SHARE = float("inf")
         due = iter(range(100))
         meter.watch(
             *(Checkpointing, "snapshot"),

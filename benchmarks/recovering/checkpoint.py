@@ -11,7 +11,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,9 @@ def metadata_of(config: TrainConfig, loop: Loop) -> RunMetadata:
     return RunMetadata(config, profiles, [], "direct", places, shares, [], "")
 
 
-def is_writing(world: World) -> bool:
+def is_writing(world: World, checkpoints: Checkpointing) -> bool:
     """Return whether any rank is writing. Collective."""
-    names = [thread.name for thread in threading.enumerate()]
-    return any(gather_values(world.comm, "checkpoint-writer" in names))
+    return any(gather_values(world.comm, checkpoints._writer.is_writing))
 
 
 def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str
         checkpoints.save(world, loop.state, metadata)
         saves.append(time.perf_counter() - began)
         after.append(timed(world, steps, 1))
-        while is_writing(world):
+        while is_writing(world, checkpoints):
             next(steps)
         newest = max((path.stat().st_mtime for path in folder.rglob("*.json")), default=clock)
         written.append(newest - clock)

@@ -7,13 +7,13 @@ folder must be accessible to this user only; any other is rejected.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
 import socket
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from kaitian_mpi.errors import UserError
@@ -59,17 +59,12 @@ def is_private(folder: Path) -> bool:
         return False
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; give --snapshots another name") from error
-    if not stat.S_ISDIR(found.st_mode):
-        fault = "it is not a folder"
-    elif found.st_uid != os.geteuid():
-        fault = f"it belongs to another user (uid {found.st_uid})"
-    elif stat.S_IMODE(found.st_mode) != _PRIVATE:
-        fault = f"it has mode {stat.S_IMODE(found.st_mode):03o}, so that other users can enter it"
-    else:
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if is_own and stat.S_IMODE(found.st_mode) == _PRIVATE:
         return True
     raise UserError(
-        f"{folder}: {fault}; nothing is read from it, only from a folder of mode 700; remove it, "
-        "or give --snapshots another name"
+        f"{folder}: it is not a folder of mode 700 that belongs to you, so it is not used; "
+        "remove it, or give --snapshots another name"
     )
 
 
@@ -80,22 +75,16 @@ def make_private(folder: Path) -> None:
         UserError: it exists and is not accessible to this user only.
         OSError: it cannot be created.
     """
-    if is_private(folder):
-        return
-    try:
+    with suppress(FileExistsError):  # perhaps created by another rank of ours
         folder.mkdir(mode=_PRIVATE)
-    except FileExistsError:  # created meanwhile, perhaps by another rank of ours
-        if not is_private(folder):
-            raise
+    is_private(folder)
 
 
 def remove_private(folder: Path) -> None:
     """Remove a folder and its content, if only this user can access it; never raises."""
-    try:
+    with suppress(UserError):  # it belongs to another user, who has to remove it
         if is_private(folder):
             shutil.rmtree(folder, ignore_errors=True)
-    except UserError:  # it belongs to another user, who has to remove it
-        return
 
 
 def make_new_folder(wanted: Path) -> Path:
@@ -106,17 +95,18 @@ def make_new_folder(wanted: Path) -> Path:
     Raises:
         UserError: it cannot be created.
     """
+    path, number = wanted, 1
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        while True:
             try:
                 path.mkdir()
             except FileExistsError:
-                continue
-            return path
+                number += 1
+                path = wanted.with_name(f"{wanted.name}-{number}")
+            else:
+                return path
     except OSError as error:
         raise UserError(
             f"{wanted}: {error.strerror}; name a folder that can be written by --run-dir"
         ) from error
-    raise AssertionError("unreachable")

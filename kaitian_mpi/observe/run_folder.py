@@ -19,17 +19,16 @@ from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.files import describe_failure, json_bytes, read_json, replacing
-from kaitian_mpi.observe.folder_claim import Claim, check_unclaimed
+from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
 from kaitian_mpi.observe.sink import MetricsSink
-from kaitian_mpi.observe.tensor_files import TensorWriter
+from kaitian_mpi.observe.tensor_files import write_tensors
 
 _log = logging.getLogger(__name__)
 
 _NOT_KEPT = ("epochs", "epoch_fraction", "steps", "seconds_left")  # shown while training
-_HISTORY = ("events.jsonl",)
-"""JSON lines files whose lines stay when steps are trained again."""
+_HISTORY = "events.jsonl"  # its lines stay when steps are trained again
 
 
 class RunFolder:
@@ -38,11 +37,10 @@ class RunFolder:
     path = Path()
 
     def begin(self, config: TrainingConfig, job: str) -> None:
-        """Claim the folder for this job's run, and write config.json unless it has a run already.
+        """Claim the folder for the job of this ID; write config.json unless it has a run already.
 
-        Args:
-            config: the job's settings.
-            job: its ID.
+        Raises:
+            UserError: another job trains in it, or it has the results of another run.
         """
 
     def write(self, name: str, content: Any) -> None:
@@ -55,11 +53,11 @@ class RunFolder:
         """Save the model's weights as `checkpoints/model.pt`, atomically."""
 
     def has(self, name: str) -> bool:
-        """Return whether the last content given to this object for a file has been written."""
+        """Return whether the last content given to this object for a file is on disk."""
         return True
 
     def require(self, name: str) -> None:
-        """Raise `StorageError` if a file's last content is not on disk."""
+        """Raise `StorageError` if the last content given for a file is not on disk."""
 
     def cut_after(self, step: int) -> None:
         """Remove lines about later steps, which will be trained again, except from events.jsonl."""
@@ -80,7 +78,10 @@ class NoFolder(RunFolder):
 
 
 class DiskFolder(RunFolder):
-    """A folder on disk, in which one job at a time trains."""
+    """A folder on disk, in which one job at a time trains.
+
+    If a file cannot be written, that is logged, and training continues: `require` tells at the end.
+    """
 
     def __init__(self, path: Path) -> None:
         """Create the folder if it does not exist.
@@ -97,21 +98,21 @@ class DiskFolder(RunFolder):
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UserError(
-                f"--run-dir {path}: {error.strerror}; name a folder that can be written"
-            ) from error
+            raise _unwritable(path, error) from error
 
     def begin(self, config: TrainingConfig, job: str) -> None:
-        """Claim the folder for this job's run, and write config.json unless it has a run already.
-
-        Raises:
-            UserError: another job trains in it, or it has the results of another run.
-        """
+        """Claim the folder, as `RunFolder.begin`."""
         self.claim(job)
-        is_new = not (self.path / "config.json").exists() if config.resume else self._is_first()
-        if is_new or not config.resume:  # else written once this job is known to resume the run
+        config_file = self.path / "config.json"
+        try:
+            config_file.touch(exist_ok=bool(config.resume) or self._is_renewed)
+        except FileExistsError as error:
+            raise _used(self.path) from error
+        except OSError as error:
+            raise StorageError(f"--run-dir {self.path}: {error.strerror}") from error
+        # A resumed run's is written once this job is known to resume it.
+        if not config.resume or not config_file.stat().st_size:
             self.write("config.json", dataclasses.asdict(config))
-        if is_new:
             self.require("config.json")  # with a full disk, the whole training would be lost
 
     def claim(self, job: str) -> None:
@@ -121,7 +122,9 @@ class DiskFolder(RunFolder):
             UserError: another job trains in it.
         """
         self._claim = Claim(self.path, job)
-        self.mend()
+        for path in self.path.glob("*.jsonl"):
+            with path.open("rb+") as file:  # a rank may have died in the middle of a line
+                file.truncate(file.read().rfind(b"\n") + 1)
 
     def close(self) -> None:
         """Let other jobs train in the folder; does nothing after the first call."""
@@ -141,40 +144,16 @@ class DiskFolder(RunFolder):
                 with target.open("a") as file:
                     file.write(json.dumps(line) + "\n")
             except OSError:
-                _cut(target, before)  # half a line would corrupt the next one
+                with contextlib.suppress(OSError):
+                    os.truncate(target, before)  # half a line would corrupt the next one
                 raise
-
-    def _is_first(self) -> bool:
-        """Create config.json; return False if a rank of this job, which is lost, has done so.
-
-        Raises:
-            UserError: another job has.
-        """
-        try:
-            (self.path / "config.json").touch(exist_ok=False)
-        except FileExistsError as error:
-            if self._claim is not None and self._claim.is_renewed:
-                return False
-            raise _used(self.path) from error
-        except OSError as error:
-            raise StorageError(f"--run-dir {self.path}: {error.strerror}") from error
-        return True
-
-    def mend(self) -> None:
-        """Remove incomplete last lines, which a rank was writing when it died."""
-        for path in self.path.glob("*.jsonl"):
-            with path.open("rb+") as file:
-                content = file.read()
-                file.truncate(content.rfind(b"\n") + 1)
 
     def cut_after(self, step: int) -> None:
         """Remove lines about later steps, which will be trained again, except from events.jsonl."""
         for path in self.path.glob("*.jsonl"):
-            if path.name in _HISTORY:
-                continue
             lines = path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
-            if len(kept) < len(lines):
+            if len(kept) < len(lines) and path.name != _HISTORY:
                 self._replace(path, b"".join(kept))
 
     def read(self, name: str) -> dict[str, Any]:
@@ -190,14 +169,14 @@ class DiskFolder(RunFolder):
         """Save the model's weights as `checkpoints/model.pt`, atomically."""
         needed = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
         target = self.path / "checkpoints" / "model.pt"
-        self._fill(target, needed, lambda file: TensorWriter(file).save(state))
+        self._fill(target, needed, lambda file: write_tensors(file, state))
 
     def has(self, name: str) -> bool:
-        """Return whether the last content given to this object for a file has been written."""
+        """Return whether the last content given to this object for a file is on disk."""
         return self._faults.get(self.path / name) == ""
 
     def require(self, name: str) -> None:
-        """Raise `StorageError` if a file's last content is not on disk."""
+        """Raise `StorageError` if the last content given for a file is not on disk."""
         path = self.path / name
         reason = self._faults.get(path, "")
         if not reason:
@@ -208,6 +187,10 @@ class DiskFolder(RunFolder):
                 reason = error.strerror or str(error)
         if reason:
             raise StorageError(f"{path} could not be written: {reason}")
+
+    @property
+    def _is_renewed(self) -> bool:
+        return self._claim is not None and self._claim.is_renewed
 
     def _replace(self, target: Path, content: bytes) -> None:
         self._fill(target, len(content), lambda file: file.write(content))
@@ -238,14 +221,8 @@ def _warned(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _log.warning(
-            "%s could not be written: %s; training continues", path, error.strerror or error
-        )
-
-
-def _cut(path: Path, size: int) -> None:
-    with contextlib.suppress(OSError):
-        os.truncate(path, size)
+        reason = error.strerror or error
+        _log.warning("%s could not be written: %s; training continues", path, reason)
 
 
 def check_run_folder(config: TrainingConfig, world: World) -> None:
@@ -259,21 +236,21 @@ def check_run_folder(config: TrainingConfig, world: World) -> None:
         return
     with agree_on_errors(world.comm):
         if world.rank == 0:
-            _check(Path(config.run_dir), config.resume)
-            check_unclaimed(Path(config.run_dir))
+            path = Path(config.run_dir)
+            try:
+                (path / "config.json").lstat()
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise _unwritable(path, error) from error
+            else:
+                if not config.resume:
+                    raise _used(path)
+            check_unclaimed(path)
 
 
-def _check(path: Path, resume: str) -> None:
-    try:
-        holds_run = (path / "config.json").lstat() is not None
-    except FileNotFoundError:
-        holds_run = False
-    except OSError as error:
-        raise UserError(
-            f"--run-dir {path}: {error.strerror}; name a folder that can be written"
-        ) from error
-    if holds_run and not resume:
-        raise _used(path)
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--run-dir {path}: {error.strerror}; name a folder that can be written")
 
 
 def _used(path: Path) -> UserError:
@@ -308,27 +285,26 @@ class RunFolderSink(MetricsSink):
 
     def on_reading(self, reading: Reading) -> None:
         """Append a line to metrics.jsonl."""
-        line = {
+        kept = {
             name: value
             for name, value in dataclasses.asdict(reading).items()
-            if name not in _NOT_KEPT and value is not None
+            if name not in _NOT_KEPT and value is not None and (value or name != "logged")
         }
-        if not reading.logged:
-            del line["logged"]
-        self._folder.append("metrics.jsonl", line)
+        self._folder.append("metrics.jsonl", kept)
 
     def on_evaluation(self, evaluated: Evaluated) -> None:
         """Append a line to metrics.jsonl."""
-        line = dataclasses.asdict(evaluated)
-        line["validation"] = line.pop("values")
-        self._folder.append("metrics.jsonl", line)
+        self._append_values(evaluated, "validation")
 
     def on_logged(self, logged: Logged) -> None:
         """Append a line to metrics.jsonl."""
-        line = dataclasses.asdict(logged)
-        line["logged"] = line.pop("values")
-        self._folder.append("metrics.jsonl", line)
+        self._append_values(logged, "logged")
 
     def on_event(self, event: Event) -> None:
         """Append a line to events.jsonl."""
-        self._folder.append("events.jsonl", dataclasses.asdict(event))
+        self._folder.append(_HISTORY, dataclasses.asdict(event))
+
+    def _append_values(self, content: Evaluated | Logged, name: str) -> None:
+        line = dataclasses.asdict(content)
+        line[name] = line.pop("values")
+        self._folder.append("metrics.jsonl", line)

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.folder_lock import wait_for_save
 from kaitian_mpi.observe.folders import SHM, SNAPSHOTS_VARIABLE, remove_private
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
@@ -22,7 +23,6 @@ from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import prctl
 from kaitian_mpi.supervise.probe import NO_ANSWER, lost_hosts, run_on
 from kaitian_mpi.supervise.starts import Job, list_names
-from kaitian_mpi.train.checkpoint.folder_lock import wait_for_writer
 from kaitian_mpi.train.restart_request import request_restart, withdraw_request
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Machine:
         code = self._wait(child, watch)
         self._child = None
         if self.stopped:  # the process that saves the last step may outlive mpirun
-            wait_for_writer(self.job.folder / "checkpoints")
+            wait_for_save(self.job.folder / "checkpoints")
         return code if code >= 0 else 128 - code
 
     def _start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -178,7 +178,7 @@ class Machine:
         """
         if not any(SHM.glob(f"kaitian-{self.job.snapshots}-*")):
             return True
-        from kaitian_mpi.train.checkpoint.snapshots import (
+        from kaitian_mpi.train.checkpoint.files import (
             save_snapshot,  # loads torch, for seconds
         )
 

@@ -14,7 +14,8 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
-from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
+from kaitian_mpi.train.checkpoint.metadata import Invalidated
+from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.divergence import repair_divergence
 from kaitian_mpi.train.loop import Loop
@@ -27,7 +28,6 @@ from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord, WeightC
 from kaitian_mpi.train.presence import Presence
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.resumption import begin_branch, begin_or_resume
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.sinks import open_sinks
@@ -49,14 +49,6 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     loop = Loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
     try:
         _report_start(run, world, plan)
-        run.earlier = begin_branch(
-            run.config,
-            run.earlier,
-            world,
-            run.checkpoints,
-            run.state,
-            run.metadata(world, loop.sampler.batch_sizes),
-        )
         loop.observers += _observers(run, world, loop, plan, logged)
         saving = Saving(run, world, loop.sampler)
         loop.observers.append(saving)
@@ -164,10 +156,15 @@ def _plan(run: Run, world: World) -> Plan:
 def _restore_state(run: Run, world: World, plan: Plan) -> None:
     """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
     state, has_lost = run.state, bool(run.membership.losses)
-    if any(gather_values(world.comm, state.is_begun)):
-        state.sync_to_latest(world)
-    else:
-        run.earlier = begin_or_resume(run.config, run.setup, run.earlier, world, state, has_lost)
+    if has_lost and not any(gather_values(world.comm, state.is_begun)):
+        # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
+        found = find_checkpoint(run.config, world, run.setup.path, "auto")
+        if found.metadata is not None:
+            restore(world, state, found, run.config.seed, world.infos)
+            run.earlier = replace(found, file=None, was_on_standby=run.earlier.was_on_standby)
+    state.sync_to_latest(world)
+    if not run.has_started:
+        run.setup.folder.cut_after(state.progress.step or -1)
     if has_lost:
         run.membership.share_history(world)
         repair_divergence(world, state, run.sinks)
@@ -207,7 +204,7 @@ def _report_first_start(run: Run, world: World) -> None:
     since = {"start_time": startup_clock.started_at(), "emulated": run.summary.emulated}
     ranks = [info.world_rank for info in world.infos]
     if step:
-        name = run.earlier.found.name
+        name = run.earlier.name
         text = f"resuming from step {step} ({name})"
         run.sinks.event("resume", step, text, ranks, checkpoint=name, **since)
     else:

@@ -78,10 +78,8 @@ class RestartRequest:
 
 
 def _read(file: Path) -> str:
-    # Whatever lies there, nothing is waited for.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-    try:
-        descriptor = os.open(file, flags)
+    try:  # whatever lies there, nothing is waited for
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return ""
     try:

@@ -14,10 +14,10 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.observe.sink import MetricsSink, Sinks
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.resume import EarlierJob
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.profiles import Profiles
 from kaitian_mpi.train.membership import Membership
-from kaitian_mpi.train.resumption import EarlierJob
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, describe_losses
@@ -71,7 +71,7 @@ class Run:
 
     def failures(self) -> list[dict[str, Any]]:
         """Return the losses that the run has survived, in this job and earlier ones."""
-        metadata = self.earlier.found.metadata
+        metadata = self.earlier.metadata
         earlier = metadata.failures if metadata is not None else []
         return earlier + describe_losses(self.membership.losses)
 

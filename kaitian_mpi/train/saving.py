@@ -27,10 +27,13 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.restart_request import RestartRequest
-from kaitian_mpi.train.results import write_results
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.summary import NAME
+from kaitian_mpi.train.weight_files import export_weights
+
+_MODEL = "checkpoints/model.pt"
 
 
 class Saving(StepObserver):
@@ -115,20 +118,49 @@ class Saving(StepObserver):
         enter_phase("writing the last checkpoint", limited=False)
         with self._saved_at_signals():
             if world.rank == 0:
-                summary = replace(run.summary, failures=run.failures())
                 try:
-                    write_results(
-                        *(run.setup.folder, run.checkpoints, run.state, self._metadata, summary),
-                        export=run.config.export,
-                    )
+                    self._write_results()
                 except StorageError as error:
-                    fault = str(error)
+                    fault = f"training is done, but {error}; {self._keep()}"
             sleeping_barrier(world.comm)
             fault = gather_values(world.comm, fault)[0]
             if fault:
                 run.fault = AgreedError(fault, StorageError.exit_code)
             else:
                 self._report_finish()
+
+    def _write_results(self) -> None:
+        """Write the weights, unless they are on disk already, and then the summary as finished.
+
+        Existing files are kept. A checkpoint that did not fit is not an error.
+
+        Raises:
+            StorageError: the disk is full, or cannot be written for another reason.
+        """
+        run, folder = self._run, self._run.setup.folder
+        self._checkpoints.wait()  # one that is still being written needs space
+        if not folder.has(_MODEL):  # the disk may have been full only temporarily
+            folder.save_model(run.state.weights())
+        folder.require(_MODEL)
+        if run.config.export:
+            export_weights(run.config.export, run.state.model)
+        summary = replace(run.summary, failures=run.failures(), finished=True)
+        folder.write(NAME, summary.to_json())
+        folder.require(NAME)
+
+    def _keep(self) -> str:
+        """Keep the state in memory, if there is room; return what the user should do."""
+        step, path = self._progress.step, self._run.setup.path
+        again = f"run the same command with --run-dir {path or 'FOLDER'} --resume auto"
+        if self._checkpoints.is_on_disk(step):
+            return f"step {step} is in its checkpoint: make room, and {again}"
+        name = self._checkpoints.keep_in_memory(self._run.state, self._metadata())
+        if name:
+            return (
+                f"step {step} is kept in this host's memory: make room, and {again} --snapshots "
+                f"{name}"
+            )
+        return f"the memory is full as well: make room, and {again}, from the last checkpoint"
 
     def _report_finish(self) -> None:
         run, progress, epochs = self._run, self._progress, self._progress.epoch

@@ -26,17 +26,20 @@ from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
-from kaitian_mpi.train.checkpoint.resume import hand_over
-from kaitian_mpi.train.checkpoint.resume_rules import Invalidated
+from kaitian_mpi.train.checkpoint.metadata import Invalidated
+from kaitian_mpi.train.checkpoint.resume import (
+    EarlierJob,
+    find_earlier_job,
+    load_finished,
+    resume,
+)
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
 from kaitian_mpi.train.measure.plan import is_emulated, record_allreduce
 from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
-from kaitian_mpi.train.membership import Membership, plan_standby
+from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.progress import Progress, count_steps
-from kaitian_mpi.train.results import load_finished
-from kaitian_mpi.train.resumption import EarlierJob, find_earlier_job
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.setup import (
     MakeTask,
@@ -80,7 +83,7 @@ def start(
             state = on_all(load_finished, config, setup, earlier)
             run = Run(config, membership, setup, earlier, state)
         else:
-            if config.resume and earlier.found.metadata is None:
+            if config.resume and earlier.metadata is None:
                 on_all(start_from_file, config, setup.task.model)
             run = _new_run(config, membership, setup, earlier)
             run.own_sinks = own_sinks
@@ -147,8 +150,10 @@ def _new_run(
     agrees = on_all(compare_kinds, config, setup, profiles, ranks)
     startup_clock.begin("first step")
     state = on_all(make_state, config, setup, profiles, earlier)
-    earlier = on_all(hand_over_checkpoint, config, earlier, ranks, state)
+    earlier = on_all(resume, config, setup, earlier, ranks, state)
     membership.put_on_standby(config.spares, ranks)
+    if membership.active is None:
+        state.is_begun = False  # it is that of the start, however far the active ranks get
     reasons = [{"rank": info.world_rank, "reason": why} for info, why in excluded.items()]
     return Run(
         config,
@@ -228,7 +233,7 @@ def make_state(
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
     batch = sum(profiles.plan(config, world).batch_sizes)
-    done = Progress(**earlier.found.progress) if earlier.found.progress else None
+    done = Progress(**earlier.progress) if earlier.progress else None
     total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, done)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
@@ -237,16 +242,3 @@ def make_state(
     advice = "give every rank the same code and settings"
     check_same(world.comm, {"the optimizer": describe_optimizers(state.optimizers)}, advice)
     return state
-
-
-def hand_over_checkpoint(
-    config: TrainingConfig,
-    earlier: EarlierJob,
-    excluded: Collection[int],
-    state: State,
-    world: World,
-) -> EarlierJob:
-    """Move the checkpoint to a rank that will train: the one that read it may be excluded."""
-    standby = plan_standby(world.infos, config.spares, excluded)
-    first = standby.active(world.infos)[0]
-    return replace(earlier, found=hand_over(world, earlier.found, first, state))

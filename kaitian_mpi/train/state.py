@@ -26,7 +26,6 @@ from kaitian_mpi.train.state_transfer import (
     check_loadable,
     copy_state,
     plain,
-    reload,
 )
 from kaitian_mpi.train.task import Task
 
@@ -37,6 +36,7 @@ _PARTS = {
     "extra": "extra_state",
 }
 """The parts of the shared state that the user's objects return, and the objects."""
+_OF_OBJECTS = ("schedulers", "extra")
 
 
 class State:
@@ -223,7 +223,7 @@ class State:
         with self.lock:
             content = file.content
             if file.is_mapped:
-                content = copy_state(content, self.shared(), release=file.release)
+                content = copy_state(content, self.shared(), is_mapped=True)
             self.load_shared(content)
         return content
 
@@ -233,29 +233,12 @@ class State:
         Raises:
             UserError: a part holds objects that are not loaded from files, for safety's sake.
         """
-        self.check_savable()
-        state = self.shared()
-        for name, called in _PARTS.items():
-            try:
-                state[name] = reload(state[name])
-            except Exception as error:  # of the user's objects, which may raise anything
-                raise UserError(
-                    f"Task: the state_dict of {called} cannot be saved and loaded again "
-                    f"({type(error).__name__}); return tensors, numbers and texts, in dicts, lists "
-                    "and tuples"
-                ) from error
-        self.load_shared(state)
-        self.is_begun = False
-
-    def check_savable(self) -> None:
-        """Check that a checkpoint can hold the state.
-
-        Raises:
-            UserError: a part holds something else, such as an object.
-        """
         state = self.shared()
         for name, called in _PARTS.items():
             check_loadable(state[name], f"Task: {called}")
+        # Copies of what the user's objects return, which they may change when they load it.
+        self.load_shared(state | copy_state({name: state[name] for name in _OF_OBJECTS}))
+        self.is_begun = False
 
     def _optimizer_types(self) -> list[str]:
         return [type(optimizer).__name__ for optimizer in self.optimizers]

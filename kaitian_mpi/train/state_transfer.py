@@ -1,15 +1,16 @@
 """Copies a training state between ranks, files and devices, a piece of a tensor at a time.
 
-A state may fill most of a host's memory: no rank holds a second copy of more than a piece, unless
-it asks for a copy.
+A state is nested dicts, lists and tuples of tensors and plain values. It may fill most of a host's
+memory: no rank holds a second copy of more than a piece, unless it asks for a copy.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -21,14 +22,14 @@ from kaitian_mpi.mpi.exchange import broadcast_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MIN_BYTES = 1 << 16  # smaller tensors stay in the skeleton: the state without its large tensors
+_MIN_BYTES = 1 << 16  # smaller tensors are copied and sent as they are
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _PIECE_BYTES = 16 << 20
-_PLACE = "the place of a large tensor"  # a key that no state_dict has
 
 
 def to_bytes(state: Any) -> bytes:
-    """Serialize a state of tensors and plain values."""
+    """Serialize a state."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -45,10 +46,8 @@ def plain(state: Any) -> Any:
         return state.item()
     if isinstance(state, dict):
         kind = OrderedDict if type(state) is OrderedDict else dict
-        changed: Any = kind((plain(key), plain(value)) for key, value in state.items())
-        if hasattr(state, "_metadata"):  # as in `_map`
-            changed._metadata = state._metadata
-        return changed
+        pairs = kind((plain(key), plain(value)) for key, value in state.items())
+        return _with_metadata(pairs, state)
     if isinstance(state, list | tuple):
         items = [plain(item) for item in state]
         return items if isinstance(state, list) else tuple(items)
@@ -72,7 +71,7 @@ def check_loadable(value: Any, where: str) -> None:
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
             check_loadable(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
+    elif type(value) not in (*_PLAIN_TYPES, *_TENSOR_TYPES):
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise UserError(
             f"{where} is a {kind}, which checkpoints cannot hold; turn it into tensors, numbers "
@@ -80,27 +79,10 @@ def check_loadable(value: Any, where: str) -> None:
         )
 
 
-def reload(state: Any) -> Any:
-    """Return a state as it would be after it was saved to a file and loaded.
-
-    Large tensors are those of `state` themselves: any of them can be saved.
-
-    Raises:
-        Exception: it cannot be saved or loaded; of many types.
-    """
-    tensors = _Tensors()
-    return _fill(from_bytes(to_bytes(tensors.take_out(state))), tensors.found)
-
-
 def broadcast_state(
-    comm: MPI.Intracomm,
-    state: Any,
-    root: int,
-    receives: bool,
-    into: Any = None,
-    release: Callable[[torch.Tensor], None] | None = None,
+    comm: MPI.Intracomm, state: Any, root: int, receives: bool, into: Any = None
 ) -> Any:
-    """Send a state of tensors and plain values from one rank to some ranks. Collective.
+    """Send a state from one rank to some ranks. Collective.
 
     Args:
         comm: of all ranks that call this.
@@ -109,42 +91,41 @@ def broadcast_state(
         receives: whether this rank wants the state.
         into: a state of this rank that may be overwritten: its tensors in host memory are received
             into and become part of the result if shape, strides and dtype match. None for none.
-        release: called on rank `root` with each piece of a tensor that is sent.
 
     Returns:
         The state, with its tensors in host memory; on rank `root`, `state` itself. None if this
         rank does not receive.
     """
     if comm.rank == root:
-        own = _Tensors()
-        broadcast_bytes(comm, to_bytes(own.take_out(state)), root)
-        for tensor in own.found:
+        layout, tensors = _split(state)
+        broadcast_bytes(comm, to_bytes(layout), root)
+        for tensor in tensors:
             for piece in _pieces(tensor.cpu()):  # copied one at a time
                 comm.Bcast(piece.numpy(), root)
-                if release is not None:
-                    release(piece)
         return state if receives else None
-    skeleton = from_bytes(broadcast_bytes(comm, None, root))
-    tensors: list[torch.Tensor] = []
+    layout = from_bytes(broadcast_bytes(comm, None, root))
     unwanted = torch.empty(0 if receives else _PIECE_BYTES, dtype=torch.uint8)
-    for place, present in _places(skeleton, into):
-        if place["index"] < len(tensors):  # a tied weight, which is sent once
-            continue
-        target = _target(place, present) if receives else None
-        size = torch.Size(place["shape"]).numel() * getattr(torch, place["dtype"]).itemsize
-        for piece in _pieces(unwanted, size) if target is None else _pieces(target):
+    received: dict[int, torch.Tensor] = {}
+
+    def receive(meta: torch.Tensor, present: Any) -> torch.Tensor:
+        if not meta.is_meta or id(meta) in received:  # small, or a tied weight, sent once
+            return received.get(id(meta), meta)
+        target = unwanted
+        if receives:
+            target = _target(meta, present if _fits(present, meta) and present.is_cpu else None)
+        left = range(meta.nbytes, 0, -_PIECE_BYTES)
+        for piece in _pieces(target) if receives else (unwanted[:size] for size in left):
             comm.Bcast(piece.numpy(), root)
-        tensors.append(unwanted if target is None else target)
-    return _fill(skeleton, tensors) if receives else None
+        received[id(meta)] = target
+        return target
+
+    result = _map(receive, layout, into)
+    return result if receives else None
 
 
 @torch.no_grad()
 def copy_state(
-    state: Any,
-    into: Any = None,
-    *,
-    share: bool = False,
-    release: Callable[[torch.Tensor], None] = lambda piece: None,
+    state: Any, into: Any = None, *, share: bool = False, is_mapped: bool = False
 ) -> Any:
     """Return a copy of a state, with new tensors in host memory.
 
@@ -154,37 +135,29 @@ def copy_state(
             copy if shape, strides and dtype match, as new memory takes many times as long as
             copying. None for none.
         share: whether a tensor that has all of its storage in host memory is kept, not copied.
-        release: called with each piece of a large tensor that was copied.
+        is_mapped: whether the state's memory is a file's; each piece that was copied leaves memory.
     """
-    return _copied(state, into, share, release, {})
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-
-def _copied(
-    value: Any,
-    present: Any,
-    share: bool,
-    release: Callable[[torch.Tensor], None],
-    copies: dict[tuple[Any, ...], torch.Tensor],
-) -> Any:
-    if not isinstance(value, torch.Tensor):
-        others = (other for _, other in side_by_side(value, present))
-        return _map(value, lambda item: _copied(item, next(others), share, release, copies))
-    if share and value.is_cpu and is_whole(value):
-        return value.detach()
-    if not (_is_large(value) and _is_dense(value)):
-        return torch.empty_like(value, device="cpu").copy_(value)
-    known = _identity(value)
-    if known not in copies:  # a tied weight is copied once
-        fits = _fits(present, value.dtype, value.shape, value.stride())
-        target = present.detach() if fits else torch.empty_like(value, device="cpu")
-        if value.is_cpu:
-            for piece, part in zip(_pieces(value), _pieces(target), strict=True):
+    def copy(tensor: torch.Tensor, present: Any) -> torch.Tensor:
+        if share and tensor.is_cpu and is_whole(tensor):
+            return tensor.detach()
+        if not (_is_large(tensor) and _is_dense(tensor)):
+            return torch.empty_like(tensor, device="cpu").copy_(tensor)
+        known = _identity(tensor)
+        if known in copies:  # a tied weight is copied once
+            return copies[known]
+        copies[known] = target = _target(tensor, present if _fits(present, tensor) else None)
+        if tensor.is_cpu:
+            for piece, part in zip(_pieces(tensor), _pieces(target), strict=True):
                 part.copy_(piece)
-                release(piece)
+                if is_mapped:
+                    _leave_memory(piece)
         else:
-            target.copy_(value)
-        copies[known] = target
-    return copies[known]
+            target.copy_(tensor)
+        return target
+
+    return _map(copy, state, into)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -192,92 +165,65 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def side_by_side(state: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Return each item of a dict, list or tuple, with the item in the same place of another one.
+def _split(state: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return a state with meta tensors in the place of large ones, and those, each once."""
+    metas: dict[tuple[Any, ...], torch.Tensor] = {}
+    tensors: list[torch.Tensor] = []
 
-    The second is None if the other has nothing there. Any other value has no items.
-    """
-    if isinstance(state, dict):
-        present = other if isinstance(other, dict) else {}
-        return zip(state.values(), map(present.get, state), strict=True)
-    if isinstance(state, (list, tuple)):
-        others = other if isinstance(other, (list, tuple)) else ()
-        return zip(state, chain(others, repeat(None)), strict=False)
-    return iter(())
-
-
-class _Tensors:
-    """The large tensors of a state, each once."""
-
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-        self._indices: dict[tuple[Any, ...], int] = {}
-
-    def take_out(self, state: Any) -> Any:
-        """Return the state with each large tensor replaced by a description of it."""
-        return self._describe(state) if _is_large(state) else _map(state, self.take_out)
-
-    def _describe(self, tensor: torch.Tensor) -> dict[str, Any]:
+    def take(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        if not _is_large(tensor):
+            return tensor
         known = _identity(tensor)
-        if known not in self._indices:
-            self._indices[known] = len(self.found)
+        if known not in metas:
             dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
-            self.found.append(dense)
-        index = self._indices[known]
-        return {
-            _PLACE: True,
-            "index": index,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "stride": list(self.found[index].stride()),
-        }
+            tensors.append(dense)
+            metas[known] = dense.to("meta")
+        return metas[known]
+
+    return _map(take, state), tensors
 
 
-def _fill(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with its descriptions of tensors replaced by these tensors."""
-    if isinstance(skeleton, dict) and _PLACE in skeleton:
-        return tensors[skeleton["index"]]
-    return _map(skeleton, lambda item: _fill(item, tensors))
+def _map(change: Callable[[torch.Tensor, Any], Any], state: Any, other: Any = None) -> Any:
+    """Return a state with its tensors changed.
+
+    Args:
+        change: gets each tensor, in order, and what another state has in its place or None.
+        state: anything in it but tensors, dicts, lists and tuples stays as it is.
+        other: the other state; None for none.
+    """
+    if isinstance(state, torch.Tensor):
+        return change(state, other)
+    if type(state) in (dict, OrderedDict):
+        present = other if isinstance(other, dict) else {}
+        pairs = ((key, _map(change, item, present.get(key))) for key, item in state.items())
+        return _with_metadata(type(state)(pairs), state)
+    if type(state) in (list, tuple):
+        others = dict(enumerate(other)) if isinstance(other, (list, tuple)) else {}
+        items = enumerate(state)
+        return type(state)([_map(change, item, others.get(index)) for index, item in items])
+    return state
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with its items changed; anything else as it is."""
-    if type(value) in (dict, OrderedDict):
-        changed = type(value)((key, change(item)) for key, item in value.items())
-        if hasattr(value, "_metadata"):  # a module's state_dict has the versions of its parts
-            changed._metadata = value._metadata
-        return changed
-    if type(value) in (list, tuple):
-        return type(value)(change(item) for item in value)
-    return value
+def _with_metadata(changed: Any, state: Any) -> Any:
+    """Return a changed state with the versions of a module's parts, which a state_dict has."""
+    if hasattr(state, "_metadata"):
+        changed._metadata = state._metadata
+    return changed
 
 
-def _places(skeleton: Any, into: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Return the descriptions of tensors in order, each with what another state has there."""
-    if isinstance(skeleton, dict) and _PLACE in skeleton:
-        yield skeleton, into
-        return
-    for item, other in side_by_side(skeleton, into):
-        yield from _places(item, other)
-
-
-def _target(place: dict[str, Any], present: Any) -> torch.Tensor:
-    """Return the tensor to receive into: the present one if it matches, or else a new one."""
-    dtype, shape, stride = getattr(torch, place["dtype"]), place["shape"], place["stride"]
-    if _fits(present, dtype, shape, stride) and present.is_cpu:
+def _target(like: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor to copy or receive into: the present one, or a new one in host memory."""
+    if present is not None:
         return present.detach()
-    return torch.empty_strided(shape, stride, dtype=dtype)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
 
-def _fits(
-    present: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
-) -> TypeGuard[torch.Tensor]:
-    """Return whether the present value is a large tensor with this layout in memory."""
+def _fits(present: Any, like: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Return whether the present value is a large tensor with the other's layout in memory."""
     return (
         _is_large(present)
-        and present.dtype == dtype
-        and list(present.shape) == list(shape)
-        and list(present.stride()) == list(stride)
+        and (present.dtype, present.shape) == (like.dtype, like.shape)
+        and present.stride() == like.stride()
     )
 
 
@@ -285,23 +231,24 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _pieces(tensor: torch.Tensor, size: int | None = None) -> Iterator[torch.Tensor]:
-    """Return a dense tensor's memory in pieces, as flat tensors of bytes.
-
-    Args:
-        tensor: on any device.
-        size: if given, `tensor` is a single piece, returned repeatedly for this many bytes: a
-            buffer for unwanted tensors.
-    """
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a dense tensor's memory in pieces, as flat tensors of bytes."""
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
-    for begin in range(0, flat.numel() if size is None else size, _PIECE_BYTES):
-        yield flat[begin : begin + _PIECE_BYTES] if size is None else flat[: size - begin]
+    return flat.split(_PIECE_BYTES)
+
+
+def _leave_memory(piece: torch.Tensor) -> None:
+    """Free the memory of a part of a mapped file, whose values can be read again."""
+    begin = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = piece.data_ptr() + piece.nbytes - begin
+    ctypes.CDLL(None).madvise(
+        *(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    )
 
 
 def _is_large(value: Any) -> bool:
     return (
-        isinstance(value, torch.Tensor)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        type(value) in _TENSOR_TYPES
         and value.layout == torch.strided
         and not (value.is_quantized or value.is_conj() or value.is_neg())
         and value.numel() * value.element_size() >= _MIN_BYTES

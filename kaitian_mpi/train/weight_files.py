@@ -16,16 +16,11 @@ from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.files import describe_failure, replacing
-from kaitian_mpi.observe.tensor_files import (
-    SAFETENSORS,
-    UnusableError,
-    check_safetensors,
-    load_safetensors,
-    load_tensors,
-)
+from kaitian_mpi.observe.tensor_files import UnusableError, load_tensors
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.state_transfer import is_whole
 
+SAFETENSORS = ".safetensors"
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 """Keys under which checkpoints, this package's too, have a model's weights beside other things."""
 _OF_DDP = "module."
@@ -67,7 +62,18 @@ def _check_file(path: str) -> None:
             f"of torch.save or a {SAFETENSORS} file"
         )
     if path.endswith(SAFETENSORS):
-        check_safetensors("--init", path)
+        _check_safetensors("--init", path)
+
+
+def _check_safetensors(flag: str, path: str) -> None:
+    """Raise a `UserError` that names this flag and its file if safetensors is not installed."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{flag} {path}: the package safetensors is not installed; "
+            "pip install 'kaitian-mpi[export]'"
+        ) from error
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -108,7 +114,13 @@ def load_weights(model: nn.Module, path: str) -> None:
 def _read(path: str) -> Any:
     try:
         if path.endswith(SAFETENSORS):
-            return load_safetensors(Path(path))
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+
+            try:
+                return load_file(path)
+            except SafetensorError as error:
+                raise UnusableError(f"safetensors: {error}".partition("\n")[0]) from error
         with open(path, "rb") as file:
             return load_tensors(file)
     except OSError as error:
@@ -187,7 +199,7 @@ def check_export(config: TrainingConfig, world: World) -> None:
         if config.export and world.rank == 0:
             _check_target(config.export, config.run_dir)
         if config.export:
-            check_safetensors("--export", config.export)
+            _check_safetensors("--export", config.export)
 
 
 def check_exportable(config: TrainingConfig, model: nn.Module) -> None:

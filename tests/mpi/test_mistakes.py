@@ -17,7 +17,7 @@ from kaitian_mpi.cli.preflight import check_before_loading
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.observe.folder_claim import Claim
+from kaitian_mpi.observe.folder_lock import Claim
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
 pytestmark = pytest.mark.sizes(2)
@@ -273,14 +273,9 @@ def train_with(extra, folder):
         return training.summary
 
 
-def test_state_that_checkpoints_cannot_hold_ends_the_run_at_the_first_or_is_warned_of(
-    world, tmp_path, caplog
-):
+def test_state_that_checkpoints_cannot_hold_is_warned_of(world, tmp_path, caplog):
     folder = gather_values(world.comm, str(tmp_path))[0]
-    with pytest.raises(AgreedError, match=r"extra_state\['ema'\]\['value'\] is a set"):
-        train_with(Extra(until=1), f"{folder}/first")
-    caplog.clear()
-    assert train_with(Extra(until=3), f"{folder}/later").finished
+    assert train_with(Extra(until=3), f"{folder}/run").finished
     warned = "could not be written: state['extra']['ema']['value'] is a set" in caplog.text
     assert warned == (world.rank == 0)
 

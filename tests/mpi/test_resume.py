@@ -20,16 +20,14 @@ from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.observe.folders import snapshot_folder
 from kaitian_mpi.recipes.image_classification import make_rate, make_task
 from kaitian_mpi.runtime.launcher import SUPERVISED
-from kaitian_mpi.train.checkpoint.files import CheckpointFiles
-from kaitian_mpi.train.checkpoint.policy import Checkpointing, SnapshotFiles
-from kaitian_mpi.train.checkpoint.resume import find_checkpoint, hand_over, restore
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
+from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.resume import find_checkpoint
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.measure.plan import Profile
 from kaitian_mpi.train.measure.profiles import find_profiles
-from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.restart_request import request_restart, withdraw_request
 from kaitian_mpi.train.setup import prepare_without_folder
 from kaitian_mpi.train.training import Training
@@ -248,7 +246,7 @@ def test_balance_can_be_switched_on_and_off(world, folder, capsys):
     capsys.readouterr()
     run(world, folder, max_steps=6, **measured | {"benchmark_seconds": 0.6})
     if world.rank == 0:
-        assert "0.6, which is ignored: no rank is benchmarked" in capsys.readouterr().out
+        assert "--benchmark-seconds changed from 0.5 to 0.6" in capsys.readouterr().out
     run(world, folder)
     sizes = newest(folder)["metadata"]["batch_sizes"]
     assert sum(sizes) == BATCH
@@ -292,7 +290,7 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
     assert not withdraw_request(folder)
     saved = newest(folder)["progress"]["step"]
     assert saved in (2, 3)
-    in_memory = SnapshotFiles(snapshot_folder(name))
+    in_memory = snapshot_files(name)
     assert in_memory.steps() == [saved]
     world.comm.Barrier()  # all have read the files
     if world.rank == 0:
@@ -343,12 +341,15 @@ def test_resuming_from_a_file_abandons_later_checkpoints(world, folder):
     run(world, folder, lr=1e-5)
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
     assert (weights_in(folder) - old).abs().max() > 1e-4
-    # Resumes from a checkpoint of another folder in this one, which holds another run.
-    other = folder.with_name("other")
+    # From a checkpoint of another folder, only in a new one.
+    last = str(max(checkpoints.glob("step-*.pt")))
+    with pytest.raises(AgreedError, match=r"other has checkpoints of its own; name a new --run-"):
+        run(world, folder.with_name("other"), resume=last)
+    new = folder.with_name("new")
     expected = newest(folder)["model"]["0.weight"]
-    run(world, other, resume=str(max(checkpoints.glob("step-*.pt"))), epochs=1)
-    assert torch.equal(newest(other)["model"]["0.weight"], expected)
-    left = {path.name[:13] for path in (other / "checkpoints").glob("step-*.pt")}
+    run(world, new, resume=last, epochs=1)
+    assert torch.equal(newest(new)["model"]["0.weight"], expected)
+    left = {path.name[:13] for path in (new / "checkpoints").glob("step-*.pt")}
     assert left == {f"step-{2 * STEPS:08d}"}
 
 
@@ -404,40 +405,17 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
     assert contents(world, folder) == before
 
 
-class Loaded:
-    """The part of a training state that `restore` uses."""
+@pytest.mark.parametrize("excluded", [0, 2])
+def test_a_run_resumes_exactly_if_the_rank_that_reads_the_checkpoint_is_excluded(
+    world, folder, monkeypatch, excluded
+):
+    def exclude(*arguments):
+        return {excluded: "the test"}
 
-    def __init__(self):
-        self.progress, self.content = Progress(0), None
-
-    def shared(self):
-        return {"model": {}}
-
-    def load_file(self, file):
-        self.content = file.content
-        self.progress = Progress(**file.content["progress"])
-        return file.content
-
-    def load_rank_state(self, own):
-        self.own = own
-
-    def sync_to_latest(self, world):
-        steps = gather_values(world.comm, self.progress.step if self.content else -1)
-        if self.content is None:
-            self.progress.step = max(steps)
-        return steps.index(max(steps))
-
-
-@pytest.mark.ranks(2)
-def test_the_rank_that_read_the_checkpoint_sends_it_to_an_active_rank(world, folder):
-    run(world, folder, max_steps=3)
-    found = find_checkpoint(TrainConfig(), world, folder, "auto")
-    assert [world.rank == 0, 3] == [found.file is not None, found.progress["step"]]
-    last, state = world.size - 1, Loaded()
-    found = hand_over(world, found, last, state)
-    assert gather_values(world.comm, found.file is not None) == [False] * last + [True]
-    restore(world, state, found, seed=0)
-    assert state.progress.step == 3
-    if world.rank == last:
-        expected = newest(folder)["model"]
-        assert all(torch.equal(state.content["model"][name], expected[name]) for name in expected)
+    monkeypatch.setattr("kaitian_mpi.train.start._find_excluded", exclude)
+    run(world, folder, checkpoint_every=2)
+    run(world, folder.with_name("cut"), checkpoint_every=2)
+    cut_back(world, folder.with_name("cut"), step=4)
+    run(world, folder.with_name("cut"))
+    assert steps_in(folder.with_name("cut")) == list(range(1, 2 * STEPS + 1))
+    assert torch.equal(weights_in(folder), weights_in(folder.with_name("cut")))

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -21,8 +22,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.checkpoint.files import CheckpointFiles
-from kaitian_mpi.train.checkpoint.format import FORMAT_VERSION, describe
+from kaitian_mpi.train.checkpoint.files import FORMAT_VERSION, CheckpointFiles, seal
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.state_transfer import copy_state
 
@@ -150,32 +150,19 @@ def ignored(caplog):
     return search
 
 
-def test_a_truncated_checkpoint_is_skipped_at_any_length(two, ignored):
+def test_a_truncated_or_changed_checkpoint_is_skipped(two, ignored):
     path = two.folder / "step-00000120.pt"
     whole = path.read_bytes()
-    for length in [*range(0, len(whole), 97), len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        assert ignored(two) == (
-            100,
-            [
-                "checkpoint step-00000120.pt is damaged and ignored: "
-                f"it has {length:,} of {len(whole):,} bytes"
-            ],
-        )
-    path.write_bytes(whole)
-    assert ignored(two) == (120, [])
-
-
-def test_a_flipped_bit_anywhere_in_the_tensors_is_found(two, ignored):
-    path = two.folder / "step-00000120.pt"
-    whole = path.read_bytes()
+    damaged = [whole[:length] for length in [*range(0, len(whole), 97), len(whole) - 1]]
     for place in [*range(0, len(whole), 61), len(whole) - 1]:
         changed = bytearray(whole)
         changed[place] ^= 1 << place % 8
-        path.write_bytes(changed)
-        step, (line,) = ignored(two)
-        assert step == 100
-        assert "altered after it was written" in line
+        damaged.append(bytes(changed))
+    for content in damaged:
+        path.write_bytes(content)
+        assert ignored(two) == (100, [f"{DAMAGED}it is incomplete or altered: its SHA-256 differs"])
+    path.write_bytes(whole)
+    assert ignored(two) == (120, [])
 
 
 def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two, caplog):
@@ -196,25 +183,28 @@ def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two, cap
     assert found > 0.9 * len(whole)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "[" * 100_000, "\x00" * 300])
-def test_an_invalid_description_is_skipped(two, ignored, text):
-    (two.folder / "step-00000120.json").write_text(text)
-    step, (line,) = ignored(two)
-    assert step == 100
-    assert line.startswith(f"{DAMAGED}step-00000120.json ")
-
-
 @pytest.mark.parametrize(
-    ("suffix", "folder", "reason"),
-    [("json", False, "is missing"), ("pt", False, "No such file"), ("pt", True, "Is a directory")],
+    ("suffix", "content", "reason"),
+    [
+        *(("json", text, "step-00000120.json ") for text in ("", "{", "[]", "null", "{}")),
+        *(("json", text, "step-00000120.json ") for text in ("[" * 100_000, "\x00" * 300)),
+        ("json", None, "is missing"),
+        ("pt", None, "No such file"),
+        ("pt", "folder", "Is a directory"),
+    ],
 )
-def test_a_checkpoint_with_an_unreadable_file_is_skipped(two, ignored, suffix, folder, reason):
+def test_a_checkpoint_with_an_invalid_or_unreadable_file_is_skipped(
+    two, ignored, suffix, content, reason
+):
     path = two.folder / f"step-00000120.{suffix}"
     path.unlink()
-    if folder:
+    if content == "folder":
         path.mkdir()
+    elif content is not None:
+        path.write_text(content)
     step, (line,) = ignored(two)
     assert step == 100
+    assert line.startswith(DAMAGED)
     assert reason in line
 
 
@@ -245,7 +235,7 @@ def test_loading_a_checkpoint_by_its_path(two, tmp_path):
         shutil.copy(two.folder / f"step-00000100.{suffix}", tmp_path / f"mine.{suffix}")
     assert_same(CheckpointFiles.load(tmp_path / "mine.pt").state, small(100))
     spoil(tmp_path / "mine.pt", lambda data: data[:-1])
-    with pytest.raises(UserError, match=r"mine.pt cannot be used: it has [\d,]+ of [\d,]+ bytes"):
+    with pytest.raises(UserError, match=r"mine.pt cannot be used: it is incomplete or altered"):
         CheckpointFiles.load(tmp_path / "mine.pt")
     with pytest.raises(UserError, match=r"none.pt cannot be used: it cannot be read: No such file"):
         CheckpointFiles.load(tmp_path / "none.pt")
@@ -263,8 +253,9 @@ def put_content(files, content):
     """Replace the newest checkpoint's .pt, with a .json that has the right checksum."""
     path = files.folder / "step-00000120.pt"
     path.write_bytes(content)
-    description = describe({"step": 120}, len(content), hashlib.sha256(content).hexdigest())
-    path.with_suffix(".json").write_bytes(description)
+    sha256 = hashlib.sha256(content).hexdigest()
+    description = seal({"step": 120, "format_version": FORMAT_VERSION, "sha256": sha256})
+    path.with_suffix(".json").write_text(json.dumps(description))
 
 
 def test_nothing_in_a_checkpoint_is_executed(two, ignored):
@@ -346,12 +337,6 @@ def test_skipped_later_checkpoints_do_not_count_towards_keep(two, ignored):
     assert names(two.folder)[2:] == ["step-00000130.json", "step-00000130.pt"]
 
 
-def test_remove_after_deletes_later_checkpoints(two):
-    two.remove_after(100)
-    assert names(two.folder) == ["step-00000100.json", "step-00000100.pt"]
-    two.remove_after(100)
-
-
 def test_later_checkpoints_are_set_aside_not_deleted(two):
     two.keep = 9
     two.write(small(130), {"step": 130})
@@ -359,18 +344,15 @@ def test_later_checkpoints_are_set_aside_not_deleted(two):
     assert two.holds(first)
     assert not two.holds(two.folder / "mine.pt")
     assert not two.holds(two.folder.parent / "step-00000100.pt")
-    aside = two.set_aside(first)
+    aside = two.set_later_aside(first)
     assert aside == two.folder / "abandoned-1"
     found = two.newest_good()
     assert_same((found.path, found.state), (first, small(100)))
     assert CheckpointFiles(aside, keep=9).steps() == [120, 130]
     assert_same(CheckpointFiles(aside, keep=9).newest_good().state, small(130))
-    assert two.set_aside(first) is None
-    last = two.write(small(110), {"step": 110})
-    assert two.newest_of(110) == last
-    assert two.set_aside(last, earlier=True) == two.folder / "abandoned-2"
-    assert two.steps() == [110]
-    assert names(two.folder / "abandoned-2") == ["step-00000100.json", "step-00000100.pt"]
+    assert two.set_later_aside(first) is None
+    two.write(small(110), {"step": 110})
+    assert two.set_later_aside(first) == two.folder / "abandoned-2"
 
 
 def fill_disk_after(monkeypatch, size):
@@ -593,7 +575,7 @@ def test_the_background_writer_writes_each_submission(tmp_path):
     writer.close()
     writer.close()
     assert files.steps() == [1, 2]
-    assert "checkpoint-writer" not in [thread.name for thread in threading.enumerate()]
+    assert not writer.is_writing
 
 
 def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
@@ -608,10 +590,11 @@ def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     assert writer.take_spare() is states[1]
     writer.submit(states[3], {"step": 13})
     assert caplog.messages == [
-        f"checkpoint of step {step} is skipped: step 10 is still being written, and step "
+        f"checkpoint of step {step} is skipped: an earlier one is still being written, and step "
         f"{step + 1} is next"
         for step in (11, 12)
     ]
+    assert writer.is_writing
     assert writer.last_written is None
     files.gate.set()
     writer.wait()
@@ -621,40 +604,12 @@ def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     assert_same(files.newest_good().state, small(3))
 
 
-def test_a_submission_is_not_replaced_because_the_thread_has_not_begun_yet(
-    tmp_path, monkeypatch, caplog
-):
-    class Late(threading.Thread):
-        """Begins only when it is waited for, as it may on a busy machine."""
-
-        def start(self):
-            pass
-
-        def join(self, timeout=None):
-            super().start()
-            super().join(timeout)
-
-    monkeypatch.setattr("kaitian_mpi.train.checkpoint.writer.threading.Thread", Late)
-    files = CheckpointFiles(tmp_path, keep=5)
-    writer = BackgroundWriter(files)
-    for step in (1, 2):
-        writer.submit(small(step), {"step": step})
-    writer.wait()
-    assert files.steps() == [1, 2]
-    assert not caplog.messages
-
-
 def test_a_full_disk_logs_a_warning_each_time(tmp_path, monkeypatch, caplog):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
-    with monkeypatch.context() as context:
-        fill_disk_after(context, 0)
-        writer.submit(small(1), {"step": 80})
-        writer.wait()
-    writer.submit(small(1), {"step": 100})
-    writer.wait()
-    with monkeypatch.context() as context:
-        fill_disk_after(context, 1000)
-        for step in (120, 140):
+    for step, size in ((80, 0), (100, None), (120, 1000), (140, 1000), (160, None)):
+        with monkeypatch.context() as context:
+            if size is not None:
+                fill_disk_after(context, size)
             writer.submit(small(1), {"step": step})
             writer.wait()
     text = (
@@ -665,9 +620,6 @@ def test_a_full_disk_logs_a_warning_each_time(tmp_path, monkeypatch, caplog):
         text.format(120) + "the one of step 100 is kept",
         text.format(140) + "the one of step 100 is kept",
     ]
-    assert writer.last_written == 100
-    writer.submit(small(1), {"step": 160})
-    writer.close()
     assert writer.last_written == 160
 
 
@@ -677,9 +629,8 @@ def test_an_unexpected_error_is_raised_once(tmp_path, monkeypatch, method):
     with monkeypatch.context() as context:
         context.setattr(writer._files, "write", None)
         writer.submit(small(1), {"step": 1})
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint-writer":
-                thread.join()
+        while writer.is_writing:
+            time.sleep(0.01)
     with pytest.raises(TypeError, match="not callable"):
         getattr(writer, method)(*([small(2), {"step": 2}] if method == "submit" else []))
     writer.submit(small(3), {"step": 3})

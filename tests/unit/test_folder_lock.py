@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kaitian_mpi.train.checkpoint.folder_lock import wait_for_writer, writing_in
+from kaitian_mpi.observe.folder_lock import saving_in, wait_for_save
 
 LONGEST_SEC = 30
 
@@ -19,9 +19,9 @@ LONGEST_SEC = 30
 WRITER = """
 import sys, time
 from pathlib import Path
-from kaitian_mpi.train.checkpoint.folder_lock import writing_in
+from kaitian_mpi.observe.folder_lock import saving_in
 folder = Path(sys.argv[1])
-with writing_in(folder):
+with saving_in(folder):
     print("ready", flush=True)
     time.sleep(float(sys.argv[2]))
     (folder / "done").touch()
@@ -38,17 +38,17 @@ def start_writer(folder, seconds):
 def test_an_active_writer_is_logged_and_waited_for(tmp_path, caplog):
     caplog.set_level("INFO")
     with start_writer(tmp_path, 0.7) as writer:
-        wait_for_writer(tmp_path)
+        wait_for_save(tmp_path)
         assert (tmp_path / "done").exists()
         assert writer.wait(LONGEST_SEC) == 0
-    wait_for_writer(tmp_path)
+    wait_for_save(tmp_path)
     (line,) = caplog.messages  # of the first
     assert f"process {writer.pid} of " in line
     assert os.listdir(tmp_path) == ["done"]
 
 
 def test_processes_write_one_at_a_time(tmp_path):
-    with start_writer(tmp_path, 0.7) as writer, writing_in(tmp_path):
+    with start_writer(tmp_path, 0.7) as writer, saving_in(tmp_path):
         assert (tmp_path / "done").exists()
         assert writer.wait(LONGEST_SEC) == 0
 
@@ -57,9 +57,9 @@ def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, caplog):
     caplog.set_level("INFO")
     with start_writer(tmp_path, 1000) as writer:
         writer.kill()
-    wait_for_writer(tmp_path)
+    wait_for_save(tmp_path)
     assert caplog.messages == []
-    with writing_in(tmp_path):
+    with saving_in(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
 
@@ -67,7 +67,7 @@ def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["", "none"], ids=["without a writer", "not there"])
 def test_waiting_for_no_writer_creates_nothing(tmp_path, name, caplog):
     caplog.set_level("INFO")
-    wait_for_writer(tmp_path / name)
+    wait_for_save(tmp_path / name)
     assert caplog.messages == []
     assert list(tmp_path.iterdir()) == []
 
@@ -82,8 +82,8 @@ while :; do sleep 0.05; done
 SAVER = """
 import sys, time
 from pathlib import Path
-from kaitian_mpi.train.checkpoint.folder_lock import writing_in
-with writing_in(Path(sys.argv[1])):
+from kaitian_mpi.observe.folder_lock import saving_in
+with saving_in(Path(sys.argv[1])):
     Path("saving").touch()
     while not Path("may-end").exists():
         time.sleep(0.01)

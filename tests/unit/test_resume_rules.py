@@ -1,117 +1,63 @@
-"""The effect of every flag that has another value when a run is resumed."""
+"""What a job that resumes a run does with flags that have other values, and with its metadata."""
 
+import json
 import re
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
+from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.fastest_split import RankCost
 from kaitian_mpi.config import TrainConfig, flag_name
-from kaitian_mpi.train.checkpoint.resume_rules import (
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.train.checkpoint.metadata import (
     INVALIDATES,
     REJECTED,
     SILENT,
     Invalidated,
+    RunMetadata,
     compare_flags,
 )
+from kaitian_mpi.train.checkpoint.resume import is_over, results_until
+from kaitian_mpi.train.measure.plan import Profile
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.summary import Summary
 
 THEN = TrainConfig(timeline=True, model="cnn", run_dir="run", resume="auto")
-COSTS = {Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN}
-PLAN = {Invalidated.EXCLUSION, Invalidated.PLAN}
-
-OF_ANOTHER_RUN = {
+NAMES = {field.name for field in fields(TrainConfig)}
+OTHER = {
     "task": "a:b",
     "optimizer": "adamw",
     "model": "resnet18",
     "dataset": "mnist",
     "val_split": 0.5,
     "seed": 1,
-}
-OF_THE_JOB = {
     "config": "run.toml",
+    "init": "other.pt",
     "data_dir": "moved",
-    "devices": "cpu",
-    "device_map": "devices.toml",
-    "share_device": True,
-    "network_interface": "eth0",
-    "emulate_kinds": "a,b",
-    "export": "model.safetensors",
-    "progress": "plain",
     "quiet": True,
-    "timeline": False,
-    "timeline_every": 7,
-    "profile": "0@5",
-    "tensorboard": True,
-    "wandb": "project",
-    "mlflow": "experiment",
-    "emulate_slowdown": "1:2",
-    "parity": False,
     "resume": "run/checkpoints/step-00000001.pt",
     "run_dir": "other",
     "snapshots": "name",
-}
-# name: another value, what is determined again, and the end of the log line
-APPLIES = {
-    "set": ({"lr": 0.1}, COSTS, "; the ranks are benchmarked again"),
-    "augment": ("none", set(), ""),
-    "workers": (2, set(), ""),
-    "global_batch_size": (128, PLAN, ""),
-    "batch_policy": ("paper", PLAN, ""),
-    "balance": ("static", PLAN, ""),
-    "micro_batch_size": (8, COSTS, "; the ranks are benchmarked again"),
-    "keep_all": (True, PLAN, ""),
-    "allreduce": ("flat", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
-    "network_allreduce": ("ring", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
-    "wire": ("int8", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
-    "group_by": ("kind", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
-    "relay_dtype": ("bf16", {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}, ""),
-    "relay_memory_mb": (8, set(), ""),
-    "epochs": (20, set(), ""),
-    "max_steps": (7, set(), ""),
-    "lr": (0.2, set(), ""),
-    "momentum": (0.5, set(), ""),
-    "nesterov": (False, set(), ""),
-    "weight_decay": (0.1, set(), ""),
-    "clip_norm": (1.0, set(), ""),
-    "label_smoothing": (0.1, set(), ""),
-    "schedule": ("constant", set(), ""),
-    "warmup": (0.5, set(), ""),
-    "precision": ("bf16", COSTS, "; the ranks are benchmarked again"),
-    "sync_bn": (True, COSTS, "; the ranks are benchmarked again"),
-    "memory_format": ("contiguous", COSTS, "; the ranks are benchmarked again"),
-    "max_bad_steps": (5, set(), ""),
-    "check_every": (5, set(), ""),
-    "checkpoint_every": (5, set(), ""),
-    "checkpoint_minutes": (1.0, set(), ""),
-    "checkpoint_copy_mb": (5, set(), ""),
-    "keep_checkpoints": (5, set(), ""),
-    "spares": (1, PLAN, ""),
-    "step_timeout": (9.0, set(), ""),
-    "snapshot_every": (5, set(), ""),
-    "log_interval": (1.0, set(), ""),
-    "log_level": ("debug", set(), ""),
-}
-# name: another value, what is determined again, and why it is ignored
-IGNORED = {
-    "init": ("other.pt", set(), "the checkpoint has the weights"),
-    "batch_size": (32, PLAN, "it is used with --batch-policy paper only"),
-    "benchmark_seconds": (3.0, set(), "no rank is benchmarked; all ranks have been"),
-    "benchmark_cache": ("cache", set(), "no rank is benchmarked; all ranks have been"),
+    "lr": 0.2,
+    "epochs": 20,
+    "set": {"lr": 0.1},
+    "global_batch_size": 128,
+    "keep_all": True,
+    "precision": "bf16",
+    "allreduce": "flat",
 }
 
 
-def compare(ranks_are_known=True, then=THEN, **changes):
-    return compare_flags(asdict(then), TrainConfig(**asdict(then) | changes), ranks_are_known)
+def compare(**changes):
+    return compare_flags(asdict(THEN), TrainConfig(**asdict(THEN) | changes))
 
 
-NAMES = {field.name for field in fields(TrainConfig)}
-
-
-def test_the_table_names_flags_that_exist_and_each_has_a_test():
+def test_the_table_names_flags_that_exist():
     assert REJECTED | SILENT | set(INVALIDATES) <= NAMES
     assert not REJECTED & SILENT
-    tested = [*OF_ANOTHER_RUN, *OF_THE_JOB, *APPLIES, *IGNORED]
-    assert sorted(tested) == sorted(NAMES)
 
 
 def test_the_documented_table_has_every_flag():
@@ -125,59 +71,98 @@ def test_the_documented_table_has_every_flag():
         assert any(re.search(meaning, row) for row in rows), name
 
 
-@pytest.mark.parametrize("name", OF_ANOTHER_RUN)
-def test_settings_of_another_run_are_rejected(name):
-    changes = compare(**{name: OF_ANOTHER_RUN[name]}, lr=0.5)
-    flag = "--" + name.replace("_", "-")
-    assert changes.rejected.startswith(f"{flag} is {OF_ANOTHER_RUN[name]!r}, but the checkpoint")
-    assert "give the same, or another --run-dir" in changes.rejected
-    assert not changes.lines
+@pytest.mark.parametrize("name", OTHER)
+def test_a_changed_flag_is_rejected_silent_or_applies_with_a_line(name):
+    value, before, flag = OTHER[name], getattr(THEN, name), "--" + name.replace("_", "-")
+    if name in REJECTED:
+        with pytest.raises(AgreedError, match="give the same, or another --run-dir") as error:
+            compare(**{name: value}, lr=0.5)
+        made = f"{flag} is {value!r}, but the checkpoint was made with {before!r}"
+        assert str(error.value).startswith(made)
+        return
+    lines, invalidated = compare(**{name: value})
+    assert lines == ([] if name in SILENT else [f"{flag} changed from {before!r} to {value!r}"])
+    assert invalidated == INVALIDATES.get(name, set())
 
 
-@pytest.mark.parametrize("name", OF_THE_JOB)
-def test_settings_of_the_job_may_change_silently(name):
-    changes = compare(**{name: OF_THE_JOB[name]})
-    assert (changes.rejected, changes.lines, changes.invalidated) == ("", (), set())
-
-
-@pytest.mark.parametrize("name", APPLIES)
-def test_an_applied_change_is_logged_and_renews_what_depends_on_it(name):
-    value, invalidated, note = APPLIES[name]
-    changes = compare(**{name: value})
-    flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
-    assert changes.rejected == ""
-    assert changes.lines == (f"{flag} changed from {before!r} to {value!r}{note}",)
-    assert changes.invalidated == invalidated
-
-
-@pytest.mark.parametrize("name", IGNORED)
-def test_a_change_without_effect_is_logged_as_ignored(name):
-    value, invalidated, why = IGNORED[name]
-    changes = compare(**{name: value})
-    flag, before = "--" + name.replace("_", "-"), getattr(THEN, name)
-    assert changes.lines == (
-        f"{flag} changed from {before!r} to {value!r}, which is ignored: {why}",
-    )
-    assert changes.invalidated == invalidated
-
-
-def test_changes_that_are_ignored_only_in_some_cases():
-    unknown = compare(ranks_are_known=False, benchmark_seconds=3.0)
-    assert unknown.lines == ("--benchmark-seconds changed from 10.0 to 3.0",)
-    again = compare(precision="bf16", benchmark_seconds=3.0)
-    assert "--benchmark-seconds changed from 10.0 to 3.0" in again.lines
-    off = TrainConfig(balance="off")
-    (line,) = compare(ranks_are_known=False, then=off, benchmark_seconds=3.0).lines
-    assert line.endswith("3.0, which is ignored: no rank is benchmarked; --balance off needs none")
-    (line,) = compare(then=off, precision="bf16").lines
-    assert line.endswith("to 'bf16'")
-    paper = TrainConfig(batch_policy="paper")
-    (line,) = compare(then=paper, batch_size=32).lines
-    assert line == "--batch-size changed from 64 to 32"
-    (line,) = compare(then=paper, global_batch_size=32).lines
-    assert line.endswith("32, which is ignored: it is used with --batch-policy global only")
+def test_what_a_changed_flag_invalidates():
+    plan = {Invalidated.EXCLUSION, Invalidated.PLAN}
+    assert compare(precision="bf16")[1] == {Invalidated.COSTS, *plan}
+    assert compare(global_batch_size=128)[1] == plan
+    assert compare(allreduce="flat")[1] == {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}
 
 
 def test_no_change_and_a_setting_newer_than_the_checkpoint():
-    assert compare() == compare_flags({"model": "cnn"}, THEN, ranks_are_known=True)
-    assert compare().lines == ()
+    assert compare() == compare_flags({"model": "cnn"}, THEN) == ([], set())
+
+
+@pytest.mark.parametrize(
+    ("done", "flags", "over"),
+    [
+        ({"epoch": 3, "is_done": True}, {"epochs": 3}, True),
+        ({"epoch": 3, "is_done": True}, {"epochs": 2}, True),
+        ({"epoch": 3, "is_done": True}, {"epochs": 4}, False),
+        ({"epoch": 3, "is_done": False}, {"epochs": 3}, False),
+        ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3, "max_steps": 9}, True),
+        ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3, "max_steps": 10}, False),
+        ({"epoch": 1, "step": 9, "is_done": True}, {"epochs": 3}, False),
+    ],
+)
+def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate(done, flags, over):
+    assert is_over(TrainConfig(**flags), asdict(Progress(0, **done))) is over
+
+
+def test_results_of_later_steps_belong_to_the_abandoned_run():
+    summary = Summary(steps=10, val_loss=0.5)
+    assert results_until(10, summary) == results_until(12, summary) == summary
+    assert results_until(9, summary) == Summary()
+    assert results_until(9, Summary()) == Summary()
+    assert results_until(0, Summary.from_json({"steps": "7"})) == Summary()
+
+
+def test_summary_round_trip():
+    summary = Summary(
+        finished=True, steps=10, groups={"cpu": [0, 1]}, val_loss=0.5, failures=[], emulated=False
+    )
+    content = summary.to_json()
+    assert content == {
+        "finished": True,
+        "emulated": False,
+        "failures": [],
+        "groups": {"cpu": [0, 1]},
+        "steps": 10,
+        "val_loss": 0.5,
+    }
+    assert Summary.from_json(content) == summary
+    odd = {"finished": 1, "steps": True, "ranks": {}, "val_loss": 2, "of a later version": 3}
+    assert Summary.from_json(odd) == Summary(val_loss=2)
+
+
+def test_metadata_round_trip():
+    profiles = {
+        "a/0/gpu/cuda:0": Profile(RankCost(CostModel(0.001, 1 / 3), 48), "channels_last", "bf16"),
+        "a/1/gpu/cuda:1": Profile(RankCost(CostModel(0.0, 2e-4), None), "contiguous", "fp32"),
+        "b/0/mlu/cpu": Profile(None, "channels_last", "fp32"),
+    }
+    places, failure = list(profiles), {"ranks": [{"rank": 2, "host": "b"}], "step": 7}
+    shares = [100, 156]
+    metadata = RunMetadata(
+        *(THEN, profiles, places[2:], "leader", places[:2], shares, [failure], "8 + 2 samples")
+    )
+    text = json.dumps(metadata.to_json())
+    assert isinstance(metadata.profiles["b/0/mlu/cpu"], Profile)  # it has changed nothing
+    other = RunMetadata.from_json(json.loads(text))
+    assert vars(other) == vars(metadata)
+    assert json.dumps(other.to_json()) == text
+
+
+def test_a_place_does_not_depend_on_the_rank():
+    infos = [RankInfo(number, 1, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8") for number in (1, 6)]
+    assert infos[0].place == infos[1].place == "a/1/gpu/cuda:1"
+    others = [
+        RankInfo(1, 0, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8"),
+        RankInfo(1, 1, "b", "gpu", "cuda:1", "a GPU", 2**30, "2.8"),
+        RankInfo(1, 1, "a", "mlu", "cuda:1", "a GPU", 2**30, "2.8"),
+        RankInfo(1, 1, "a", "gpu", "cpu", "a GPU", 2**30, "2.8"),
+    ]
+    assert infos[0].place not in [info.place for info in others]

@@ -15,13 +15,13 @@ import torch
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.observe import folders, run_folder
-from kaitian_mpi.observe.folder_claim import check_unclaimed
+from kaitian_mpi.observe import folders
+from kaitian_mpi.observe.folder_lock import check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
-from kaitian_mpi.observe.run_folder import DiskFolder, open_run_folder
+from kaitian_mpi.observe.run_folder import DiskFolder, check_run_folder, open_run_folder
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.results import write_results
+from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.summary import Summary
 
 WEIGHTS = {"weight": torch.arange(3.0)}
@@ -79,8 +79,16 @@ def run_in(folder, **flags):
 
 
 def finish(folder, checkpoints):
-    to_json = SimpleNamespace(to_json=lambda: {"config": {}})
-    write_results(folder, checkpoints, State(), lambda: to_json, Summary(steps=26))
+    setup = SimpleNamespace(folder=folder, path=folder.path)
+    run = SimpleNamespace(setup=setup, checkpoints=checkpoints, state=State(), fault=None)
+    run.config, run.summary, run.failures = TrainConfig(), Summary(steps=26), lambda: None
+    saving = Saving.__new__(Saving)
+    saving._run, saving._checkpoints = run, checkpoints
+    saving._metadata = lambda: SimpleNamespace(to_json=lambda: {"config": {}})
+    try:
+        saving._write_results()
+    except StorageError as error:
+        raise StorageError(f"{error}; {saving._keep()}") from error
 
 
 def summary_in(folder):
@@ -105,7 +113,7 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full
     with pytest.raises(StorageError) as caught:
         finish(folder, checkpoints)
     text = str(caught.value)
-    assert f"training is done, but {tmp_path}/run/{MODEL} could not be written: No space" in text
+    assert f"{tmp_path}/run/{MODEL} could not be written: No space" in text
     assert "bytes needed, " in text
     assert " free); step 26 is kept in this host's memory: make room, and run the same" in text
     assert caught.value.exit_code == 74
@@ -207,7 +215,7 @@ def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from kaitian_mpi.observe.folder_claim import Claim
+from kaitian_mpi.observe.folder_lock import Claim
 
 folder = Path(sys.argv[1])
 claim = Claim(folder, "job")
@@ -300,13 +308,14 @@ def test_a_claim_that_cannot_be_written_stops_nobody(tmp_path):
     ],
 )
 @pytest.mark.parametrize("resume", ["", "auto"])
-def test_an_impossible_folder_is_a_one_line_error(tmp_path, path, why, resume):
+def test_an_impossible_folder_is_a_one_line_error(tmp_path, monkeypatch, path, why, resume):
+    monkeypatch.setattr("kaitian_mpi.mpi.exchange.gather_values", lambda comm, value: [value])
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("link")
     config = TrainConfig(run_dir=str(tmp_path / path), resume=resume)
 
     def begin():
-        run_folder._check(Path(config.run_dir), resume)
+        check_run_folder(config, SimpleNamespace(rank=0, comm=None))
         open_run_folder(config, 0)
 
     with pytest.raises(UserError, match=f"{why}.*; name a folder that can be written") as caught:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kaitian_mpi.observe import tensor_files
-from kaitian_mpi.observe.tensor_files import TensorFile, UnusableError, map_tensors, tensors_in
+from kaitian_mpi.observe.tensor_files import UnusableError, map_tensors, tensors_in
+from kaitian_mpi.train import state_transfer
 from kaitian_mpi.train.state_transfer import copy_state
 
 LARGE = 5 << 20  # more than a piece
@@ -40,47 +41,29 @@ def assert_same(found, needed):
     assert found["plain"] == needed["plain"]
 
 
-def test_released_values_can_be_read_again(saved):
+def test_a_copy_shares_no_memory_with_the_file_which_leaves_memory(saved, monkeypatch):
     state, path = saved
+    left, leave = [], state_transfer._leave_memory
+
+    def note(piece):
+        left.append(piece.nbytes)
+        leave(piece)
+
+    monkeypatch.setattr(state_transfer, "_leave_memory", note)
     file = map_tensors(path)
     assert file.is_mapped
-    for _ in range(2):
-        assert_same(file.content, state)
-        for tensor in tensors_in(file.content):
-            file.release(tensor.flatten()[:1000])  # some are copies, which keep their values
-            if tensor.is_contiguous():
-                file.release(tensor)
+    for _ in range(2):  # what has left can be read again
+        left.clear()
+        found = copy_state(file.content, is_mapped=True)
+        assert_same(found, state)
+        assert found["tied"][0] is found["tied"][1]
+        assert type(found["plain"]["ordered"]) is OrderedDict
+        assert max(left) < state["large"].nbytes
+        whole = sum(state[name].nbytes for name in ("large", "image", "brief"))
+        assert sum(left) == whole + state["tied"][0].nbytes
+        for tensor in tensors_in(found):
+            tensor.zero_()
     path.unlink()
-    assert_same(file.content, state)
-
-
-def test_memory_that_is_not_the_files_keeps_its_values(saved):
-    state, path = saved
-    file, own = map_tensors(path), torch.arange(LARGE)
-    file.release(own)
-    TensorFile(state).release(state["large"])
-    assert torch.equal(own, state["large"])
-    assert own[-1] == LARGE - 1
-
-
-def test_a_copy_shares_no_memory_with_the_file(saved):
-    state, path = saved
-    file, released = map_tensors(path), []
-
-    def release(piece):
-        released.append(piece.nbytes)
-        file.release(piece)
-
-    found = copy_state(file.content, release=release)
-    assert_same(found, state)
-    assert found["tied"][0] is found["tied"][1]
-    assert type(found["plain"]["ordered"]) is OrderedDict
-    assert max(released) < state["large"].nbytes
-    assert (
-        sum(released) == sum(state[name].nbytes for name in ("large", "image", "brief")) + 240_000
-    )
-    for tensor in tensors_in(found):
-        tensor.zero_()
     assert_same(file.content, state)
 
 
@@ -114,8 +97,6 @@ def test_a_file_system_that_maps_no_file_is_read(saved, monkeypatch):
     monkeypatch.setattr(tensor_files.torch, "load", refuse)
     file = map_tensors(path)
     assert not file.is_mapped
-    assert_same(file.content, state)
-    file.release(file.content["large"])
     assert_same(file.content, state)
 
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from kaitian_mpi.runtime.signals import open_launcher_stderr, output_line
 
@@ -24,19 +23,15 @@ _PROCESS_NAME = "kaitian-save"
 
 
 class StateLock:
-    """Held while the state changes; taken by any other reader of it.
-
-    Attributes:
-        on_acquired: called with the lock held, before the state changes; may be None.
-        on_release: called with the lock held, after the change, with the exception that ended it or
-            None; may be None.
-    """
+    """Held while the state changes; taken by any other reader of it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._owner, self._depth = 0, 0
         self.on_acquired: Callable[[], None] | None = None
+        """Called with the lock held, before the state changes."""
         self.on_release: Callable[[BaseException | None], None] | None = None
+        """Called with the lock held, after the change, with the exception that ended it, if any."""
 
     @property
     def is_mine(self) -> bool:
@@ -52,12 +47,7 @@ class StateLock:
             if self.on_acquired is not None:
                 self.on_acquired()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._depth == 1:
             if self.on_release is not None:
                 self.on_release(error)

@@ -1,36 +1,64 @@
-"""A folder of checkpoints: a kill or power loss at any moment leaves an intact one."""
+"""A folder of checkpoints: a kill or power loss at any moment leaves an intact one.
+
+A checkpoint is `step-00000120.pt`, which holds only tensors and plain values, for plain
+`torch.load`, and `step-00000120.json`, which describes it and is written last: with the size and
+SHA-256 of the other, and a checksum of its own content.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import replacing, sync_folder
-from kaitian_mpi.observe.tensor_files import UnusableError
-from kaitian_mpi.train.checkpoint.folder_lock import writing_in
-from kaitian_mpi.train.checkpoint.format import (
-    Checkpoint,
-    HashingWriter,
-    describe,
-    read,
-    read_description,
+from kaitian_mpi.observe.files import json_bytes, replacing, sync_folder
+from kaitian_mpi.observe.folder_lock import saving_in
+from kaitian_mpi.observe.folders import SHM, is_private, make_private, snapshot_folder
+from kaitian_mpi.observe.tensor_files import (
+    TensorFile,
+    UnusableError,
+    map_tensors,
+    write_hashed,
+    write_tensors,
 )
 from kaitian_mpi.train.state_transfer import check_loadable
 
 _log = logging.getLogger(__name__)
 
+FORMAT_VERSION = 4
 _FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    path: Path
+    """The .pt file."""
+    description: dict[str, Any]
+    """The content of its .json file: the values given to `write`, and those that it added."""
+    file: TensorFile
+    """Holds the state."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state, with tensors in host memory or in the file; not to be changed."""
+        return self.file.content
+
+    @property
+    def step(self) -> int:
+        """The number of steps done when it was written."""
+        return self.description["step"]
 
 
 @dataclass(frozen=True, order=True)
@@ -49,23 +77,20 @@ class _Name:
 
 
 class CheckpointFiles:
-    """The checkpoints of one run, in a folder to which one process writes at a time.
+    """The checkpoints of one run, in a folder to which one process writes at a time."""
 
-    A checkpoint is `step-00000120.pt`, which plain `torch.load` reads, and `step-00000120.json`,
-    which describes it and is written last. If step 120 is written again, the files are named
-    `step-00000120-1`.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, private: bool = False) -> None:
         """Create the object only; nothing on disk changes.
 
         Args:
             folder: the checkpoints' folder; created by the first write.
             keep: how many of the newest to keep, at least 1, besides the one with the best score.
+            private: whether `write` and `newest_good` raise a `UserError` if other users can access
+                the folder.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self._private = folder, keep, private
 
     def write(
         self, state: dict[str, Any], description: dict[str, Any], only_new: bool = False
@@ -89,27 +114,37 @@ class CheckpointFiles:
             UserError: the state holds something that could not be loaded.
         """
         check_loadable(state, "state")
+        if self._private:
+            make_private(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with writing_in(self.folder):
+        with saving_in(self.folder):
             step = description["step"]
-            if only_new and step in self.steps():
-                return self.newest_of(step)
-            return self._write(state, description)
+            names = [name for name in self._names("json") if name.step == step]
+            if only_new and names:
+                return self._path(names[-1])
+            name = _Name(step, names[-1].number + 1) if names else _Name(step)
+            return self._write(name, state, description)
 
-    def _write(self, state: dict[str, Any], description: dict[str, Any]) -> Path:
+    def _write(self, name: _Name, state: dict[str, Any], description: dict[str, Any]) -> Path:
         self._remove_partial_files()
-        step = description["step"]
-        numbers = [name.number for name in self._names("json") if name.step == step]
-        name = _Name(step, max(numbers, default=-1) + 1)
         try:
-            size, sha256 = self._put(f"{name}.pt", lambda file: torch.save(state, file))
-            text = describe(description, size, sha256)
-            self._put(f"{name}.json", lambda file: file.write(text))
+            with replacing(self._path(name), sync=True) as file:
+                size, sha256 = write_tensors(file, state)
+            content = {
+                **description,
+                "format_version": FORMAT_VERSION,
+                "bytes": size,
+                "sha256": sha256,
+                "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            text = json_bytes(seal(json.loads(json.dumps(content))))  # keys become strings
+            with replacing(self._path(name, "json"), sync=True) as file:
+                write_hashed(file, lambda buffered: buffered.write(text))
         except BaseException:
             self._remove(name)
             raise
         self._remove_superseded(name)
-        return self.folder / f"{name}.pt"
+        return self._path(name)
 
     def newest_good(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, and log each damaged one; None if there is none.
@@ -118,9 +153,11 @@ class CheckpointFiles:
             UserError: it has another format.
             OSError: the folder cannot be read.
         """
+        if self._private and not is_private(self.folder):
+            return None
         for name in reversed(self._names("pt", "json")):
             try:
-                return read(self.folder / f"{name}.pt")
+                return _read(self._path(name))
             except UnusableError as error:
                 _log.warning("checkpoint %s.pt is damaged and ignored: %s", name, error)
         return None
@@ -133,7 +170,7 @@ class CheckpointFiles:
             UserError: it is damaged, or has another format.
         """
         try:
-            return read(path)
+            return _read(path)
         except UnusableError as error:
             raise UserError(
                 f"checkpoint {path} cannot be used: {error}; name another one"
@@ -143,60 +180,35 @@ class CheckpointFiles:
         """Return the steps that have checkpoints, intact or not, oldest first."""
         return sorted({name.step for name in self._names("json")})
 
-    def newest_of(self, step: int) -> Path:
-        """Return the newest .pt file of a step, which must exist."""
-        name = max(name for name in self._names("json") if name.step == step)
-        return self.folder / f"{name}.pt"
-
     def holds(self, path: Path) -> bool:
         """Return whether a .pt file is one of these checkpoints."""
-        match = _FILE_NAME.fullmatch(path.name)
-        return match is not None and path.resolve().parent == self.folder.resolve()
+        is_named = _FILE_NAME.fullmatch(path.name) is not None
+        return is_named and path.resolve().parent == self.folder.resolve()
 
-    def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps: the user resumes from an earlier one."""
-        for name in self._names("pt", "json"):
-            if name.step > step:
-                self._remove(name)
-
-    def set_aside(self, path: Path, earlier: bool = False) -> Path | None:
-        """Move the checkpoints that are later than this one to a folder beside them.
-
-        From then on `newest_good` returns this one, until a later one is written.
-
-        Args:
-            path: a .pt file in this folder.
-            earlier: whether to move the earlier ones as well, because they are of another run.
+    def set_later_aside(self, path: Path) -> Path | None:
+        """Move the checkpoints that are later than one of these to a folder beside them.
 
         Returns:
-            The folder they were moved to; None if there were none.
+            The folder; None if there were none.
 
         Raises:
             OSError: they cannot be moved.
         """
-        match = _FILE_NAME.fullmatch(path.name)
-        assert match is not None
-        last = _Name(int(match[1]), int(match[2] or 0))
-        names = self._names("pt", "json")
-        aside = [name for name in names if name > last or (earlier and name < last)]
-        if not aside:
+        later = [name for name in self._names("pt", "json") if name > _name_of(path.name)]
+        if not later:
             return None
         numbers = itertools.count(1)
         folder = next(f for n in numbers if not (f := self.folder / f"abandoned-{n}").exists())
         folder.mkdir()
-        for name in aside:
+        for name in later:
             for suffix in ("json", "pt"):
                 with contextlib.suppress(FileNotFoundError):
-                    os.replace(self.folder / f"{name}.{suffix}", folder / f"{name}.{suffix}")
+                    os.replace(self._path(name, suffix), folder / f"{name}.{suffix}")
         sync_folder(self.folder)
         return folder
 
-    def _put(self, file_name: str, fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-        """Write a file atomically; return its size in bytes and its SHA-256 in hex."""
-        with replacing(self.folder / file_name, sync=True) as file:
-            writer = HashingWriter(file)
-            writer.fill(fill)
-        return writer.size, writer.sha256.hexdigest()
+    def _path(self, name: _Name, suffix: str = "pt") -> Path:
+        return self.folder / f"{name}.{suffix}"
 
     def _files(self) -> list[re.Match[str]]:
         try:
@@ -208,7 +220,7 @@ class CheckpointFiles:
     def _names(self, *suffixes: str) -> list[_Name]:
         """Return the names of files with one of these suffixes, oldest first."""
         complete = [m for m in self._files() if m[3] in suffixes and not m[4]]
-        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in complete})
+        return sorted({_name_of(m[0]) for m in complete})
 
     def _remove_superseded(self, written: _Name) -> None:
         with contextlib.suppress(OSError):  # the new one is intact; the next write tries again
@@ -226,7 +238,7 @@ class CheckpointFiles:
         scores = {}
         for name in names:
             with contextlib.suppress(UnusableError, UserError):
-                score = read_description(self.folder / f"{name}.json").get("score")
+                score = _read_description(self._path(name, "json")).get("score")
                 if isinstance(score, (int, float)) and math.isfinite(score):
                     scores[name] = score
         return [max(scores, key=lambda name: (scores[name], name))] if scores else []
@@ -235,10 +247,84 @@ class CheckpointFiles:
         """Remove a checkpoint; files that cannot be removed stay."""
         for suffix in ("json", "pt"):  # in this order: a .json alone would look damaged
             with contextlib.suppress(OSError):
-                (self.folder / f"{name}.{suffix}").unlink(missing_ok=True)
+                self._path(name, suffix).unlink(missing_ok=True)
 
     def _remove_partial_files(self) -> None:
         with contextlib.suppress(OSError):
             for match in self._files():
                 if match[4]:
                     (self.folder / match[0]).unlink(missing_ok=True)
+
+
+def snapshot_files(name: str) -> CheckpointFiles:
+    """Return this host's snapshots of this name: a job's checkpoints in the host's memory."""
+    return CheckpointFiles(snapshot_folder(name), keep=1, private=True)
+
+
+def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
+    """Write this host's snapshot of this name to the run's checkpoints, if it is the newest.
+
+    Raises:
+        OSError: the snapshot could not be written.
+        UserError: other users can access the snapshot's folder.
+    """
+    files = CheckpointFiles(run_folder / "checkpoints", keep_checkpoints)
+    for folder in SHM.glob(f"kaitian-{name}-*"):
+        snapshot = CheckpointFiles(folder, keep=1, private=True).newest_good()
+        if snapshot is not None and snapshot.step > max(files.steps(), default=-1):
+            files.write(snapshot.state, snapshot.description)
+            _log.info("step %d saved from memory: --resume auto resumes from it", snapshot.step)
+
+
+def seal(description: dict[str, Any]) -> dict[str, Any]:
+    """Return a description with a checksum of its own content."""
+    content = {key: value for key, value in description.items() if key != "check"}
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "check": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _name_of(file_name: str) -> _Name:
+    match = _FILE_NAME.fullmatch(file_name)
+    assert match is not None
+    return _Name(int(match[1]), int(match[2] or 0))
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Read and verify a .json file.
+
+    Raises:
+        UnusableError: it is missing, damaged or altered.
+        UserError: it has another format.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UnusableError(f"{path.name}, which is written last, is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnusableError(f"{path.name} cannot be read: {type(error).__name__}") from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path.with_suffix('.pt')} has format version {version}; this kaitian-mpi "
+            f"reads version {FORMAT_VERSION}: continue the run with the release that started it"
+        )
+    if not isinstance(content, dict) or content != seal(content):
+        raise UnusableError(f"{path.name} was altered after it was written")
+    return content
+
+
+def _read(path: Path) -> Checkpoint:
+    """Read and verify the checkpoint of a .pt file.
+
+    Raises:
+        UnusableError: it is missing, damaged or altered.
+        UserError: it has another format.
+    """
+    try:
+        with path.open("rb") as file:
+            description = _read_description(path.with_suffix(".json"))
+            if hashlib.file_digest(file, "sha256").hexdigest() != description["sha256"]:
+                raise UnusableError("it is incomplete or altered: its SHA-256 differs")
+        return Checkpoint(path, description, map_tensors(path))
+    except OSError as error:
+        raise UnusableError(f"it cannot be read: {error.strerror}") from error

@@ -1,12 +1,15 @@
-"""A run's metadata, saved with its state for a job that resumes the run."""
+"""A run's metadata in its checkpoints, and the effects of a changed flag when it is resumed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from typing import Any
 
 from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.config import TrainingConfig, flag_name
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.train.measure.plan import Profile
 
 
@@ -52,3 +55,77 @@ class RunMetadata:
             for cost in [profile["cost"]]
         }
         return RunMetadata(**{**content, "profiles": profiles})
+
+
+class Invalidated(Enum):
+    """A result of the earlier job that a changed flag invalidates."""
+
+    COSTS = auto()
+    EXCLUSION = auto()
+    PLAN = auto()
+    ALLREDUCE = auto()
+
+
+# Any other changed flag applies from the resumed step on, which is reported in one line.
+REJECTED = frozenset({"task", "model", "dataset", "val_split", "optimizer", "seed"})
+"""It would be another run: a one-line error, exit code 2."""
+SILENT = frozenset(
+    {
+        "config",  # the settings in it are compared themselves
+        "data_dir",  # the files may have moved; the data themselves are compared
+        "init",  # the checkpoint has the weights
+        *("devices", "device_map", "share_device", "network_interface"),  # like mpirun's hosts
+        *("emulate_kinds", "emulate_slowdown", "parity"),
+        *("resume", "snapshots", "run_dir", "export"),
+        *("progress", "quiet", "timeline", "timeline_every", "profile"),
+        *("tensorboard", "wandb", "mlflow"),
+    }
+)
+"""It determines how the job runs, not what it trains: it applies without a message."""
+
+# Other costs make another plan, and other ranks may be worth their communication.
+_COSTS = frozenset({Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN})
+_PLAN = frozenset({Invalidated.EXCLUSION, Invalidated.PLAN})
+_ALLREDUCE = frozenset({Invalidated.ALLREDUCE, Invalidated.EXCLUSION})
+INVALIDATES: Mapping[str, frozenset[Invalidated]] = {
+    # A setting of the task may be a learning rate to continue with, or change what a step costs; if
+    # it makes another model or dataset, loading the checkpoint shows that.
+    **dict.fromkeys(("set", "micro_batch_size", "precision", "memory_format", "sync_bn"), _COSTS),
+    **dict.fromkeys(("global_batch_size", "batch_policy", "batch_size"), _PLAN),
+    **dict.fromkeys(("balance", "keep_all", "spares"), _PLAN),
+    **dict.fromkeys(("allreduce", "network_allreduce", "wire"), _ALLREDUCE),
+    **dict.fromkeys(("relay_dtype", "group_by"), _ALLREDUCE),
+}
+"""The results of the earlier job that have to be determined again."""
+
+
+def compare_flags(
+    then: Mapping[str, Any], now: TrainingConfig
+) -> tuple[list[str], frozenset[Invalidated]]:
+    """Compare this job's settings with those of the job that wrote the checkpoint.
+
+    Args:
+        then: the checkpoint's settings by name; one that it lacks is newer than the checkpoint and
+            counts as unchanged.
+        now: this job's settings.
+
+    Returns:
+        A line to log for each changed flag, and the results that are to be determined again.
+
+    Raises:
+        AgreedError: this job cannot resume the run.
+    """
+    changed = {
+        name: f"changed from {then[name]!r} to {value!r}"
+        for name, value in asdict(now).items()
+        if name in then and then[name] != value
+    }
+    for name in changed:
+        if name in REJECTED:
+            raise AgreedError(
+                f"{flag_name(name)} is {getattr(now, name)!r}, but the checkpoint was made with "
+                f"{then[name]!r}; give the same, or another --run-dir"
+            )
+    invalidated = frozenset().union(*(INVALIDATES.get(name, frozenset()) for name in changed))
+    lines = [f"{flag_name(name)} {text}" for name, text in changed.items() if name not in SILENT]
+    return lines, invalidated

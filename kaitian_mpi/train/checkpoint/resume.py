@@ -1,9 +1,9 @@
-"""Finds a checkpoint of an earlier job, checks that it fits, and restores it on every rank."""
+"""Resumes a run: finds a checkpoint of an earlier job, checks that it fits, and restores it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,37 +14,86 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.network.residual import add_up
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import warn_rank_0
-from kaitian_mpi.observe.folders import is_private
+from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
+from kaitian_mpi.observe.folder_lock import wait_for_save
+from kaitian_mpi.observe.folders import is_private, remove_private, snapshots_name
 from kaitian_mpi.observe.tensor_files import TensorFile
-from kaitian_mpi.train.checkpoint.files import CheckpointFiles
-from kaitian_mpi.train.checkpoint.folder_lock import wait_for_writer
-from kaitian_mpi.train.checkpoint.format import Checkpoint
-from kaitian_mpi.train.checkpoint.metadata import RunMetadata
-from kaitian_mpi.train.checkpoint.resume_rules import Changes, compare_flags
-from kaitian_mpi.train.checkpoint.snapshots import snapshot_files
+from kaitian_mpi.train.checkpoint.files import Checkpoint, CheckpointFiles, snapshot_files
+from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata, compare_flags
+from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.membership import plan_standby
+from kaitian_mpi.train.setup import Setup, describe_start
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
+from kaitian_mpi.train.summary import NAME, Summary
+from kaitian_mpi.train.weight_files import export_weights
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint of an earlier job, or none."""
+class EarlierJob:
+    """What was found of an earlier job of the run, if anything."""
 
     metadata: RunMetadata | None = None
-    """The same on every rank; None if there is no checkpoint, or none was wanted."""
+    """That of its last checkpoint, the same on every rank; None if there is none."""
     progress: dict[str, Any] = field(default_factory=dict)
     """The fields of `Progress`; the same on every rank."""
     file: TensorFile | None = None
-    """Holds the checkpoint's state, on the one rank that has read it."""
+    """Holds the checkpoint's state, on the one rank that has read it, until it is restored."""
     name: str = ""
-    """Its file and host, for messages."""
+    """The checkpoint's file and host, for messages."""
+    invalidated: frozenset[Invalidated] = frozenset()
+    """Results of the earlier job that this one has to determine again."""
+    summary: Summary = field(default_factory=Summary)
+    """Its summary up to that checkpoint."""
+    is_finished: bool = False
+    """Whether the run is finished, so that nothing is left to do."""
+    was_on_standby: bool = False
+    """Whether this rank of the present job was on standby at first."""
+
+    def remembered(self, what: Invalidated) -> RunMetadata | None:
+        """Return the earlier job's metadata, if its result for `what` is still valid."""
+        return None if what in self.invalidated else self.metadata
+
+    def remembered_exclusion(self, world: World) -> RunMetadata | None:
+        """Return the earlier job's metadata, if its choice of excluded ranks is still valid.
+
+        They were compared with the ranks that trained, so all of those must be present again.
+        """
+        metadata = self.remembered(Invalidated.EXCLUSION)
+        places = {info.place for info in world.infos}
+        return metadata if metadata and places.issuperset(metadata.active_places) else None
+
+
+def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
+    """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective.
+
+    Raises:
+        AgreedError: there is no usable checkpoint, or it belongs to another run.
+    """
+    earlier = find_checkpoint(config, world, setup.path, config.resume)
+    if earlier.metadata is not None:
+        invalidated = check_resumable(config, world, earlier.metadata, setup.dataset_size)
+        summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
+        has_results = summary.finished and summary.steps == earlier.progress["step"]
+        if config.resume == "auto" and has_results and is_over(config, earlier.progress):
+            done = f"{summary.epochs} epochs, {summary.steps} steps"
+            warn_rank_0(
+                world,
+                f"{setup.path} is finished ({done}): nothing left to train; to continue it, raise "
+                "--epochs or --max-steps",
+            )
+            return replace(earlier, summary=summary, is_finished=True)
+        summary = results_until(earlier.progress["step"], summary)
+        earlier = replace(earlier, invalidated=invalidated, summary=summary)
+    describe_start(config, world, setup.folder)
+    return earlier
 
 
 def find_checkpoint(
     config: TrainingConfig, world: World, run_folder: Path | None, resume: str
-) -> FoundCheckpoint:
+) -> EarlierJob:
     """Find the newest checkpoint, on disk or in a host's memory. Collective.
 
     Args:
@@ -57,24 +106,25 @@ def find_checkpoint(
         AgreedError: there are checkpoints but all are damaged, the named file is not an intact
             checkpoint, or it has another format.
     """
-    own, damaged = None, ""
+    own = None
     with agree_on_errors(world.comm):
         if world.rank == 0 and resume:
-            own, damaged = _on_disk(config, run_folder, resume)
+            own = _on_disk(config, run_folder, resume)
         if resume == "auto":
             own = _in_memory(config, world, -1 if own is None else own.step) or own
-    candidates = gather_values(world.comm, {"damaged": damaged} if own is None else _describe(own))
-    steps = [candidate.get("step", -1) for candidate in candidates]
+    candidates = gather_values(world.comm, None if own is None else _describe(own))
+    steps = [-1 if candidate is None else candidate["step"] for candidate in candidates]
     source = steps.index(max(steps))
     if steps[source] < 0:
-        if candidates[0]["damaged"]:
-            raise AgreedError(candidates[0]["damaged"])
+        with agree_on_errors(world.comm):
+            if world.rank == 0 and run_folder is not None and resume:
+                _check_empty(_files(config, run_folder))
         if resume:
             where = "without a run folder" if run_folder is None else f"in {run_folder}"
             warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
-        return FoundCheckpoint()
+        return EarlierJob()
     best = candidates[source]
-    return FoundCheckpoint(
+    return EarlierJob(
         RunMetadata.from_json(best["metadata"]),
         best["progress"],
         own.file if own is not None and world.rank == source else None,
@@ -83,25 +133,25 @@ def find_checkpoint(
 
 
 def check_resumable(
-    config: TrainingConfig, world: World, found: FoundCheckpoint, dataset_size: str
-) -> Changes:
-    """Compare a checkpoint's settings and dataset with this job's; return the changed flags.
+    config: TrainingConfig, world: World, metadata: RunMetadata, dataset_size: str
+) -> frozenset[Invalidated]:
+    """Compare a checkpoint's settings and dataset with this job's, and log changed flags.
+
+    Returns:
+        The results of the earlier job that have to be determined again.
 
     Raises:
         AgreedError: the checkpoint belongs to another run.
     """
-    metadata = found.metadata
-    assert metadata is not None
-    known = all(info.place in metadata.profiles for info in world.infos)
-    changes = compare_flags(metadata.config, config, known)
-    if changes.rejected:
-        raise AgreedError(changes.rejected)
+    lines, invalidated = compare_flags(metadata.config, config)
     if metadata.dataset_size != dataset_size:
         raise AgreedError(
             f"the dataset has {dataset_size}, but the checkpoint was made with "
             f"{metadata.dataset_size}; give the same data, or another --run-dir"
         )
-    return changes
+    for line in lines:
+        print_rank_0(world, line)
+    return invalidated
 
 
 def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
@@ -111,32 +161,65 @@ def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     return progress["is_done"] and is_at_end
 
 
-def hand_over(world: World, found: FoundCheckpoint, to: int, state: State) -> FoundCheckpoint:
-    """Move the checkpoint to a rank that will train, if the one that read it will not. Collective.
+def results_until(step: int, summary: Summary) -> Summary:
+    """Return a summary, or an empty one if it is of a later step than the run resumes from."""
+    return summary if summary.steps is not None and summary.steps <= step else Summary()
+
+
+def resume(
+    config: TrainingConfig,
+    setup: Setup,
+    earlier: EarlierJob,
+    excluded: Collection[int],
+    state: State,
+    world: World,
+) -> EarlierJob:
+    """Restore the checkpoint that was found, if any, on all ranks. Collective.
 
     Args:
-        world: all ranks.
-        found: the checkpoint.
-        to: the rank that receives it.
-        state: this rank's, freshly initialized; on rank `to`, its tensors take the checkpoint's
-            values.
+        config: the settings.
+        setup: the run's folder.
+        earlier: holds the checkpoint.
+        excluded: the world ranks that will not train.
+        state: this rank's, freshly initialized.
+        world: all ranks; some may be on standby later.
+
+    Raises:
+        AgreedError: the checkpoint is of another model, or the run folder cannot be written.
     """
-    holders = [rank for rank, has in enumerate(_have_file(world, found)) if has]
-    if not holders or holders == [to]:
-        return found
-    file = found.file or TensorFile(None)
-    receives = world.rank == to
-    content = broadcast_state(
-        *(world.comm, file.content, holders[0], receives),
-        into=state.shared() if receives else None,
-        release=file.release,
-    )
-    return replace(found, file=TensorFile(content) if receives else None)
+    if earlier.metadata is not None and not any(
+        gather_values(world.comm, earlier.file is not None)  # the rank that had read it is lost
+    ):
+        found = find_checkpoint(config, world, setup.path, config.resume)
+        earlier = replace(found, invalidated=earlier.invalidated, summary=earlier.summary)
+    if earlier.metadata is None:
+        return earlier
+    standby = plan_standby(world.infos, config.spares, excluded)
+    active = [world.infos[rank] for rank in standby.active(world.infos)]
+    restore(world, state, earlier, config.seed, active)
+    print_rank_0(world, f"resuming from step {state.progress.step} ({earlier.name})")
+    if config.resume not in ("", "auto"):
+        with agree_on_errors(world.comm):
+            _begin_branch(config, world, setup.path)
+    return replace(earlier, file=None)
 
 
-def is_held(world: World, found: FoundCheckpoint) -> bool:
-    """Return whether any of these ranks has read the checkpoint. Collective."""
-    return any(_have_file(world, found))
+def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> State:
+    """Give every rank's model the weights of a finished run; export them if asked to. Collective.
+
+    Raises:
+        AgreedError: they cannot be exported.
+    """
+    computation = Computation(world.device, "fp32", "contiguous")
+    state = State(setup.task, computation, earlier.progress["step"])
+    restore(world, state, earlier, config.seed, world.infos)
+    with agree_on_errors(world.comm):
+        if world.rank == 0 and config.export:
+            export_weights(config.export, setup.task.model)
+    if config.export:
+        print_rank_0(world, f"exported the weights to {config.export}")
+    setup.folder.confirm(NAME)  # for kaitian-supervise
+    return state
 
 
 def load_file(
@@ -164,36 +247,60 @@ def load_file(
     return saved
 
 
-def restore(world: World, state: State, found: FoundCheckpoint, seed: int) -> None:
-    """Restore on every rank that trains the checkpoint that one of them has read. Collective.
+def restore(
+    world: World, state: State, earlier: EarlierJob, seed: int, active: Sequence[RankInfo]
+) -> None:
+    """Restore on every rank the checkpoint that one of them has read. Collective.
 
     Raises:
         AgreedError: the checkpoint is of another model.
     """
-    metadata, saved = found.metadata, []
+    metadata, saved = earlier.metadata, []
     assert metadata is not None
-    are_same_ranks = metadata.active_places == [info.place for info in world.infos]
+    places = [info.place for info in active]
+    are_same_ranks = metadata.active_places == places
     with agree_on_errors(world.comm):
-        saved = load_file(state, found.file, None if are_same_ranks else metadata.batch_sizes)
+        saved = load_file(state, earlier.file, None if are_same_ranks else metadata.batch_sizes)
     source = state.sync_to_latest(world)
     # If the rank that has read the checkpoint were not the source, the run would start at step 0.
-    assert state.progress.step == found.progress["step"]
+    assert state.progress.step == earlier.progress["step"]
     of_ranks = {
         "rank_states": saved if are_same_ranks else [],
         "residuals": {} if are_same_ranks else add_up(each["residuals"] for each in saved),
     }
     of_ranks = broadcast_state(world.comm, of_ranks, source, receives=True)
-    rank_states = of_ranks["rank_states"]
-    if len(rank_states) == world.size:
-        state.load_rank_state(rank_states[world.rank])
+    rank_states, own = of_ranks["rank_states"], world.info.place
+    if len(rank_states) == len(active) and own in places:
+        state.load_rank_state(rank_states[places.index(own)])
     else:
         torch.manual_seed((seed + state.progress.step) * world.size + world.rank)
-        if world.rank == 0:  # one of those that send gradients to other hosts
+        if own == places[0]:  # one of those that send gradients to other hosts
             state.residuals.load_state_dict(of_ranks["residuals"])
 
 
-def _have_file(world: World, found: FoundCheckpoint) -> list[bool]:
-    return gather_values(world.comm, found.file is not None)
+def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None) -> None:
+    """Have `--resume auto` continue from the checkpoint that the user named. Not collective.
+
+    Raises:
+        UserError: the run folder cannot be written.
+    """
+    if name := snapshots_name(config.snapshots, os.environ):
+        remove_private(snapshot_files(name).folder)
+    if world.rank != 0 or run_folder is None:
+        return
+    path, files = Path(config.resume), _files(config, run_folder)
+    try:
+        if files.holds(path):
+            if aside := files.set_later_aside(path):
+                print_rank_0(world, f"the run's later checkpoints are now in {aside}")
+        elif not files.steps():
+            checkpoint = CheckpointFiles.load(path)
+            files.write(checkpoint.state, checkpoint.description)
+    except OSError as error:
+        raise UserError(
+            f"--resume: {files.folder} cannot be written: {error.strerror}; make room there, or "
+            "name another --run-dir"
+        ) from error
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -206,35 +313,42 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _on_disk(
-    config: TrainingConfig, run_folder: Path | None, resume: str
-) -> tuple[Checkpoint | None, str]:
-    """Return the checkpoint to resume from, or None and the reason if all are damaged."""
-    if run_folder is not None:
-        wait_for_writer(run_folder / "checkpoints")  # of a job that has just ended
-    if resume != "auto":
+def _files(config: TrainingConfig, run_folder: Path) -> CheckpointFiles:
+    return CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
+
+
+def _on_disk(config: TrainingConfig, run_folder: Path | None, resume: str) -> Checkpoint | None:
+    """Return the checkpoint to resume from, if there is an intact one."""
+    files = None if run_folder is None else _files(config, run_folder)
+    if files is not None:
+        wait_for_save(files.folder)  # of a job that has just ended
+    try:
+        if resume == "auto":  # without a folder, a rank was lost before the first step
+            return None if files is None else files.newest_good()
         path = Path(resume)
         if not os.path.isfile(path):  # unlike Path.is_file, it never raises
             raise UserError(
                 f"--resume: there is no file {path}; give auto or a checkpoint's .pt file"
             )
-        return CheckpointFiles.load(path), ""
-    if run_folder is None:  # a rank was lost before the first step
-        return None, ""
-    files = CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
-    try:
-        newest, steps = files.newest_good(), files.steps()
+        if files is not None and files.steps() and not files.holds(path):
+            raise UserError(
+                f"--resume {path}: {run_folder} has checkpoints of its own; name a new --run-dir, "
+                "or give --resume auto to continue the run that is there"
+            )
+        return CheckpointFiles.load(path)
     except OSError as error:
         raise UserError(
-            f"--resume: {files.folder} cannot be read: {error.strerror}; make it readable, or "
-            "name another --run-dir"
+            f"--resume: {run_folder}/checkpoints cannot be read: {error.strerror}; make it "
+            "readable, or name another --run-dir"
         ) from error
-    if newest is not None or not steps:
-        return newest, ""
-    return None, (
-        f"--resume auto: none of the {len(steps)} checkpoints in {files.folder} is intact; "
-        "restore one of them, or name another --run-dir to start from scratch"
-    )
+
+
+def _check_empty(files: CheckpointFiles) -> None:
+    if steps := files.steps():
+        raise UserError(
+            f"--resume auto: none of the {len(steps)} checkpoints in {files.folder} is intact; "
+            "restore one of them, or name another --run-dir to start from scratch"
+        )
 
 
 def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint | None:
@@ -243,9 +357,10 @@ def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint |
     An earlier one is not read: reading and checking takes seconds.
     """
     hosts = [info.host for info in world.infos]
-    snapshots = snapshot_files(config)
-    if snapshots is None or hosts.index(world.info.host) != world.rank:
+    name = snapshots_name(config.snapshots, os.environ)
+    if not name or hosts.index(world.info.host) != world.rank:
         return None
+    snapshots = snapshot_files(name)
     if not is_private(snapshots.folder) or max(snapshots.steps(), default=-1) <= after:
         return None
     newest = snapshots.newest_good()

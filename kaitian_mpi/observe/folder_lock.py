@@ -1,0 +1,175 @@
+"""Locks on folders: one job at a time trains in a run folder, one process at a time saves there.
+
+A lock is one on a file in the folder: it ends with the process that holds it, however that ends,
+and is seen on every host that shares the file system. Where files cannot be locked, nothing is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.files import read_json
+from kaitian_mpi.runtime.polling import wait_until
+
+_log = logging.getLogger(__name__)
+
+_JOB, _SAVING = ".job", ".lock"
+_PATIENCE_SEC = 0.5  # a job that only looks whether the folder is free locks it for a moment
+_POLL_SEC = 0.1  # on a network file system, each lock request is a message to its server
+
+
+class _Lock:
+    """An exclusive lock on a file, of this process; a forked child does not inherit it."""
+
+    def __init__(self, path: Path, job: str = "") -> None:
+        self._path, self._job, self._descriptor = path, job, -1
+
+    def take(self) -> bool:
+        """Return whether this process holds the lock now, or files cannot be locked here."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return True
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            return not isinstance(error, (BlockingIOError, PermissionError))  # POSIX allows both
+        if not _is_at(descriptor, self._path):  # the holder before has removed it
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        holder = {
+            "job": self._job,
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        with suppress(OSError):  # the disk is full, but the lock holds
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        return True
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            if _is_at(descriptor, self._path):
+                with suppress(OSError):
+                    os.remove(self._path)  # first, so that whoever waits for it finds it gone
+            os.close(descriptor)
+
+
+class Claim:
+    """A job's claim on its run folder, until `close`.
+
+    Attributes:
+        is_renewed: whether the job has claimed the folder before, by a rank that may be lost.
+    """
+
+    def __init__(self, folder: Path, job: str) -> None:
+        """Claim a folder.
+
+        Args:
+            folder: of the run.
+            job: the ID that all ranks of the job have, and the jobs that take its place.
+
+        Raises:
+            UserError: another job has claimed it.
+        """
+        path = folder / _JOB
+        self.is_renewed = read_json(path).get("job") == job
+        if self.is_renewed:
+            with suppress(OSError):
+                os.remove(path)  # of a rank that is lost or on standby
+        self._lock = _Lock(path, job)
+        if not wait_until(self._lock.take, _PATIENCE_SEC, _POLL_SEC, min_nap_sec=_POLL_SEC):
+            raise _claimed(folder, read_json(path))
+
+    def close(self) -> None:
+        """Let other jobs train in the folder; does nothing after the first call."""
+        self._lock.close()
+
+
+def check_unclaimed(folder: Path) -> None:
+    """Check that no job has claimed a folder, which need not exist.
+
+    Raises:
+        UserError: one has.
+    """
+    path = folder / _JOB
+    is_free = wait_until(
+        lambda: not _is_locked(path), _PATIENCE_SEC, _POLL_SEC, min_nap_sec=_POLL_SEC
+    )
+    if not is_free:
+        raise _claimed(folder, read_json(path))
+
+
+@contextmanager
+def saving_in(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock for saving; wait, without a time limit, while another process does."""
+    lock = _Lock(folder / _SAVING)
+    while not lock.take():
+        time.sleep(_POLL_SEC)
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def wait_for_save(folder: Path) -> None:
+    """Wait, without a time limit, until no other process saves in a folder; log which one does.
+
+    A job that was ended by a signal may still be saving when the next one starts. The folder need
+    not exist.
+    """
+    path, waited = folder / _SAVING, False
+    while _is_locked(path):
+        holder = read_json(path)
+        if not waited and holder:
+            waited = True
+            _log.info(
+                "waiting for process %s of %s, which is still writing a checkpoint in %s",
+                *(holder.get("process"), holder.get("host"), folder),
+            )
+        time.sleep(_POLL_SEC)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether another process holds a lock on a file, which need not exist."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, (BlockingIOError, PermissionError))
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _claimed(folder: Path, holder: dict[str, Any]) -> UserError:
+    known = holder.keys() >= {"process", "host", "since"}
+    who = " (process {process} on {host}, since {since})".format(**holder) if known else ""
+    return UserError(
+        f"--run-dir {folder}: another job is training in it{who}; wait for its end, or name "
+        f"another folder; if that process is gone, remove {folder / _JOB}"
+    )
