@@ -403,19 +403,3 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
         run(world, folder)
     assert "\n" not in str(caught.value)
     assert contents(world, folder) == before
-
-
-@pytest.mark.parametrize("excluded", [0, 2])
-def test_a_run_resumes_exactly_if_the_rank_that_reads_the_checkpoint_is_excluded(
-    world, folder, monkeypatch, excluded
-):
-    def exclude(*arguments):
-        return {excluded: "the test"}
-
-    monkeypatch.setattr("kaitian_mpi.train.start._find_excluded", exclude)
-    run(world, folder, checkpoint_every=2)
-    run(world, folder.with_name("cut"), checkpoint_every=2)
-    cut_back(world, folder.with_name("cut"), step=4)
-    run(world, folder.with_name("cut"))
-    assert steps_in(folder.with_name("cut")) == list(range(1, 2 * STEPS + 1))
-    assert torch.equal(weights_in(folder), weights_in(folder.with_name("cut")))
