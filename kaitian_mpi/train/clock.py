@@ -68,12 +68,9 @@ class _Marks:
 class StepClock:
     """Splits steps into computing and waiting for communication, by timestamps of the device.
 
-    Per step, call `start`, `gradients_summed` and `stop`.
-    The time between the last bucket and the sum is wait time: nothing is left to compute then. So
-    is what is between `wait_begins` and `wait_ends`, before the last bucket.
-
-    Computing is forward from `start` to `backward_begins`, and from `forward_begins` to the next of
-    those, if a step is of several micro-batches; it is the optimizer's from the sum to the end.
+    Per step, call `start`, `gradients_summed` and `stop`. Waiting is the time between the last
+    bucket and the sum, for nothing is left to compute then, and what is between `wait_begins` and
+    `wait_ends`. Forward lasts from `start` or `forward_begins` to `backward_begins`.
     """
 
     def __init__(self, device: Device) -> None:
@@ -104,11 +101,10 @@ class StepClock:
     def wait_ends(self, began: Mark) -> None:
         """Mark the end of that waiting."""
         marks = self._marks
-        if marks is None:  # a script has called the model before the first step
-            return
-        is_forward = marks.forward_since is not None
-        waits = marks.forward_waits if is_forward else marks.backward_waits
-        waits.append((began, self._device.mark()))
+        if marks is not None:  # or a script has called the model before the first step
+            is_forward = marks.forward_since is not None
+            waits = marks.forward_waits if is_forward else marks.backward_waits
+            waits.append((began, self._device.mark()))
 
     def gradients_summed(self, ready: Mark | None = None) -> None:
         """Mark that the gradients are summed over all ranks.

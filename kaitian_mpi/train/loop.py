@@ -25,8 +25,13 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepInProgress, StepObserver, StepParticipation
-from kaitian_mpi.train.step_exchange import StepExchange
+from kaitian_mpi.train.step import (
+    Step,
+    StepExchange,
+    StepInProgress,
+    StepObserver,
+    StepParticipation,
+)
 from kaitian_mpi.train.task import Task
 
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them

@@ -17,8 +17,7 @@ from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
 
 class RankSums(NamedTuple):

@@ -20,8 +20,7 @@ from kaitian_mpi.train.metrics import Metrics
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
 
 class BadSteps(StepObserver):

@@ -21,8 +21,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
 if TYPE_CHECKING:
     from mpi4py import MPI

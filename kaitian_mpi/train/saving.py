@@ -28,8 +28,7 @@ from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.restart_request import RestartRequest
 from kaitian_mpi.train.run import Run
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step import Step, StepObserver, StepReports
 from kaitian_mpi.train.summary import NAME
 from kaitian_mpi.train.weight_files import export_weights
 

@@ -1,23 +1,62 @@
-"""A global step: in progress, done, and what observes it."""
+"""A global step: in progress, done, what the ranks report of it, and what observes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.distributed.sums import Fraction
 from kaitian_mpi.distributed.sync_batch_norm import Participation
+from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
+from kaitian_mpi.runtime.polling import keep_alive, wait_request
+from kaitian_mpi.runtime.ulfm import is_revoked, track_comm
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.evaluation import Evaluation
-from kaitian_mpi.train.step_exchange import StepReport, StepReports
 from kaitian_mpi.train.task import Task
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class StepReport(NamedTuple):
+    """What a rank reports to all others about a step. Each field is sent as one float64."""
+
+    samples: int
+    """The rank's samples in the step."""
+    timed_steps: int
+    """The number of steps that its device has finished since the last report."""
+    computed_sec: float
+    """Compute time of these steps, without waiting."""
+    waited_sec: float
+    """Time these steps spent waiting for communication."""
+    data_sec: float
+    """Time spent getting the step's batch."""
+    wants_checkpoint: bool = False
+    """Whether the rank requests a checkpoint."""
+
+
+class StepReports:
+    """All ranks' reports about a step, as arrays with one entry per rank."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        """Take the reports of ranks 0, 1, … as numbers, [ranks, fields]."""
+        self.samples, self.timed_steps = rows[:, :2].astype(int).T
+        self.computed_sec, self.waited_sec, self.data_sec = rows[:, 2:5].T
+        self.wants_checkpoint = rows[:, 5].astype(bool)
+
+    @classmethod
+    def of(cls, reports: Sequence[StepReport]) -> StepReports:
+        """Return the reports of ranks 0, 1, … as arrays."""
+        return cls(np.array(reports, dtype=float))
 
 
 @dataclass(frozen=True)
@@ -157,6 +196,49 @@ class StepInProgress:
         total = own if weight else torch.zeros_like(own)
         dist.all_reduce(total)
         return total
+
+
+class StepExchange:
+    """Gathers every rank's report of a step while the next step is computed."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Duplicate the communicator. Collective over `comm`, as is every method."""
+        self._comm = track_comm(comm.Dup())
+        self._own = np.empty(len(StepReport._fields))
+        self._gathered = np.empty((comm.size, len(StepReport._fields)))
+        self._request: MPI.Request | None = None
+        register_close(self.close)
+
+    def swap(self, report: StepReport) -> StepReports | None:
+        """Start sending this step's report; return all reports of the previous step.
+
+        Returns:
+            None in the first call.
+        """
+        previous = self._receive()
+        self._own[:] = report
+        self._request = self._comm.Iallgather(self._own, self._gathered)
+        return previous
+
+    def close(self, together: bool = True) -> None:
+        """End the exchange; reports in flight are received and dropped.
+
+        Args:
+            together: False if a rank may be lost, so that no rank is waited for.
+        """
+        unregister_close(self.close)
+        if together and not is_revoked(self._comm):
+            self._receive()
+            self._comm.Free()
+        elif self._request is not None:
+            keep_alive(self._request, self._own, self._gathered)
+
+    def _receive(self) -> StepReports | None:
+        if self._request is None:
+            return None
+        wait_request(self._request)
+        self._request = None
+        return StepReports(self._gathered.copy())
 
 
 class StepParticipation(Participation):

@@ -27,8 +27,7 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import StepObserver
-from kaitian_mpi.train.step_exchange import StepExchange, StepReport
+from kaitian_mpi.train.step import StepExchange, StepObserver, StepReport
 
 pytestmark = pytest.mark.sizes(1, 3)
 

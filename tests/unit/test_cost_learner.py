@@ -16,7 +16,7 @@ from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step_exchange import StepReport, StepReports
+from kaitian_mpi.train.step import StepReport, StepReports
 
 SEEDS = range(25)
 NEVER = 1000
