@@ -141,14 +141,13 @@ def run(ranks: int, how: str) -> dict[str, Any]:
 
 def rebalancing_sec(ranks: int) -> float:
     """Return the seconds a rank takes in each step to look at the times of all ranks."""
-    from kaitian_mpi.balance.cost_model import CostModel
-    from kaitian_mpi.balance.fastest_split import RankCost
-    from kaitian_mpi.balance.rank_steps import RankSteps
+    from kaitian_mpi.balance.cost_model import RankCost
+    from kaitian_mpi.balance.monitor import RankSteps
     from kaitian_mpi.balance.rebalancer import Rebalancer
     from kaitian_mpi.balance.stragglers import StragglerDetector
 
     chance = np.random.default_rng(0)
-    cost = RankCost(CostModel(0.01, STEP_SEC / SAMPLES))
+    cost = RankCost(0.01, STEP_SEC / SAMPLES)
     rebalancer = Rebalancer([cost] * ranks, [SAMPLES] * ranks)
     stragglers = StragglerDetector(ranks, [cost] * ranks)
     once, samples = np.ones(ranks, int), np.full(ranks, SAMPLES)

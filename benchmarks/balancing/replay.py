@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 
 import kaitian_mpi
-from kaitian_mpi.balance.cost_model import fit
-from kaitian_mpi.balance.cost_table import CostTable
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import plan_fastest
-from kaitian_mpi.balance.rank_steps import RankSteps
+from kaitian_mpi.balance.cost_model import RankCost, fit
+from kaitian_mpi.balance.fastest_split import CostTable
+from kaitian_mpi.balance.monitor import RankSteps
 from kaitian_mpi.balance.rebalancer import Rebalancer
+from kaitian_mpi.balance.shares import plan_fastest
 from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

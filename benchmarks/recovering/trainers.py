@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kaitian_mpi.balance.planner import plan_equal
+from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

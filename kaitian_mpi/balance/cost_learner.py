@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from kaitian_mpi.balance.cost_model import fit
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import plan_fastest_within
-from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
+from kaitian_mpi.balance.cost_model import RankCost, fit
+from kaitian_mpi.balance.monitor import MEDIAN_DIFFERENCE, RankSteps
+from kaitian_mpi.balance.shares import plan_fastest
 
 _STEPS_PER_TRIAL = 4
 _MIN_STEPS = 3  # of one size, so that the middle is not affected by a single slow step
@@ -27,9 +26,6 @@ _MAX_STEPS = 20
 # Before any measurement: alpha in proportion to a step's time, and the standard error of that.
 _USUAL_ALPHA, _ALPHA_ERROR = 0.1, 0.2
 _USUAL_NOISE, _MIN_NOISE = 0.1, 0.02
-# For normally distributed errors: the median of the differences of neighbors, in standard
-# deviations.
-_MEDIAN_DIFFERENCE = 0.954
 _MIN_DIFFERENCES = 3
 
 
@@ -57,11 +53,7 @@ class CostLearner:
     """
 
     def __init__(
-        self,
-        batch_sizes: Sequence[int],
-        min_batch: int = 1,
-        steps_ahead: int = 0,
-        largest_micro_batches: Sequence[int | None] | None = None,
+        self, batch_sizes: Sequence[int], min_batch: int = 1, steps_ahead: int = 0
     ) -> None:
         """Start from a split, usually an equal one.
 
@@ -69,14 +61,7 @@ class CostLearner:
             batch_sizes: the current split, each at least `min_batch`.
             min_batch: the smallest batch size of a split.
             steps_ahead: how many steps pass before new batch sizes take effect.
-            largest_micro_batches: the most samples that each rank computes at once, None for no
-                limit. No batch grows beyond it while learning.
-
-        Raises:
-            ValueError: a batch size is below `min_batch`.
         """
-        if min(batch_sizes) < min_batch:
-            raise ValueError(f"batch_sizes must be at least {min_batch}, not {list(batch_sizes)}")
         self.batch_sizes = list(batch_sizes)
         self.steps = 0
         """The number of steps observed."""
@@ -87,11 +72,6 @@ class CostLearner:
         self._first, self._is_first = list(batch_sizes), True
         self._min_batch = min_batch
         self._patience = steps_ahead + _PATIENCE
-        self._largest_micro_batches = list(largest_micro_batches or [None] * len(batch_sizes))
-        self._limits = [
-            None if most is None else max(most, first)
-            for most, first in zip(self._largest_micro_batches, batch_sizes, strict=True)
-        ]
         self._ranks = [_RankTimes() for _ in batch_sizes]
         self._steps_of_trial = 0
 
@@ -102,37 +82,34 @@ class CostLearner:
         """
         if self.costs is not None:
             return None
-        for rank, step in zip(self._ranks, steps.rows(), strict=True):
-            rank.add(step)
+        columns = steps.steps.tolist(), steps.samples.tolist(), steps.work_sec.tolist()
+        for rank, count, samples, work_sec in zip(self._ranks, *columns, strict=True):
+            rank.add(count, samples, work_sec)
         self.steps += 1
         self._steps_of_trial += 1
-        costs = self._measured_costs()
-        return None if costs is None else self._improve(costs)
+        return self._improve() if self._is_timed() else None
 
-    def _measured_costs(self) -> list[RankCost] | None:
-        """Return the ranks' costs if the current split has been timed, else None.
+    def _is_timed(self) -> bool:
+        """Return whether the current split has been timed.
 
         It is not waited for too long: if an epoch is shorter than a global batch, for example,
         no step has these batch sizes.
         """
         counts = [rank.steps_at(b) for rank, b in zip(self._ranks, self.batch_sizes, strict=True)]
-        if min(counts) < _STEPS_PER_TRIAL and self._steps_of_trial < self._patience:
-            return None
-        if not all(rank.steps for rank in self._ranks):
-            return None
-        limits = self._largest_micro_batches
-        return [rank.cost(limit) for rank, limit in zip(self._ranks, limits, strict=True)]
+        is_late = self._steps_of_trial >= self._patience
+        return (min(counts) >= _STEPS_PER_TRIAL or is_late) and all(r.steps for r in self._ranks)
 
-    def _improve(self, costs: list[RankCost]) -> list[int] | None:
+    def _improve(self) -> list[int] | None:
         """Return the next split, if any; finish when it is the last."""
+        costs = [rank.cost() for rank in self._ranks]
         is_first, self._is_first = self._is_first, False
-        limits = self._growth_limits()
-        batch_sizes = self._split(costs, limits)
+        batch_sizes = self._split(costs)
         if is_first:
-            batch_sizes = self._split(self._spread(costs, batch_sizes), limits)
+            batch_sizes = self._split(self._spread(costs, batch_sizes))
         gain = _step_sec(costs, self.batch_sizes) / _step_sec(costs, batch_sizes) - 1
         changes = batch_sizes != self.batch_sizes and (is_first or gain >= _MIN_GAIN)
-        is_fastest = not changes or batch_sizes == self._split(costs, self._limits)
+        fastest = plan_fastest(costs, sum(self._first), self._min_batch)
+        is_fastest = not changes or batch_sizes == fastest
         if not is_first and is_fastest and self._is_certain():
             self.costs = costs
         if not changes:
@@ -147,18 +124,13 @@ class CostLearner:
             rank.error <= _MAX_ERROR or rank.steps >= _MAX_STEPS for rank in self._ranks
         )
 
-    def _split(self, costs: Sequence[RankCost], most: Sequence[int | None]) -> list[int]:
-        """Return the fastest split that gives no rank more than it may have."""
-        return plan_fastest_within(costs, sum(self._first), most, self._min_batch)
-
-    def _growth_limits(self) -> list[int | None]:
-        """Return the most samples that each rank may have in the next split."""
-        grown = [math.floor(MAX_GROWTH * rank.largest) for rank in self._ranks]
-        limited = [
-            size if most is None else min(size, most)
-            for size, most in zip(grown, self._limits, strict=True)
+    def _split(self, costs: Sequence[RankCost]) -> list[int]:
+        """Return the fastest split in which no batch grows too much."""
+        most = [
+            max(first, math.floor(MAX_GROWTH * rank.largest))
+            for first, rank in zip(self._first, self._ranks, strict=True)
         ]
-        return [max(first, size) for first, size in zip(self._first, limited, strict=True)]
+        return plan_fastest(costs, sum(self._first), self._min_batch, most)
 
     def _spread(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> list[RankCost]:
         """Return costs whose fastest split changes the batch size of every rank, if possible.
@@ -177,10 +149,7 @@ class CostLearner:
         close.sort(key=lambda rank: -changes[rank])
         seeming = list(costs)
         for index, rank in enumerate(close):
-            factor = 1 / _SPREAD if index < len(close) // 2 else _SPREAD
-            seeming[rank] = RankCost(
-                costs[rank].model.times(factor), costs[rank].largest_micro_batch
-            )
+            seeming[rank] = costs[rank].times(1 / _SPREAD if index < len(close) // 2 else _SPREAD)
         return seeming
 
 
@@ -210,51 +179,43 @@ class _RankTimes:
         """The relative standard error of the cost, at the batch sizes timed."""
         return self._noise() / math.sqrt(self.steps)
 
-    def add(self, step: RankStep) -> None:
-        """Add a step, and the times of those that the device has finished since the last one."""
-        self.largest = max(self.largest, step.samples)
-        self._untimed.append(step.samples if self._is_warm else 0)
+    def add(self, steps: int, samples: int, work_sec: float) -> None:
+        """Add a step, and the mean time of those that the device has finished since the last."""
+        self.largest = max(self.largest, samples)
+        self._untimed.append(samples if self._is_warm else 0)
         self._is_warm = True
-        timed = [self._untimed.popleft() for _ in range(min(step.steps, len(self._untimed)))]
+        timed = [self._untimed.popleft() for _ in range(min(steps, len(self._untimed)))]
         # They are averaged, so they must be alike.
-        if len(timed) < step.steps or len(set(timed)) != 1 or not timed[0]:
+        if len(timed) < steps or len(set(timed)) != 1 or not timed[0]:
             return
         times = self._times.setdefault(timed[0], deque(maxlen=_WINDOW))
-        seconds = max(step.work_sec, 1e-9)
+        seconds = max(work_sec, 1e-9)
         if times:
             mean = (seconds + times[-1]) / 2
             self._differences.append(abs(seconds - times[-1]) / mean)
-        times.extend([seconds] * step.steps)
+        times.extend([seconds] * steps)
 
     def steps_at(self, batch_size: int) -> int:
         """Return how many steps with this batch size have been timed."""
         return len(self._times.get(batch_size, ()))
 
-    def cost(self, largest_micro_batch: int | None) -> RankCost:
+    def cost(self) -> RankCost:
         """Return the cost by the times so far, of which there is at least one."""
         often = {b: times for b, times in self._times.items() if len(times) >= _MIN_STEPS}
         known = often or self._times
-        batches = list(known)
         seconds = [_middle(times) for times in known.values()]
-        counts = [len(times) for times in known.values()]
-        noise = self._noise()
-        errors = [noise * sec for sec in seconds]
         # What is assumed of alpha counts as if a step without samples had been measured.
-        assumed_error = _ALPHA_ERROR * seconds[0]
+        errors = [*(self._noise() * sec for sec in seconds), _ALPHA_ERROR * seconds[0]]
+        counts = [*map(len, known.values()), 1]
         # No powers and logarithms: their last bit may differ between machines.
         weights = [n / (error * error) for n, error in zip(counts, errors, strict=True)]
-        model = fit(
-            [*batches, 0],
-            [*seconds, _USUAL_ALPHA * seconds[0]],
-            [*weights, 1 / (assumed_error * assumed_error)],
-        )
-        return RankCost(model, largest_micro_batch)
+        return fit([*known, 0], [*seconds, _USUAL_ALPHA * seconds[0]], weights)
 
     def _noise(self) -> float:
         """Return the relative standard deviation of a step's time."""
         if len(self._differences) < _MIN_DIFFERENCES:
             return _USUAL_NOISE
-        return max(_MIN_NOISE, median(self._differences) / _MEDIAN_DIFFERENCE)
+        return max(_MIN_NOISE, median(self._differences) / MEDIAN_DIFFERENCE)
 
 
 def _middle(times: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""The cost model of a rank: the time of a step as a function of its batch size."""
+"""The cost model of a rank: the time of its share of a step, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -6,32 +6,52 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 MAX_CHANGE = 0.03  # of a predicted step, by more measurements
 _MIN_SLOPE = 0.25  # relative to the largest batch's time per sample
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """A step of b samples takes `alpha_sec + beta_sec * b` seconds."""
+class RankCost:
+    """The cost of a rank's share: b samples in k micro-batches take alpha*k + beta*b seconds."""
 
     alpha_sec: float
-    """Seconds per step, independent of the batch size."""
+    """Seconds per micro-batch, independent of its size."""
     beta_sec: float
     """Seconds per sample."""
+    largest_micro_batch: int | None = None
+    """The most samples that fit in the rank's memory at once, at least 1; None: no limit."""
 
-    def seconds(self, batch: int) -> float:
-        """Return the seconds of a step with this many samples."""
-        return self.alpha_sec + self.beta_sec * batch
+    def micro_batches(self, samples: int) -> int:
+        """Return the number of micro-batches of a share."""
+        if samples == 0:
+            return 0
+        limit = self.largest_micro_batch
+        return 1 if limit is None else math.ceil(samples / limit)
 
-    def times(self, factor: float) -> CostModel:
-        """Return the model of a rank that takes `factor` times as long."""
-        return CostModel(self.alpha_sec * factor, self.beta_sec * factor)
+    def seconds(self, samples: int) -> float:
+        """Return the seconds of a step with this share; 0 without samples."""
+        return self.alpha_sec * self.micro_batches(samples) + self.beta_sec * samples
+
+    def times(self, factor: float) -> RankCost:
+        """Return the cost of a rank that takes `factor` times as long."""
+        return RankCost(self.alpha_sec * factor, self.beta_sec * factor, self.largest_micro_batch)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to values that JSON can hold."""
+        model = {"alpha_sec": self.alpha_sec, "beta_sec": self.beta_sec}
+        return {"model": model, "largest_micro_batch": self.largest_micro_batch}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> RankCost:
+        """Convert back from the result of `to_json`."""
+        return RankCost(**content["model"], largest_micro_batch=content["largest_micro_batch"])
 
 
 def fit(
     batches: Sequence[int], seconds: Sequence[float], weights: Sequence[float] | None = None
-) -> CostModel:
+) -> RankCost:
     """Fit a rising line with a non-negative intercept to measured (batch, seconds).
 
     Weighted least squares that assumes a measurement's variance to be proportional to its time, as
@@ -55,22 +75,19 @@ def fit(
     if max(batches) > min(batches):
         spread = math.fsum(w * (b - mean_batch) * (b - mean_batch) for w, b, _ in measured)
         beta = math.fsum(w * (b - mean_batch) * (s - mean_sec) for w, b, s in measured) / spread
+        beta = max(beta, _MIN_SLOPE * max(zip(batches, seconds, strict=True))[1] / max(batches))
         alpha = mean_sec - beta * mean_batch
-        min_slope = _MIN_SLOPE * max(zip(batches, seconds, strict=True))[1] / max(batches)
-        if beta < min_slope:
-            beta = min_slope
-            alpha = mean_sec - beta * mean_batch
         if alpha >= 0:
-            return CostModel(alpha, beta)
+            return RankCost(alpha, beta)
     slope = math.fsum(w * b * s for w, b, s in measured) / math.fsum(
         w * b * b for w, b, _ in measured
     )
-    return CostModel(0.0, slope)
+    return RankCost(0.0, slope)
 
 
-def fit_error(model: CostModel, batches: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the root mean square of a model's relative errors, 0.02 for 2%."""
-    errors = [model.seconds(b) / s - 1 for b, s in zip(batches, seconds, strict=True)]
+def fit_error(cost: RankCost, batches: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the root mean square of a cost's relative errors, 0.02 for 2%."""
+    errors = [cost.seconds(b) / s - 1 for b, s in zip(batches, seconds, strict=True)]
     return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 

@@ -2,179 +2,154 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_model import CostModel
+from kaitian_mpi.balance.cost_model import RankCost
 
-_MAX_BISECTIONS = 100  # more than a double has bits, so that the search ends at adjacent numbers
+_NO_LIMIT = 2.0**62
 
 
 @dataclass(frozen=True)
-class RankCost:
-    """The cost of a rank's share: b samples in k micro-batches take alpha*k + beta*b seconds."""
+class CostTable:
+    """The costs of many ranks, as arrays with one entry per rank."""
 
-    model: CostModel
-    largest_micro_batch: int | None = None
-    """The most samples that fit in the rank's memory at once, at least 1; None: no limit."""
+    alpha_sec: np.ndarray
+    beta_sec: np.ndarray
+    largest_micro_batch: np.ndarray
+    """A very large number if there is no limit."""
 
-    def micro_batches(self, samples: int) -> int:
-        """Return the number of micro-batches of a share."""
-        if samples == 0:
-            return 0
-        limit = self.largest_micro_batch
-        return 1 if limit is None else math.ceil(samples / limit)
+    @classmethod
+    def of(cls, costs: Sequence[RankCost]) -> CostTable:
+        """Return the table of these costs."""
+        limits = [cost.largest_micro_batch for cost in costs]
+        return cls(
+            np.array([cost.alpha_sec for cost in costs]),
+            np.array([cost.beta_sec for cost in costs]),
+            np.array([_NO_LIMIT if limit is None else float(limit) for limit in limits]),
+        )
 
-    def seconds(self, samples: int) -> float:
-        """Return the seconds of a step with this share; 0 without samples."""
-        model = self.model
-        return model.alpha_sec * self.micro_batches(samples) + model.beta_sec * samples
+    def times(self, factors: np.ndarray) -> CostTable:
+        """Return the costs of ranks that take `factors` times as long, a factor per rank."""
+        return CostTable(
+            self.alpha_sec * factors, self.beta_sec * factors, self.largest_micro_batch
+        )
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to values that JSON can hold."""
-        return asdict(self)
+    def seconds(self, samples: np.ndarray) -> np.ndarray:
+        """Return the seconds that each rank's step takes with its samples; 0 without samples."""
+        micro_batches = np.ceil(samples / self.largest_micro_batch)
+        return self.alpha_sec * micro_batches + self.beta_sec * samples
 
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> RankCost:
-        """Convert back from the result of `to_json`."""
-        return RankCost(CostModel(**content["model"]), content["largest_micro_batch"])
+    def within(self, seconds: float, most: int | np.ndarray) -> np.ndarray:
+        """Return how many samples, at most `most`, each rank can process in this time."""
+        full_sec = self.alpha_sec + self.beta_sec * self.largest_micro_batch
+        full_count = np.minimum(np.floor(seconds / full_sec), most)  # of at least a sample each
+        left_sec = seconds - full_count * full_sec
+        partial = np.floor((left_sec - self.alpha_sec) / self.beta_sec)
+        partial = np.clip(partial, 0, self.largest_micro_batch)
+        return np.minimum(full_count * self.largest_micro_batch + partial, most).astype(np.int64)
 
-
-def _check(cost: RankCost) -> None:
-    """Raise ValueError for a cost for which the search for the fastest split would not end."""
-    alpha, beta = cost.model.alpha_sec, cost.model.beta_sec
-    if not 0 < beta < math.inf:  # false for NaN
-        raise ValueError(f"beta_sec must be finite and above 0, not {beta}")
-    if not 0 <= alpha < math.inf:
-        raise ValueError(f"alpha_sec must be finite and at least 0, not {alpha}")
-    if cost.largest_micro_batch is not None and cost.largest_micro_batch < 1:
-        raise ValueError(f"largest_micro_batch must be at least 1, not {cost.largest_micro_batch}")
+    def costs(self) -> list[RankCost]:
+        """Return the cost of each rank."""
+        columns = (self.alpha_sec, self.beta_sec, self.largest_micro_batch)
+        return [
+            RankCost(alpha, beta, None if limit == _NO_LIMIT else int(limit))
+            for alpha, beta, limit in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
 
 def fastest_split(
-    costs: Sequence[RankCost], global_batch_size: int, min_batch: int = 1
+    costs: Sequence[RankCost],
+    global_batch_size: int,
+    least: int = 0,
+    most: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the shares with the shortest step, i.e. those whose slowest rank finishes first.
 
     Minimizes max_i (alpha_i * k_i + beta_i * b_i) over integers b_i that sum to the global batch,
-    each 0 or at least `min_batch`, with k_i = ceil(b_i / limit_i). A rank whose smallest share
-    would slow down the step gets none. The same input gives the same shares on every machine.
-
-    The step time is found by bisection: in a given time each rank can process some number of
-    samples, and the shortest time in which they add up to the global batch is the optimum. At most
-    `global_batch_size // min_batch` ranks can have a share, so those that can process the most get
-    one. The surplus over the global batch is then removed from the rank that finishes last, one
-    sample at a time.
+    with k_i = ceil(b_i / limit_i). If `least` is 0, a rank whose smallest share would slow down the
+    step gets none. The same input gives the same shares on every machine.
 
     Args:
         costs: of each rank; every sample takes some time.
-        global_batch_size: samples per step, 0 or at least `min_batch`.
-        min_batch: the fewest samples that a rank can train on, at least 1.
+        global_batch_size: samples per step.
+        least: the fewest samples of each rank; all ranks together must not exceed the global batch.
+        most: the most samples of each rank, at least `least`; None for no limit.
 
     Returns:
         Samples per step, per rank.
 
     Raises:
-        ValueError: a rank's cost is not finite, its time per sample is 0 (so that no share would
-            be optimal), or the global batch is smaller than `min_batch`.
+        ValueError: a cost is not finite, a time per sample or a limit is 0, or the ranks may not
+            have so few or so many samples together.
     """
-    for cost in costs:
-        _check(cost)
-    if 0 < global_batch_size < min_batch:
-        raise ValueError(f"global_batch_size must be 0 or at least {min_batch}")
-    alpha, beta, limit = _as_arrays(costs, global_batch_size)
-    max_ranks = min(len(costs), global_batch_size // min_batch)
-
-    def samples_in(seconds: float) -> np.ndarray:
-        samples = samples_within(seconds, alpha, beta, limit, global_batch_size)
-        return samples if min_batch == 1 else np.where(samples >= min_batch, samples, 0)
-
-    def capacity(seconds: float) -> np.ndarray:
-        samples = samples_in(seconds)
-        if min_batch == 1 or max_ranks == len(costs):
-            return samples
-        return np.partition(samples, -max_ranks)[-max_ranks:] if max_ranks else samples
-
-    alone = min(cost.seconds(global_batch_size) for cost in costs)
-    shares = samples_in(shortest_time(capacity, global_batch_size, alone))
-    if min_batch > 1:
-        shares[np.argsort(-shares, kind="stable")[max_ranks:]] = 0
-    return remove_surplus(shares.tolist(), costs, global_batch_size, min_batch)
+    table = CostTable.of(costs)
+    ones, limits = np.ones(len(costs), int), None if most is None else np.array(most)
+    samples, fewer = split_cohorts(table, ones, global_batch_size, least, limits)
+    shares: list[int] = (samples - fewer).tolist()
+    return shares
 
 
-def _as_arrays(costs: Sequence[RankCost], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each rank's alpha, beta, and largest micro-batch of shares up to `most`."""
-    most = max(most, 1)
-    limits = (cost.largest_micro_batch for cost in costs)
-    return (
-        np.array([cost.model.alpha_sec for cost in costs]),
-        np.array([cost.model.beta_sec for cost in costs]),
-        np.array([most if limit is None else min(limit, most) for limit in limits]),
-    )
-
-
-def samples_within(
-    seconds: float, alpha: np.ndarray, beta: np.ndarray, limit: np.ndarray, most: int
-) -> np.ndarray:
-    """Return how many samples each rank can process in this time, at most `most`."""
-    full_sec = alpha + beta * limit  # of a full micro-batch
-    full_count = np.minimum(np.floor(seconds / full_sec), most)  # of at least a sample each
-    left_sec = seconds - full_count * full_sec
-    partial = np.clip(np.floor((left_sec - alpha) / beta), 0, limit)
-    return np.minimum(full_count * limit + partial, most).astype(np.int64)
-
-
-def shortest_time(capacity: Callable[[float], np.ndarray], enough: int, longest: float) -> float:
-    """Return the shortest time, at most `longest`, in which the ranks process enough samples."""
-    low, high = 0.0, longest * (1 + 1e-9)  # rounding must not make the known answer too short
-    for _ in range(_MAX_BISECTIONS):
-        middle = (low + high) / 2
-        if not low < middle < high:  # they are adjacent
-            break
-        if capacity(middle).sum() >= enough:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def remove_surplus(
-    shares: list[int],
-    costs: Sequence[RankCost],
+def split_cohorts(
+    costs: CostTable,
+    ranks: np.ndarray,
     total: int,
-    min_batch: int = 1,
-    may_idle: bool = True,
-) -> list[int]:
-    """Reduce shares until they sum to a total, always from the rank that finishes last.
+    least: int = 0,
+    most: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the fastest split over cohorts, each of several ranks with the same cost.
+
+    The step time is found by bisection: in a given time each rank can process some number of
+    samples, and the shortest time in which they add up to the global batch is the optimum. The
+    surplus over the global batch is then removed from the ranks that finish last.
 
     Args:
-        shares: of each rank, 0 or at least `min_batch`; changed in place. With the smallest share
-            for each rank that has one, the sum must not exceed the total.
-        costs: of each rank.
-        total: the required sum.
-        min_batch: the smallest share.
-        may_idle: whether a share may become 0.
+        costs: of each cohort's ranks.
+        ranks: the number of ranks in each cohort.
+        total: samples per step over all ranks.
+        least: as in `fastest_split`, as is `most`.
+        most: by cohort.
+
+    Returns:
+        Samples of each of the cohort's ranks, and how many of these get one sample fewer.
     """
-    surplus = sum(shares) - total
-    if surplus == 0:
-        return shares
-    # The heap's first entry is the rank that finishes last; of several, the highest rank.
-    by_finish = [
-        (-cost.seconds(b), -i) for i, (cost, b) in enumerate(zip(costs, shares, strict=True))
-    ]
-    heapq.heapify(by_finish)
-    while surplus:
-        rank = -by_finish[0][1]
-        removed = 1 if shares[rank] > min_batch else shares[rank]
-        if removed == 0 or removed > surplus or (shares[rank] <= min_batch and not may_idle):
-            heapq.heappop(by_finish)
-            continue
-        shares[rank] -= removed
-        surplus -= removed
-        heapq.heapreplace(by_finish, (-costs[rank].seconds(shares[rank]), -rank))
-    return shares
+    alpha, beta = costs.alpha_sec, costs.beta_sec
+    known = (alpha >= 0) & (beta > 0) & np.isfinite(alpha + beta)  # False for NaN
+    if not (known & (costs.largest_micro_batch >= 1)).all():
+        raise ValueError("each cost must be finite, with beta_sec above 0 and a limit of 1 or more")
+    limit = np.full(len(ranks), total) if most is None else np.minimum(most, total)
+    if not least * ranks.sum() <= total <= (limit * ranks).sum():
+        raise ValueError(f"the ranks cannot have {total} samples in all")
+
+    def within(seconds: float) -> np.ndarray:
+        return np.maximum(costs.within(seconds, limit), least)
+
+    def reach(seconds: float) -> bool:
+        return bool((within(seconds) * ranks).sum() >= total)
+
+    if least * ranks.sum() == total:
+        return np.full(len(ranks), least), np.zeros(len(ranks), int)
+    low, high = 0.0, float((alpha + beta).min())
+    while not reach(high):
+        low, high = high, 2 * high
+    while low < (middle := (low + high) / 2) < high:  # until they are adjacent numbers
+        low, high = (low, middle) if reach(middle) else (middle, high)
+    return _without_surplus(costs, ranks, within(high), total, least)
+
+
+def _without_surplus(
+    costs: CostTable, ranks: np.ndarray, samples: np.ndarray, total: int, least: int
+) -> tuple[np.ndarray, np.ndarray]:
+    surplus = int((samples * ranks).sum()) - total
+    reducible = np.where(samples > least, ranks, 0)
+    while surplus >= reducible.sum() > 0:
+        samples, surplus = samples - (reducible > 0), surplus - int(reducible.sum())
+        reducible = np.where(samples > least, ranks, 0)
+    # The last to finish first; of several, the last of them.
+    order = np.lexsort((-np.arange(len(ranks)), -costs.seconds(samples)))
+    before = np.cumsum(reducible[order]) - reducible[order]
+    fewer = np.zeros(len(ranks), int)
+    fewer[order] = np.clip(surplus - before, 0, reducible[order])
+    return samples, fewer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,9 +13,26 @@ _MIN_CHANGE = 0.1  # of the logarithm: about 10%
 _INITIAL_NOISE = 0.1
 # For normally distributed errors: the median of the differences of neighbors in standard
 # deviations, and a median's standard error relative to that of a mean.
-_MEDIAN_DIFFERENCE = 0.954
+MEDIAN_DIFFERENCE = 0.954
 _MEDIAN_ERROR = 1.253
 _NO_VALUE = 1e300  # sorted behind all values
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """All ranks' times of a step, as arrays with one entry per rank. Seconds are per step.
+
+    They are examined after every step. In a job of thousands of ranks, handling an object for each
+    rank would take longer than a short step.
+    """
+
+    steps: np.ndarray
+    """The number of steps averaged; 0 if the device has not finished one yet."""
+    samples: np.ndarray
+    work_sec: np.ndarray
+    """Time to get the batch and compute, without waiting for other ranks."""
+    wait_sec: np.ndarray
+    """Time spent only waiting for communication."""
 
 
 class SpeedMonitors:
@@ -45,48 +63,40 @@ class SpeedMonitors:
         errors = _MEDIAN_ERROR * self._noise() / np.sqrt(np.maximum(self.steps, 1))
         return np.where(self.steps > 0, errors, np.inf)
 
-    def observe(self, ratios: np.ndarray, seen: np.ndarray | None = None) -> None:
+    def observe(self, ratios: np.ndarray, seen: np.ndarray) -> None:
         """Add a step.
 
         Args:
             ratios: how many times as long as its cost model predicts each rank took, above 0.
-            seen: which of the ranks were timed; None for all.
+            seen: which of the ranks were timed.
         """
-        if seen is not None and seen.all():
-            seen = None
         # Not numpy's: the last bit of that depends on the processor, and the ranks must agree.
         values = np.array([math.log(ratio) for ratio in ratios.tolist()])
-        has_neighbor = self.steps > 0
-        differing = has_neighbor if seen is None else has_neighbor & seen
-        self._differences.append(
-            np.abs(values - self._logs.newest(1)[:, 0]), None if differing.all() else differing
-        )
+        differences = np.abs(values - self._logs.newest(1)[:, 0])
+        self._differences.append(differences, seen & (self.steps > 0))
         self._logs.append(values, seen)
-        changed = self._have_changed()
-        if changed is not None:
-            self._logs.keep_newest(_NEWEST, changed if seen is None else changed & seen)
-        medians = self._logs.medians()
-        self.log_factors = medians if seen is None else np.where(seen, medians, self.log_factors)
+        changed = self._have_changed() & seen
+        if changed.any():
+            self._logs.keep_newest(_NEWEST, changed)
+        self.log_factors = np.where(seen, self._logs.medians(), self.log_factors)
 
     def restart(self) -> None:
         """Drop the steps but keep the estimates, because the ranks' batch sizes change."""
-        self._logs.clear()
+        self._logs = _History(len(self.log_factors))
 
     def _noise(self) -> np.ndarray:
         """Return the standard deviations of a step, robust to changes of speed."""
         known = self._differences.counts >= _NEWEST
-        noise = self._differences.medians() / _MEDIAN_DIFFERENCE
+        noise = self._differences.medians() / MEDIAN_DIFFERENCE
         return np.where(known, noise, _INITIAL_NOISE)
 
-    def _have_changed(self) -> np.ndarray | None:
-        """Return which ranks' speeds have changed; None if none has."""
+    def _have_changed(self) -> np.ndarray:
+        """Return which ranks' speeds have changed."""
         deviations = self._logs.newest(_NEWEST) - self._logs.medians(_NEWEST)[:, None]
         # How far the newest steps deviate in the same direction.
         shift = np.maximum(deviations.min(1), -deviations.max(1))
-        far = (shift > _MIN_CHANGE) & (self.steps >= 2 * _NEWEST)
-        if not far.any():  # most steps end here
-            return None
-        return far & (shift > 3 * self._noise())
+        far: np.ndarray = (shift > _MIN_CHANGE) & (self.steps >= 2 * _NEWEST)
+        return far & (shift > 3 * self._noise()) if far.any() else far  # most steps find none
 
 
 class _History:
@@ -97,9 +107,9 @@ class _History:
         self._ranks = np.arange(ranks)
         self._values = np.full((ranks, _WINDOW), _NO_VALUE)  # the newest one in the last column
 
-    def append(self, values: np.ndarray, to: np.ndarray | None) -> None:
-        """Add a value to each of some ranks; None for all."""
-        rows = slice(None) if to is None else np.flatnonzero(to)
+    def append(self, values: np.ndarray, to: np.ndarray) -> None:
+        """Add a value to each of some ranks."""
+        rows = slice(None) if to.all() else np.flatnonzero(to)  # a slice copies nothing
         self._values[rows, :-1] = self._values[rows, 1:]
         self._values[rows, -1] = values[rows]
         self.counts[rows] = np.minimum(self.counts[rows] + 1, _WINDOW)
@@ -112,11 +122,6 @@ class _History:
         """Drop the values of some ranks but for the newest ones."""
         self._values[of, :-count] = _NO_VALUE
         self.counts[of] = count
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self._values.fill(_NO_VALUE)
-        self.counts.fill(0)
 
     def medians(self, without_newest: int = 0) -> np.ndarray:
         """Return each rank's median; meaningless for a rank without values."""

@@ -10,11 +10,10 @@ from statistics import median
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_table import CostTable
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.monitor import SpeedMonitors
-from kaitian_mpi.balance.planner import plan_fastest_within, with_positive_slopes
-from kaitian_mpi.balance.rank_steps import RankSteps
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import CostTable
+from kaitian_mpi.balance.monitor import RankSteps, SpeedMonitors
+from kaitian_mpi.balance.shares import plan_fastest
 
 _MIN_GAIN = 0.05
 _MIN_GAIN_OF_REFINING = 0.02
@@ -69,23 +68,16 @@ class Rebalancer:
             max_growth: how much larger than any batch before a rank's next one may be, 1 or more:
                 one that is computed at once may not fit the memory.
         """
-        self._planned = np.array(batch_sizes)
-        self._global_batch_size = sum(batch_sizes)
-        self._min_batch = min_batch
-        self._max_growth = max_growth
+        self.batch_sizes = list(batch_sizes)
+        """The current plan."""
+        self._min_batch, self._max_growth = min_batch, max_growth
         self._largest = list(batch_sizes)
-        self._costs = CostTable.of(with_positive_slopes(costs, self._global_batch_size))
+        self._costs = CostTable.of(costs)
         self._monitors = SpeedMonitors(len(costs))
         self._planned_logs = np.zeros(len(costs))
         self._waits: deque[float] = deque(maxlen=_WAIT_WINDOW)
         self._steps = 0
         self._refined = False
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """The current plan."""
-        batch_sizes: list[int] = self._planned.tolist()
-        return batch_sizes
 
     @property
     def factors(self) -> list[float]:
@@ -103,63 +95,60 @@ class Rebalancer:
         A step with other shares than the plan's is ignored: an epoch's last, partial step, or one
         whose batches were fetched before the plan. A plan that is returned becomes the current one.
         """
-        if not (steps.samples == self._planned).all():
+        if not (steps.samples == self.batch_sizes).all():
             return None
         timed = (steps.steps > 0) & (steps.samples > 0)
         planned_sec = np.where(timed, self._costs.seconds(steps.samples), 1.0)
         self._monitors.observe(np.maximum(steps.work_sec, 1e-9) / planned_sec, timed)
         self._waits.append(float(steps.wait_sec.min()))
         self._steps += 1
-        if self._steps < _STEPS_BETWEEN:
-            return None
-        plan = self._better_plan()
+        plan = self._better_plan() if self._steps >= _STEPS_BETWEEN else None
         if plan is not None:
             self._adopt(plan)
         return plan
 
     def _better_plan(self) -> NewPlan | None:
+        may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
+        least = _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
         cautious = self._scaled(self._cautious_logs())
-        if not self._can_gain(cautious, self._min_gain()):
+        if not self._can_gain(cautious, least):
             return None
         logs = self._monitors.log_factors
         costs = self._scaled(logs)
-        batch_sizes = plan_fastest_within(
-            costs.costs(), self._global_batch_size, self._growth_limits(), self._min_batch
+        batch_sizes = plan_fastest(
+            costs.costs(), sum(self.batch_sizes), self._min_batch, self._growth_limits()
         )
-        planned = np.array(batch_sizes)
-        gain = self._gain(planned, costs)
-        if min(gain, self._gain(planned, cautious)) < self._min_gain():
+        gain = self._gain(batch_sizes, costs)
+        if min(gain, self._gain(batch_sizes, cautious)) < least:
             return None
-        return NewPlan(batch_sizes, gain, self.factors, *self._reason(logs, gain))
+        changes = logs - self._planned_logs
+        rank = int(np.abs(changes).argmax())
+        times = math.exp(changes[rank])
+        reason = f"takes {times:.2f}x as long as planned; {gain:.0%} faster steps predicted"
+        return NewPlan(batch_sizes, gain, self.factors, rank, reason)
 
     def _can_gain(self, costs: CostTable, least: float) -> bool:
         """Return whether any plan could gain as much: after most steps none could.
 
         To know is much cheaper than to find the best plan.
         """
-        longest = self._step_sec(costs, self._planned) / (1 + least) - median(self._waits)
+        longest = self._step_sec(costs, self.batch_sizes) / (1 + least) - median(self._waits)
         # Rounding must not make the answer False.
-        return costs.can_process(self._global_batch_size, max(0.0, longest) * (1 + 1e-9))
+        total = sum(self.batch_sizes)
+        return bool(costs.within(max(0.0, longest) * (1 + 1e-9), total).sum() >= total)
 
-    def _growth_limits(self) -> list[int | None]:
+    def _growth_limits(self) -> list[int | None] | None:
         if math.isinf(self._max_growth):
-            return [None] * len(self._largest)
-        grown = [math.floor(self._max_growth * largest) for largest in self._largest]
-        return [
-            most
-            if cost.largest_micro_batch is None
-            # What was planned before has fitted.
-            else max(largest, min(most, cost.largest_micro_batch))
-            for cost, most, largest in zip(self._costs.costs(), grown, self._largest, strict=True)
+            return None
+        fits = self._costs.largest_micro_batch.tolist()
+        return [  # what was planned before has fitted
+            max(largest, int(min(self._max_growth * largest, fit)))
+            for largest, fit in zip(self._largest, fits, strict=True)
         ]
-
-    def _min_gain(self) -> float:
-        may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
-        return _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
 
     def _adopt(self, plan: NewPlan) -> None:
         self._refined = plan.gain < _MIN_GAIN
-        self._planned = np.array(plan.batch_sizes)
+        self.batch_sizes = plan.batch_sizes
         self._largest = list(map(max, self._largest, plan.batch_sizes))
         self._planned_logs = self._monitors.log_factors
         self._steps = 0
@@ -174,18 +163,12 @@ class Rebalancer:
     def _scaled(self, logs: np.ndarray) -> CostTable:
         return self._costs.times(np.array(_exponentials(logs)))
 
-    def _gain(self, batch_sizes: np.ndarray, costs: CostTable) -> float:
-        return self._step_sec(costs, self._planned) / self._step_sec(costs, batch_sizes) - 1
+    def _gain(self, batch_sizes: Sequence[int], costs: CostTable) -> float:
+        return self._step_sec(costs, self.batch_sizes) / self._step_sec(costs, batch_sizes) - 1
 
-    def _step_sec(self, costs: CostTable, batch_sizes: np.ndarray) -> float:
+    def _step_sec(self, costs: CostTable, batch_sizes: Sequence[int]) -> float:
         """Return the slowest rank's seconds plus communication: the shortest wait of any rank."""
-        return float(costs.seconds(batch_sizes).max()) + median(self._waits)
-
-    def _reason(self, logs: np.ndarray, gain: float) -> tuple[int, str]:
-        changes = logs - self._planned_logs
-        rank = int(np.abs(changes).argmax())
-        times = math.exp(changes[rank])
-        return rank, f"takes {times:.2f}x as long as planned; {gain:.0%} faster steps predicted"
+        return float(costs.seconds(np.array(batch_sizes)).max()) + median(self._waits)
 
 
 def _exponentials(logs: np.ndarray) -> list[float]:

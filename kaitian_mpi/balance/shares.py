@@ -1,9 +1,69 @@
-"""Splits a number of samples into integer shares."""
+"""Splits a number of samples in integer shares: a step's, a micro-batch's, a plan's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import fastest_split
+from kaitian_mpi.errors import UserError
+
+
+def plan_fastest(
+    costs: Sequence[RankCost],
+    global_batch_size: int,
+    min_batch: int = 1,
+    most: Sequence[int | None] | None = None,
+) -> list[int]:
+    """Divide the global batch for the shortest step, with a share for every rank.
+
+    Args:
+        costs: of each rank.
+        global_batch_size: samples per step over all ranks.
+        min_batch: the fewest samples that the model can train on.
+        most: the largest batch size of each rank, None for no limit; enough for the global batch.
+
+    Returns:
+        Samples per step, per rank, each at least `min_batch`; they sum to `global_batch_size`.
+
+    Raises:
+        UserError: there are too few samples for the ranks.
+    """
+    _check_enough(global_batch_size, len(costs), min_batch)
+    limits = [
+        global_batch_size if limit is None else limit for limit in most or [None] * len(costs)
+    ]
+    return fastest_split(costs, global_batch_size, min_batch, limits)
+
+
+def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[int]:
+    """Divide the global batch equally, to within one sample.
+
+    Raises:
+        UserError: as in `plan_fastest`.
+    """
+    _check_enough(global_batch_size, ranks, min_batch)
+    return apportion(global_batch_size, [1] * ranks)
+
+
+def plan_by_paper(scores: Sequence[float], batch_size: int, min_batch: int = 1) -> list[int]:
+    """Return batch_i = round(batch_size x score_i), at least `min_batch` (arXiv 2505.10183).
+
+    The global batch size, their sum, grows with the number of devices.
+    """
+    return [max(min_batch, round(batch_size * score)) for score in scores]
+
+
+def _check_enough(global_batch_size: int, ranks: int, min_batch: int) -> None:
+    if global_batch_size >= min_batch * ranks:
+        return
+    each = "one sample" if min_batch == 1 else f"{min_batch} samples"
+    why = "" if min_batch == 1 else f" because the model cannot train on fewer than {min_batch}"
+    raise UserError(
+        f"--global-batch-size {global_batch_size} is too small for {ranks} ranks, each of which "
+        f"takes at least {each}{why}; give {min_batch * ranks} or more, or start fewer ranks"
+    )
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
@@ -14,23 +74,13 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
     Args:
         total: the number to split, at least 0.
-        weights: finite, at least 0; a weight of 0 gets nothing.
+        weights: finite, at least 0; a weight of 0 gets nothing. One of them is above 0.
 
     Returns:
         One share per weight; they sum to `total`.
-
-    Raises:
-        ValueError: `total` or a weight is out of range, or there is no weight above 0.
     """
-    if total < 0:
-        raise ValueError(f"total must be at least 0, not {total}")
-    for weight in weights:
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weights must be finite and at least 0, not {weight}")
     # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
     weight_sum = math.fsum(weights)
-    if weight_sum == 0:
-        raise ValueError(f"weights must have one above 0, not {list(weights)}")
     quotas = [total * weight / weight_sum for weight in weights]
     shares = [math.floor(quota) for quota in quotas]
     by_remainder = sorted(

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.cost_table import CostTable
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.monitor import SpeedMonitors
-from kaitian_mpi.balance.rank_steps import RankSteps
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import CostTable
+from kaitian_mpi.balance.monitor import RankSteps, SpeedMonitors
 
 COMPUTE, DATA, COMMUNICATION = "compute", "data loading", "communication"
 
@@ -25,8 +23,7 @@ _PERSISTS = 5
 # Steps from the first slow one, with a median of three; six with a median of five.
 _NOTICED_AFTER = 5
 # A rank is slow above the first value, and has recovered below the second.
-_SLOW_FACTOR, _RECOVERED_FACTOR = 1.25, 1.12
-_LARGE_PART, _SMALL_PART = 0.20, 0.10
+_SLOW_FACTORS, _LARGE_PARTS = (1.25, 1.12), (0.20, 0.10)
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,19 @@ class StragglerDetector:
             ranks: the number of ranks.
             costs: of each rank; empty if the shares never change.
         """
-        per_sample = RankCost(CostModel(0.0, 1.0))
-        self._step = 0
-        self._times = _Times(costs or [per_sample] * ranks)
-        self._compute, self._data = _Watch(COMPUTE, ranks), _Watch(DATA, ranks)
-        self._communication = _Watch(COMMUNICATION, ranks)
+        self._costs = CostTable.of(costs or [RankCost(0.0, 1.0)] * ranks)
+        self._steps = 0
+        self._work: deque[np.ndarray] = deque(maxlen=_MEDIAN_OF)
+        self._data: deque[np.ndarray] = deque(maxlen=_WINDOW)
+        self._wait: deque[np.ndarray] = deque(maxlen=_WINDOW)
+        self._first_ratios: list[np.ndarray] = []
+        self._baseline: np.ndarray | None = None
+        self._monitors = SpeedMonitors(ranks)
         self.found: list[SlowPeriod] = []
         """All slow periods so far, ended or not, in the order they were found."""
+        self._slow_compute = _Watch(COMPUTE, ranks, _SLOW_FACTORS, self.found)
+        self._slow_data = _Watch(DATA, ranks, _LARGE_PARTS, self.found)
+        self._slow_communication = _Watch(COMMUNICATION, 1, _LARGE_PARTS, self.found)
 
     def observe(self, step: int, steps: RankSteps, data_sec: np.ndarray) -> list[SlowPeriod]:
         """Add a step's times of all ranks; return the slow periods that start or end with it.
@@ -78,178 +81,97 @@ class StragglerDetector:
             steps: of the ranks.
             data_sec: the part of each rank's `work_sec` spent getting the batch.
         """
-        self._step += 1
-        if self._step <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
+        self._steps += 1
+        if self._steps <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
             return []
-        self._times.add(steps, data_sec)
-        return [
-            *self._follow_compute(step),
-            *self._follow_data(step),
-            *self._follow_communication(step),
-        ]
+        self._add(steps, data_sec)
+        work, data, wait = map(_medians, (self._work, self._data, self._wait))
+        step_sec = np.maximum(work + wait, 1e-9)
+        slower = np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
+        versus, parts = _versus_others(work), data / step_sec
+        last = int(wait.argmin())
+        waits = wait[last] / step_sec[last]
 
-    def name(self, slow: SlowPeriod, rank: int, text: str) -> SlowPeriod:
-        """Set the rank and text of a slow period that has just started."""
-        named = replace(slow, rank=rank, text=text)
-        watches = (self._compute, self._data, self._communication)
-        next(watch for watch in watches if watch.kind == slow.kind).current[slow.rank] = named
-        self.found[self.found.index(slow)] = named
-        return named
-
-    def _follow_compute(self, step: int) -> list[SlowPeriod]:
-        slower = self._times.slower()
-        versus_others = _versus_others(self._times.work())
-
-        def text(rank: int) -> str:
-            if slower[rank] >= versus_others[rank]:
+        def compute_text(rank: int) -> str:
+            if slower[rank] >= versus[rank]:
                 return f"it computes {slower[rank]:.2f}x as long as at first"
-            return f"it takes {versus_others[rank]:.2f}x as long as the others, which wait for it"
+            return f"it takes {versus[rank]:.2f}x as long as the others, which wait for it"
 
-        amounts = np.maximum(slower, versus_others)
-        return self._follow(self._compute, step, amounts, _SLOW_FACTOR, _RECOVERED_FACTOR, text)
-
-    def _follow_data(self, step: int) -> list[SlowPeriod]:
-        parts = self._times.data() / np.maximum(self._times.step(), 1e-9)
-
-        def text(rank: int) -> str:
+        def data_text(rank: int) -> str:
             return f"it waits for data {parts[rank]:.0%} of each step; more --workers may help"
 
-        return self._follow(self._data, step, parts, _LARGE_PART, _SMALL_PART, text)
+        def communication_text(rank: int) -> str:
+            return f"even the last rank to arrive waits {waits:.0%} of each step for the gradients"
 
-    def _follow_communication(self, step: int) -> list[SlowPeriod]:
-        waits = self._times.wait()
-        last = next(iter(self._communication.current), int(waits.argmin()))
-        part = waits.min() / max(self._times.step()[last], 1e-9)
+        return [
+            *self._slow_compute.follow(step, np.maximum(slower, versus), compute_text),
+            *self._slow_data.follow(step, parts, data_text),
+            *self._slow_communication.follow(step, np.array([waits]), communication_text, last),
+        ]
 
-        def text(rank: int) -> str:
-            return f"even the last rank to arrive waits {part:.0%} of each step for the gradients"
-
-        amounts = np.full(len(waits), part)
-        only = np.arange(len(waits)) == last
-        watch = self._communication
-        return self._follow(watch, step, amounts, _LARGE_PART, _SMALL_PART, text, only)
-
-    def _follow(
-        self,
-        watch: _Watch,
-        step: int,
-        amounts: np.ndarray,
-        high: float,
-        low: float,
-        text: Callable[[int], str],
-        only: np.ndarray | None = None,
-    ) -> list[SlowPeriod]:
-        """Return the periods that start or end now: only what has persisted for some steps."""
-        changes = []
-        for rank in watch.persistent(amounts, high, low, only):
-            known = watch.current.pop(rank, None)
-            if known is None:
-                begun = SlowPeriod(
-                    rank,
-                    watch.kind,
-                    max(1, step - _NOTICED_AFTER),
-                    float(amounts[rank]),
-                    text(rank),
-                )
-                watch.current[rank] = begun
-                self.found.append(begun)
-                changes.append(begun)
-            else:
-                ended = replace(known, until_step=step)
-                self.found[self.found.index(known)] = ended
-                changes.append(ended)
-        return changes
+    def _add(self, steps: RankSteps, data_sec: np.ndarray) -> None:
+        self._work.append(steps.work_sec)
+        self._data.append(data_sec)
+        self._wait.append(steps.wait_sec)
+        work = np.maximum(steps.work_sec - data_sec, 1e-9)
+        ratios = work / self._costs.seconds(steps.samples)
+        if self._baseline is not None:
+            self._monitors.observe(ratios / self._baseline, steps.steps > 0)
+            return
+        self._first_ratios.append(ratios)
+        if len(self._first_ratios) == _BASELINE_STEPS:
+            self._baseline = _medians(self._first_ratios)
 
 
 class _Watch:
     """Which ranks are slow for one reason, and which seem to become so or to recover."""
 
-    def __init__(self, kind: str, ranks: int) -> None:
-        self.kind = kind
-        self.current: dict[int, SlowPeriod] = {}
-        """The periods that last, by the rank they began with."""
+    def __init__(
+        self, kind: str, ranks: int, limits: tuple[float, float], found: list[SlowPeriod]
+    ) -> None:
+        self._kind, self._found = kind, found
+        self._high, self._low = limits
+        self._current: dict[int, SlowPeriod] = {}
         self._signs = np.zeros(ranks, int)
 
-    def persistent(
-        self, amounts: np.ndarray, high: float, low: float, only: np.ndarray | None
-    ) -> list[int]:
-        """Add a step; return the ranks that now are slow, or no longer are, for long enough.
+    def follow(
+        self, step: int, amounts: np.ndarray, text: Callable[[int], str], offset: int = 0
+    ) -> list[SlowPeriod]:
+        """Return the periods that start or end now: only what has persisted for some steps.
 
         Args:
+            step: the step's number.
             amounts: how slow each rank is.
-            high: a rank is slow from this amount on.
-            low: a slow rank has recovered below this amount.
-            only: the ranks that the step says something about; None for all.
+            text: says why a rank is slow.
+            offset: the rank of the first amount.
         """
-        sign = amounts >= high
-        known = list(self.current)
-        sign[known] = amounts[known] < low
-        signs = np.where(sign, self._signs + 1, 0)
-        self._signs = signs if only is None else np.where(only, signs, self._signs)
-        found = np.flatnonzero(self._signs >= _PERSISTS)
-        self._signs[found] = 0
-        ranks: list[int] = found.tolist()
-        return ranks
+        sign = amounts >= self._high
+        known = list(self._current)
+        sign[known] = amounts[known] < self._low
+        self._signs = np.where(sign, self._signs + 1, 0)
+        persistent = np.flatnonzero(self._signs >= _PERSISTS)
+        self._signs[persistent] = 0
+        return [self._change(step, int(i), amounts, text, offset) for i in persistent]
+
+    def _change(
+        self, step: int, index: int, amounts: np.ndarray, text: Callable[[int], str], offset: int
+    ) -> SlowPeriod:
+        known = self._current.pop(index, None)
+        if known is not None:
+            ended = replace(known, until_step=step)
+            self._found[self._found.index(known)] = ended
+            return ended
+        rank, since, amount = index + offset, max(1, step - _NOTICED_AFTER), float(amounts[index])
+        begun = SlowPeriod(rank, self._kind, since, amount, text(rank))
+        self._current[index] = begun
+        self._found.append(begun)
+        return begun
 
 
-class _Times:
-    """The times of the ranks' last steps; each array has one entry per rank."""
-
-    def __init__(self, costs: Sequence[RankCost]) -> None:
-        self._costs = CostTable.of(costs)
-        self._works = _Newest(_MEDIAN_OF)
-        self._datas, self._waits = _Newest(_WINDOW), _Newest(_WINDOW)
-        self._first = _Newest(_BASELINE_STEPS)
-        self._baseline: np.ndarray | None = None
-        self._monitors = SpeedMonitors(len(costs))
-
-    def add(self, steps: RankSteps, data_sec: np.ndarray) -> None:
-        self._works.add(steps.work_sec)
-        self._datas.add(data_sec)
-        self._waits.add(steps.wait_sec)
-        work = np.maximum(steps.work_sec - data_sec, 1e-9)
-        ratios = work / self._costs.seconds(steps.samples)
-        if self._baseline is not None:
-            self._monitors.observe(ratios / self._baseline)
-            return
-        self._first.add(ratios)
-        if self._first.is_full:
-            self._baseline = self._first.medians()
-
-    def slower(self) -> np.ndarray:
-        return np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
-
-    def work(self) -> np.ndarray:
-        return self._works.medians()
-
-    def data(self) -> np.ndarray:
-        return self._datas.medians()
-
-    def wait(self) -> np.ndarray:
-        return self._waits.medians()
-
-    def step(self) -> np.ndarray:
-        return self.work() + self.wait()
-
-
-class _Newest:
-    """The newest rows, at most so many."""
-
-    def __init__(self, most: int) -> None:
-        self._rows: deque[np.ndarray] = deque(maxlen=most)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._rows) == self._rows.maxlen
-
-    def add(self, row: np.ndarray) -> None:
-        self._rows.append(row)
-
-    def medians(self) -> np.ndarray:
-        """Return the median of each column."""
-        ordered = np.array(self._rows)
-        ordered.sort(axis=0)
-        return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+def _medians(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the median of each column."""
+    ordered = np.sort(np.array(rows), axis=0)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def _versus_others(works: np.ndarray) -> np.ndarray:

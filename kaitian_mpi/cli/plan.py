@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from kaitian_mpi.balance.forecast import Forecast, format_rate
-from kaitian_mpi.balance.measurements import MAX_SAMPLES, Measurements, read_measurements
-from kaitian_mpi.balance.planned_job import (
-    MAX_RANKS,
-    KindRow,
+from kaitian_mpi.balance.measurements import (
+    MAX_SAMPLES,
+    Measurements,
     PlannedJob,
-    count,
-    kind_rows,
-    parse_world,
     plan_job,
-    to_json,
+    planned_to_json,
+    read_measurements,
 )
 from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
 from kaitian_mpi.cli.preflight import check_file_can_be_written
@@ -39,10 +32,9 @@ SECTIONS = {
     "what is measured (flags of kaitian-train)": "model dataset task set global_batch_size "
     "precision devices wire benchmark_seconds emulate_kinds emulate_slowdown",
 }
-_WIDTH = 110
-_MAX_NOTES = 8
+_MAX_RANKS = 100_000
 _MAX_SUBSETS = 16
-_EXAMPLE_RANKS = 8
+_MIN_GAIN = 0.005  # shown as +1%
 
 
 def main() -> None:
@@ -106,8 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world",
         metavar="LIST",
-        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {MAX_RANKS:,} in total (default: "
-        "those measured)",
+        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {_MAX_RANKS:,} in total "
+        "(default: those measured)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the forecast to this file too"
@@ -129,24 +121,37 @@ def read_options(arguments: Sequence[str]) -> Parsed:
     parsed = parse_settings(make_parser(), arguments)
     chosen = parsed.others
     if chosen.world is not None:
-        parse_world(chosen.world)
-    if chosen.file is not None:
-        unused = sorted(parsed.settings.keys() - {"global_batch_size"})
-        if unused or chosen.save is not None:
-            flag = flag_name(unused[0]) if unused else "--save"
-            raise UserError(
-                f"{flag} cannot be combined with {chosen.file}, which holds measurements; remove "
-                "one of them"
-            )
-        size = parsed.settings.get("global_batch_size", 1)
-        if not 1 <= size <= MAX_SAMPLES:
-            raise UserError(
-                f"--global-batch-size must be from 1 to {MAX_SAMPLES}, not {size}; correct or omit "
-                "it"
-            )
-    else:
+        chosen.world = parse_world(chosen.world)
+    if chosen.file is None:
         TrainConfig(**parsed.settings)  # raises if one is invalid
+        return parsed
+    unused = sorted(parsed.settings.keys() - {"global_batch_size"})
+    if unused or chosen.save is not None:
+        flag = flag_name(unused[0]) if unused else "--save"
+        raise UserError(
+            f"{flag} cannot be combined with {chosen.file}, which holds measurements; remove one "
+            "of them"
+        )
+    size = parsed.settings.get("global_batch_size", 1)
+    if not 1 <= size <= MAX_SAMPLES:
+        raise UserError(f"--global-batch-size must be from 1 to {MAX_SAMPLES}, not {size}")
     return parsed
+
+
+def parse_world(text: str) -> dict[str, int]:
+    """Parse `8xcuda,32xcpu` into the number of ranks of each kind.
+
+    Raises:
+        UserError: the text is malformed, names a kind twice, or has too many ranks.
+    """
+    parts = re.findall(r"(?:^|,)0*([1-9][0-9]{0,8})x([^\s,]+)(?=,|$)", text)
+    world = {kind: int(ranks) for ranks, kind in parts}
+    if len(world) != text.count(",") + 1 or sum(world.values()) > _MAX_RANKS:
+        raise UserError(
+            f"--world {text}: write it like 8xcuda,32xcpu, with each kind once and at most "
+            f"{_MAX_RANKS:,} ranks in all"
+        )
+    return world
 
 
 def report(measured: Measurements, parsed: Parsed) -> None:
@@ -156,134 +161,103 @@ def report(measured: Measurements, parsed: Parsed) -> None:
         UserError: it cannot be forecast, or a file cannot be written.
     """
     chosen = parsed.others
-    world = None if chosen.world is None else parse_world(chosen.world)
     if chosen.save is not None:
         save_json(chosen.save, measured.to_json())
     size = parsed.settings.get("global_batch_size") if chosen.file is not None else None
-    job = plan_job(measured, world, size)
+    job = plan_job(measured, chosen.world, size)
     if chosen.json is not None:
-        save_json(chosen.json, to_json(job))
-    show(job, shows_allreduces=chosen.file is None)
+        save_json(chosen.json, planned_to_json(job))
+    if chosen.file is None:
+        _show("allreduce of all gradients", _allreduce_rows(measured))
+    show(job)
     if chosen.save is not None:
-        print(f"written to {chosen.save}; {advice(chosen.save, measured)}")
+        print(f"written to {chosen.save}; try {PROGRAM} {chosen.save} --world …")
 
 
-def show(job: PlannedJob, *, shows_allreduces: bool = False) -> None:
+def show(job: PlannedJob) -> None:
     """Print the forecast."""
-    whole = job.subsets.whole
-    # Plain text: names from the file must not be parsed as markup, and log files have no colors.
-    console = Console(
-        width=_WIDTH,
-        force_terminal=False,
-        no_color=True,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-    emulated = " (devices or their speed emulated)" if job.measured.emulated else ""
-    if shows_allreduces:
-        console.print(_allreduce_table(job.measured))
-    ranks = count(len(job.measured.ranks), "measured rank")
-    console.print(f"forecast for {job.measured.model}, from {ranks}{emulated}")
-    console.print(f"global batch: {job.global_batch_size:,} samples ({job.batch_origin})")
-    console.print(_kind_table(kind_rows(whole), sum(job.world.values())))
-    if 1 < len(job.subsets.forecasts) <= _MAX_SUBSETS:
-        console.print(_subset_table(job))
-    for line in _summary(whole):
-        console.print(line)
-    for line in _advice(job):
-        console.print(line)
-
-
-def _summary(whole: Forecast) -> list[str]:
-    return [
-        f"forecast: {format_rate(whole.samples_per_sec)} samples/s, "
-        f"efficiency {whole.efficiency:.0%}",
+    measured, subsets, whole = job.measured, job.subsets, job.subsets.whole
+    emulated = " (devices or their speed emulated)" if measured.emulated else ""
+    print(f"forecast for {measured.model}, from {len(measured.ranks):,} measured ranks{emulated}")
+    print(f"global batch: {job.global_batch_size:,} samples")
+    _show(f"world: {sum(job.world.values()):,} ranks", _kind_rows(job))
+    if 1 < len(subsets.forecasts) <= _MAX_SUBSETS:
+        _show("with these kinds alone", _subset_rows(job))
+    rate = whole.samples_per_sec
+    print(f"forecast: {_rate(rate)} samples/s, efficiency {whole.efficiency:.0%}")
+    print(
         f"step: {_ms(whole.step_sec)} ms = {_ms(whole.compute_sec)} ms of computing + "
-        f"{_ms(whole.exposed_sec)} ms of communication not hidden behind it",
-        f"bottleneck: {whole.bottleneck}",
+        f"{_ms(whole.exposed_sec)} ms of communication not hidden behind it"
+    )
+    print(f"bottleneck: {whole.bottleneck}")
+    for kind in subsets.kinds:
+        gain = subsets.gain(kind)
+        if gain is not None:
+            verdict = "worth it" if gain >= _MIN_GAIN else "not worth it"
+            print(
+                f"{kind}: with {kind} {_rate(rate)} samples/s, without {_rate(rate / (1 + gain))}: "
+                f"{verdict} ({gain:+.0%})"
+            )
+    best = subsets.forecasts[subsets.best].samples_per_sec
+    print(f"best: {' + '.join(subsets.best)}, {_rate(best)} samples/s")
+    for note in subsets.notes:
+        print(f"note: {note}")
+
+
+def _show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a table of rows with the same keys."""
+    print(title)
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(["", *map(str.rjust, row, widths)]))
+
+
+def _kind_rows(job: PlannedJob) -> list[dict[str, str]]:
+    rows = []
+    for kind, ranks in job.world.items():
+        shares = [share for share in job.subsets.whole.shares if share.cohort.kind == kind]
+        least, most = (pick(share.samples for share in shares) for pick in (min, max))
+        idle = sum(share.ranks for share in shares if share.samples == 0)
+        row = {
+            "kind": kind,
+            "ranks": f"{ranks:,}",
+            "samples/step per rank": f"{least:,}" + (f" to {most:,}" if most > least else ""),
+            "ms computing": _ms(max(share.seconds for share in shares)),
+            "without samples": f"{idle:,}",
+        }
+        rows.append(row)
+    return rows
+
+
+def _subset_rows(job: PlannedJob) -> list[dict[str, str]]:
+    return [
+        {
+            "kinds": " + ".join(kinds),
+            "samples/s": _rate(cast.samples_per_sec),
+            "step ms": _ms(cast.step_sec),
+            "efficiency": f"{cast.efficiency:.0%}",
+            "bottleneck": cast.bottleneck,
+        }
+        for kinds, cast in job.subsets.forecasts.items()
     ]
 
 
-def advice(target: Path, measured: Measurements) -> str:
-    """Return advice on using a file of measurements: a command that works, or what to measure.
-
-    Args:
-        target: the file.
-        measured: its contents.
-    """
-    kind = measured.ranks[0].kind
-    try:
-        plan_job(measured, {kind: _EXAMPLE_RANKS})
-    except UserError:
-        return "to forecast a larger job from it, measure two ranks of each kind"
-    return f"try {PROGRAM} {target} --world {_EXAMPLE_RANKS}x{kind}"
+def _allreduce_rows(measured: Measurements) -> list[dict[str, str]]:
+    return [
+        {
+            "kinds": " + ".join(entry.ranks_per_kind),
+            "ranks": str(entry.ranks),
+            "latency us": f"{1e6 * entry.cost.latency_sec:.1f}",
+            "gradients ms": _ms(entry.cost.seconds(measured.gradient_bytes)),
+        }
+        for entry in measured.allreduces
+    ]
 
 
-def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ASCII2)
-    for column in columns:
-        table.add_column(column, justify="left" if column in texts else "right")
-    return table
-
-
-def _kind_table(rows: Sequence[KindRow], ranks: int) -> Table:
-    table = _table(
-        f"world: {count(ranks, 'rank')}, {count(len(rows), 'kind')}",
-        ("kind", "ranks", "samples/step per rank", "ms computing", "without samples"),
-        ("kind",),
-    )
-    for row in rows:
-        table.add_row(
-            row.kind,
-            f"{row.ranks:,}",
-            f"{row.least:,}" + (f" to {row.most:,}" if row.most > row.least else ""),
-            _ms(row.compute_sec),
-            f"{row.idle:,} of {row.ranks:,}" if row.idle else "none",
-        )
-    return table
-
-
-def _subset_table(job: PlannedJob) -> Table:
-    table = _table(
-        "with these kinds alone",
-        ("kinds", "samples/s", "step ms", "efficiency", "bottleneck"),
-        ("kinds", "bottleneck"),
-    )
-    for kinds, cast in job.subsets.forecasts.items():
-        rate, step = format_rate(cast.samples_per_sec), _ms(cast.step_sec)
-        table.add_row(" + ".join(kinds), rate, step, f"{cast.efficiency:.0%}", cast.bottleneck)
-    return table
-
-
-def _allreduce_table(measured: Measurements) -> Table:
-    table = _table(
-        "allreduce of all gradients" + (" (emulated)" if measured.emulated else ""),
-        ("kinds", "ranks", "latency us", "GB/s", "gradients ms"),
-        ("kinds",),
-    )
-    for entry in measured.allreduces:
-        cost = entry.cost
-        table.add_row(
-            " + ".join(entry.ranks_per_kind),
-            str(sum(entry.ranks_per_kind.values())),
-            f"{1e6 * cost.latency_sec:.0f}" if cost.latency_sec >= 1e-6 else "<1",
-            f"{1e-9 / cost.sec_per_byte:.2f}" if cost.sec_per_byte else "-",
-            f"{1e3 * cost.seconds(measured.gradient_bytes):.1f}",
-        )
-    return table
-
-
-def _advice(job: PlannedJob) -> list[str]:
-    """Return lines on each kind's worth, the best choice of kinds, and the guesses."""
-    subsets = job.subsets
-    best = subsets.forecasts[subsets.best]
-    lines = [f"{kind}: {subsets.worth(kind)}" for kind in subsets.kinds]
-    lines.append(f"best: {' + '.join(subsets.best)}, {format_rate(best.samples_per_sec)} samples/s")
-    lines += [f"note: {note}" for note in subsets.notes[:_MAX_NOTES]]
-    if len(subsets.notes) > _MAX_NOTES:
-        lines.append(f"note: {len(subsets.notes) - _MAX_NOTES} more guesses are in the JSON")
-    return lines
+def _rate(rate: float) -> str:
+    """Format a rate with three significant digits or more and thousands separators."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _ms(seconds: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.balance.planner import plan_equal
+from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
 from kaitian_mpi.errors import UserError

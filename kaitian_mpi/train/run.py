@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.world import World

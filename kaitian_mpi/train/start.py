@@ -20,7 +20,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import show_topology
+from kaitian_mpi.observe.console import show_topology, warn_rank_0
 from kaitian_mpi.observe.run_folder import check_run_folder
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.runtime import startup_clock
@@ -35,7 +35,7 @@ from kaitian_mpi.train.checkpoint.resume import (
 )
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.train.measure.exclusion import log_excluded, ranks_to_exclude
+from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
 from kaitian_mpi.train.measure.plan import is_emulated, record_allreduce
 from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
 from kaitian_mpi.train.membership import Membership
@@ -222,8 +222,10 @@ def select_ranks(
     elif costs is not None and wanted and config.balance != "off" and world.size > 1:
         errors = profiles.fit_errors(world.infos)
         excluded = ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
-    log_excluded(world, excluded)
-    return choice.algorithm, {world.infos[rank]: reason for rank, reason in excluded.items()}
+    reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
+    for info, reason in reasons.items():
+        warn_rank_0(world, excluded_line(info, reason))
+    return choice.algorithm, reasons
 
 
 def make_state(

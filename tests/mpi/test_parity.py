@@ -44,7 +44,7 @@ class ForgetfulNorm(nn.BatchNorm1d):
 
 
 class Network(nn.Module):
-    """A small network with batch norm, dropout and random noise, and a kernel to make wrong."""
+    """A small network with batch norm and dropout, and a kernel to make wrong."""
 
     def __init__(self, forward=2.0, backward=2.0):
         super().__init__()
@@ -59,7 +59,6 @@ class Network(nn.Module):
     def forward(self, x):
         hidden = functional.dropout(self.norm(self.first(x)), 0.5, self.training)
         hidden = Kernel.apply(torch.tanh(hidden), *self.factors)
-        hidden = hidden + 0.1 * torch.randn_like(hidden)
         return self.last(hidden) * self.scalar * self.frozen
 
 
@@ -115,13 +114,10 @@ def test_kinds_that_compute_alike_agree(world, capsys, precision):
     assert found
     assert content["agrees"]
     assert [kind["kind"] for kind in content["kinds"]] == ["even", "odd"]
-    assert all(len(kind["worst"]) == 3 for kind in content["kinds"])
     assert torch.equal(model.norm.running_mean, state["norm.running_mean"])
     assert all(parameter.grad is None for parameter in model.parameters())
     printed = capsys.readouterr().out
-    assert (f"parity: even, odd compute like rank {world.size // 3 * 2} (" in printed) == (
-        world.rank == 0
-    )
+    assert ("parity: even, odd compute like rank 0 (" in printed) == (world.rank == 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -129,7 +125,7 @@ def test_a_kind_that_does_not_update_running_statistics_is_named(world, precisio
     model = Network()
     if world.rank % 2:
         model.norm = ForgetfulNorm(32)
-    with pytest.raises(AgreedError, match=r"more than rounding on odd .*norm\.running_mean 1.0e"):
+    with pytest.raises(AgreedError, match=r"more than rounding on odd .*the buffers 1\.0e"):
         run(world, model, precision=precision)
 
 
@@ -163,11 +159,14 @@ def test_nothing_is_compared_where_it_is_not_wanted_or_of_no_use(world):
     assert run(world, wrong, task_loss=None) == (None, None)
 
 
-def test_a_loss_that_is_no_number_anywhere_is_not_compared(world, capsys):
-    found, content = run(world, Network(), lambda m, batch: loss(m, batch) * float("nan"))
-    assert found is None
-    assert content["agrees"] is None
-    assert world.rank or "not compared" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda x: x * float("nan"), "is nan"), (lambda x: x + torch.rand(()), "random numbers")],
+)
+def test_a_loss_that_is_no_number_or_random_is_not_compared(world, capsys, change, said):
+    assert run(world, Network(), lambda m, batch: change(loss(m, batch))) == (None, None)
+    assert world.rank or "not compared, because the loss" in (out := capsys.readouterr().out)
+    assert world.rank or said in out
 
 
 def test_a_loss_that_the_script_computes_is_compared_if_it_is_given(world, capsys):

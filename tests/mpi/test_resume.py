@@ -15,8 +15,7 @@ import torch
 from samples import Points
 from torch import nn
 
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -265,7 +264,7 @@ def test_only_ranks_on_new_hosts_are_benchmarked(world):
     setup = prepare_without_folder(partial(make_task, config), config, world)
     infos = tuple(replace(info, host=f"host{info.world_rank}") for info in world.infos)
     hosts = replace(world, infos=infos)
-    cost = RankCost(CostModel(1.0, 2.0))
+    cost = RankCost(1.0, 2.0)
     known = {
         place: Profile(cost, "contiguous", "fp32")
         for place in (infos[0].place, infos[2].place, "gone/0/cpu/cpu")

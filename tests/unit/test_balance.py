@@ -1,15 +1,10 @@
-import itertools
-import random
-
 import pytest
 
-from kaitian_mpi.balance.cost_model import CostModel, fit, is_settled, is_straight, scores
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import (
+from kaitian_mpi.balance.cost_model import RankCost, fit, is_settled, is_straight, scores
+from kaitian_mpi.balance.shares import (
     plan_by_paper,
     plan_equal,
     plan_fastest,
-    plan_fastest_within,
 )
 from kaitian_mpi.errors import UserError
 
@@ -23,55 +18,11 @@ from kaitian_mpi.errors import UserError
         ([0, 0], [1, 1000], 10, [9, 1]),  # at least one each
         ([0, 10], [1, 1], 50, [30, 20]),  # both end at 30
         ([0, 0, 0], [1, 1, 1000], 21, [10, 10, 1]),  # and what it costs is taken from the last
-        ([4, 8], [0, 0], 12, [8, 4]),  # constants: by noise, so in proportion
     ],
 )
 def test_plan_fastest(alphas, betas, global_batch, expected):
-    costs = [RankCost(CostModel(a, b)) for a, b in zip(alphas, betas, strict=True)]
+    costs = [RankCost(a, b) for a, b in zip(alphas, betas, strict=True)]
     assert plan_fastest(costs, global_batch) == expected
-
-
-def test_any_plan_sums_to_the_global_batch_and_a_faster_rank_gets_no_less():
-    generator = random.Random(0)
-    for _ in range(200):
-        size = generator.randint(1, 40)
-        betas = [generator.uniform(1e-4, 1.0) for _ in range(size)]
-        total = generator.randint(size, 5_000)
-        batches = plan_fastest([RankCost(CostModel(0.01, beta)) for beta in betas], total)
-        assert sum(batches) == total
-        assert min(batches) >= 1
-        ordered = sorted(zip(betas, batches, strict=True))
-        assert all(fast[1] + 1 >= slow[1] for fast, slow in itertools.pairwise(ordered))
-
-
-def test_the_fastest_plan_within_limits_is_the_fastest_of_all_these():
-    generator = random.Random(0)
-    for _ in range(60):
-        costs = [
-            RankCost(CostModel(generator.uniform(0, 3), generator.uniform(0.1, 2)))
-            for _ in range(3)
-        ]
-        most = [generator.randint(2, 12), generator.randint(2, 12), None]
-        min_batch = generator.choice([1, 2])
-        batches = plan_fastest_within(costs, 16, most, min_batch)
-        assert sum(batches) == 16
-
-        def seconds(split, costs=costs):
-            return max(cost.seconds(b) for cost, b in zip(costs, split, strict=True))
-
-        allowed = [
-            (a, b, 16 - a - b)
-            for a in range(min_batch, most[0] + 1)
-            for b in range(min_batch, most[1] + 1)
-            if 16 - a - b >= min_batch
-        ]
-        assert tuple(batches) in allowed
-        assert seconds(batches) == pytest.approx(min(map(seconds, allowed)))
-
-
-def test_limits_below_the_global_batch_are_refused():
-    with pytest.raises(ValueError, match="most must be at least 8 in all, not 7"):
-        plan_fastest_within([RankCost(CostModel(0, 1))] * 2, 8, [3, 4])
 
 
 @pytest.mark.parametrize("batch", [7, 11, 32])
@@ -86,24 +37,14 @@ def test_plan_equal():
     assert plan_equal(3, 10) == [4, 3, 3]
 
 
-def test_fewer_samples_than_ranks_is_a_user_error():
-    for plan in (
-        lambda: plan_equal(4, 2),
-        lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 2),
-    ):
-        with pytest.raises(UserError, match=r"--global-batch-size 2 is too small for 4 ranks"):
-            plan()
-
-
-def test_a_global_batch_below_the_sum_of_minimums_is_a_user_error():
-    for plan in (
-        lambda: plan_equal(4, 7, 2),
-        lambda: plan_fastest([RankCost(CostModel(0, 1))] * 4, 7, 2),
-    ):
-        with pytest.raises(
-            UserError, match=r"7 is too small for 4 ranks, .* at least 2 samples .* 8"
-        ):
-            plan()
+@pytest.mark.parametrize(
+    ("total", "min_batch", "said"),
+    [(2, 1, "2 is too small for 4 ranks"), (7, 2, "7 is too small for 4 ranks, .* least 2 .* 8")],
+)
+def test_a_global_batch_that_is_too_small_is_a_user_error(total, min_batch, said):
+    for ranks, plan in ((4, plan_equal), ([RankCost(0, 1)] * 4, plan_fastest)):
+        with pytest.raises(UserError, match=said):
+            plan(ranks, total, min_batch)
     assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
 
 
@@ -119,12 +60,12 @@ def test_scores():
 @pytest.mark.parametrize(
     ("batches", "seconds", "expected"),
     [
-        ([10, 20], [1.5, 2.5], CostModel(0.5, 0.1)),
-        ([10, 20, 30], [1.5, 2.5, 3.5], CostModel(0.5, 0.1)),
-        ([8], [0.8], CostModel(0.0, 0.1)),
-        ([10, 20], [1.0, 3.0], CostModel(0.0, 30 / (100 + 400 / 3))),  # would start below zero
-        ([10, 20], [2.0, 1.0], CostModel(4 / 3 - 0.0125 * 50 / 3, 0.0125)),  # would fall
-        ([10, 20], [1.0, 1.0], CostModel(0.8125, 0.0125)),  # would be flat
+        ([10, 20], [1.5, 2.5], RankCost(0.5, 0.1)),
+        ([10, 20, 30], [1.5, 2.5, 3.5], RankCost(0.5, 0.1)),
+        ([8], [0.8], RankCost(0.0, 0.1)),
+        ([10, 20], [1.0, 3.0], RankCost(0.0, 30 / (100 + 400 / 3))),  # would start below zero
+        ([10, 20], [2.0, 1.0], RankCost(4 / 3 - 0.0125 * 50 / 3, 0.0125)),  # would fall
+        ([10, 20], [1.0, 1.0], RankCost(0.8125, 0.0125)),  # would be flat
     ],
 )
 def test_fit_of_the_cost_model(batches, seconds, expected):

@@ -7,12 +7,11 @@ from statistics import mean, median
 from types import SimpleNamespace
 
 import pytest
+from rank_steps import rank_steps
 
 from kaitian_mpi.balance.cost_learner import CostLearner
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import plan_equal, plan_fastest
-from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.shares import plan_equal, plan_fastest
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.train.rebalancing import Balancing
@@ -59,7 +58,7 @@ class Job:
         self.reported = None
         self.history = []
         self.learned_at = NEVER
-        best = plan_fastest([RankCost(m) for m in models], self.batch, self.min_batch)
+        best = plan_fastest(models, self.batch, self.min_batch)
         self.best_sec = self.seconds(best)
 
     def seconds(self, sizes):
@@ -93,12 +92,12 @@ class Job:
         left = self.random.randint(0, self.lag) if self.lag else 0
         done = [untimed.popleft() for _ in range(len(untimed) - left)]
         if not done:
-            return RankStep(0, samples, 0.0, 0.0)
-        return RankStep(len(done), samples, mean(done), 0.0)
+            return (0, samples, 0.0, 0.0)
+        return (len(done), samples, mean(done), 0.0)
 
     def observe(self, steps):
         known = self.learner.costs is not None
-        sizes = self.learner.observe(RankSteps.of(steps))
+        sizes = self.learner.observe(rank_steps(*steps))
         assert not (known and sizes)
         if self.learner.costs is not None and not known:
             self.learned_at = len(self.history)
@@ -120,7 +119,7 @@ class Job:
 
 
 def models(slowness, alpha=0.02):
-    return [CostModel(alpha * times, 0.01 * times) for times in slowness]
+    return [RankCost(alpha * times, 0.01 * times) for times in slowness]
 
 
 SHAPES = [([1, 3], 0.02), ([1, 3], 0.15), ([1, 2, 3, 5], 0.02), ([1, 2, 3, 5], 0.15)]
@@ -159,13 +158,13 @@ def test_strong_noise_costs_little(noise):
 @pytest.mark.parametrize("part", [0.0, 0.25, 0.5])
 def test_alpha_and_beta_are_told_apart(slowness, part):
     """Of a step at the equal share, alpha is this part."""
-    true = [CostModel(part * times, (1 - part) / 32 * times) for times in slowness]
+    true = [RankCost(part * times, (1 - part) / 32 * times) for times in slowness]
     job = Job(true, uniform(0.01), 1).run(30)
     assert job.learned_at < 20
     for cost, model in zip(job.learner.costs, true, strict=True):
         step_sec = model.seconds(32)
-        assert cost.model.alpha_sec == pytest.approx(model.alpha_sec, abs=0.1 * step_sec)
-        assert cost.model.beta_sec == pytest.approx(model.beta_sec, rel=0.15)
+        assert cost.alpha_sec == pytest.approx(model.alpha_sec, abs=0.1 * step_sec)
+        assert cost.beta_sec == pytest.approx(model.beta_sec, rel=0.15)
         assert cost.seconds(32) == pytest.approx(step_sec, rel=0.02)
 
 
@@ -200,10 +199,10 @@ def test_a_device_that_always_reports_three_steps_late():
         done.append(sizes)
         late = done.popleft() if len(done) > 3 else None
         steps = [
-            RankStep(1 if late else 0, b, 0.01 * times * late[i] if late else 0.0, 0.0)
+            (1 if late else 0, b, 0.01 * times * late[i] if late else 0.0, 0.0)
             for i, (b, times) in enumerate(zip(sizes, (1, 3), strict=True))
         ]
-        sizes = learner.observe(RankSteps.of(steps)) or sizes
+        sizes = learner.observe(rank_steps(*steps)) or sizes
     assert [cost.seconds(100) for cost in learner.costs] == [
         pytest.approx(1.0, rel=0.02),
         pytest.approx(3.0, rel=0.02),
@@ -213,10 +212,10 @@ def test_a_device_that_always_reports_three_steps_late():
 def test_more_steps_timed_than_reported_are_ignored():
     learner = CostLearner([32, 32])
     for step in range(30):
-        steps = [RankStep(1, b, 0.01 * b, 0.0) for b in learner.batch_sizes]
+        steps = [(1, b, 0.01 * b, 0.0) for b in learner.batch_sizes]
         if step == 2:
-            steps[0] = RankStep(9, 32, 9.0, 0.0)
-        learner.observe(RankSteps.of(steps))
+            steps[0] = (9, 32, 9.0, 0.0)
+        learner.observe(rank_steps(*steps))
     assert learner.costs[0].seconds(32) == pytest.approx(0.32, rel=0.02)
 
 
@@ -231,18 +230,6 @@ def test_a_batch_at_most_doubles_until_the_fastest_split_is_reached(slowness):
     assert job.learned_at < 45
 
 
-def test_no_batch_grows_beyond_what_fits():
-    job = Job(models([1, 3, 3]), largest_micro_batches=[40, None, None]).run(30)
-    assert max(sizes[0] for sizes in job.history) == 40
-    assert job.learner.costs[0].largest_micro_batch == 40
-    job = Job(models([1, 3]), largest_micro_batches=[16, 16]).run(30)  # less than the first
-    assert max(max(sizes) for sizes in job.history) == 32
-    assert job.learner.costs is not None
-    job = Job(models([3, 3, 1]), largest_micro_batches=[16, 16, 40]).run(30)
-    assert job.history[-1][2] == 40
-    assert job.learner.costs is not None
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 7, 64])
 @pytest.mark.parametrize("per_rank", [1, 2, 3, 5])
 @pytest.mark.parametrize("min_batch", [1, 2])
@@ -252,7 +239,7 @@ def test_small_batches_end_in_a_sane_state(ranks, per_rank, min_batch):
     batch = ranks * max(per_rank, min_batch) + 1
     job = Job(models(slowness), uniform(0.1), 0, batch, min_batch=min_batch).run(60)
     assert job.learner.costs is not None
-    assert all(cost.model.beta_sec > 0 for cost in job.learner.costs)
+    assert all(cost.beta_sec > 0 for cost in job.learner.costs)
     assert job.seconds(job.history[-1]) <= job.seconds(job.history[0]) * (1 + 1e-9)
 
 
@@ -287,7 +274,7 @@ def test_a_slow_step_of_an_unusual_size_does_no_harm():
 def test_learning_ends_where_no_step_has_the_planned_sizes():
     learner = CostLearner([32, 32], steps_ahead=4)
     for _ in range(100):
-        learner.observe(RankSteps.of([RankStep(1, 10, 0.1, 0.0), RankStep(1, 10, 0.3, 0.0)]))
+        learner.observe(rank_steps((1, 10, 0.1, 0.0), (1, 10, 0.3, 0.0)))
     assert learner.costs is not None
     assert sum(learner.batch_sizes) == 64
     ratio = learner.costs[1].seconds(10) / learner.costs[0].seconds(10)
@@ -297,23 +284,15 @@ def test_learning_ends_where_no_step_has_the_planned_sizes():
 def test_nothing_is_learned_from_a_device_that_never_reports():
     learner = CostLearner([32, 32])
     for _ in range(100):
-        assert (
-            learner.observe(RankSteps.of([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.3, 0.0)]))
-            is None
-        )
+        assert learner.observe(rank_steps((0, 32, 0.0, 0.0), (1, 32, 0.3, 0.0))) is None
     assert learner.costs is None
-
-
-def test_batches_below_the_minimum_are_refused():
-    with pytest.raises(ValueError, match=r"must be at least 2, not \[1, 3\]"):
-        CostLearner([1, 3], min_batch=2)
 
 
 def balancing(tmp_path, costs=None, adaptive=True):
     infos = [RankInfo(rank, rank, "node", "cpu", "cpu", "", 0, "2.8") for rank in range(2)]
     world = SimpleNamespace(size=2, rank=0, infos=infos)
     folder = DiskFolder(tmp_path)
-    return Balancing(world, folder, [32, 32], costs, adaptive, steps_ahead=0, min_batch=1)
+    return Balancing(world, folder, [32, 32], costs, adaptive, set_plan=list)
 
 
 def train(balance, steps, slowness=(1, 3), sizes=(32, 32), alpha=0.0):
@@ -360,7 +339,7 @@ def test_balancing_says_which_plan_ends_the_learning(tmp_path):
 
 
 def test_balancing_does_not_learn_what_is_known(tmp_path):
-    costs = [RankCost(CostModel(0.0, 0.01 * times)) for times in (1, 3)]
+    costs = [RankCost(0.0, 0.01 * times) for times in (1, 3)]
     balance = balancing(tmp_path, costs)
     assert [cost.seconds(1) for cost in balance.costs()] == [0.01, pytest.approx(0.03)]
     train(balance, 30)

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from kaitian_mpi.balance.communication import AllreduceCost
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.train.measure import exclusion
 from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
 
-FAST = RankCost(CostModel(0.0, 0.01))
+FAST = RankCost(0.0, 0.01)
 MIB = 1 << 20
 
 
@@ -48,7 +47,7 @@ def test_with_cheap_communication_no_rank_is_excluded(leave_out):
 
 def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
     world = make_world(["gpu"] * 3, "aaa")
-    snail = RankCost(CostModel(0.0, 5.0))
+    snail = RankCost(0.0, 5.0)
     excluded, measured = leave_out(world, [FAST, snail, FAST], lambda ranks: 0.0)
     assert list(excluded) == [1]
     assert (
@@ -61,7 +60,7 @@ def test_a_rank_with_a_best_share_of_zero_is_excluded_first(leave_out):
 def test_a_rank_is_kept_where_the_step_is_mostly_communication(leave_out, communication, excluded):
     world = make_world(["cpu"] * 2, "aa")
     # A tiny model: a step costs 0.1 ms, 0.25 ms on the other core, whatever its samples.
-    costs = [RankCost(CostModel(0.75e-4, 4e-7)), RankCost(CostModel(2.5e-4, 4e-7))]
+    costs = [RankCost(0.75e-4, 4e-7), RankCost(2.5e-4, 4e-7)]
     found, measured = leave_out(world, costs, lambda ranks: communication)
     assert list(found) == excluded
     assert measured == [[0, 1]]
@@ -69,7 +68,7 @@ def test_a_rank_is_kept_where_the_step_is_mostly_communication(leave_out, commun
 
 @pytest.mark.parametrize(("error", "excluded"), [(0.0, [1]), (0.2, [1]), (0.6, [])])
 def test_a_rank_is_kept_if_its_measurement_is_too_uncertain(leave_out, error, excluded):
-    costs = [RankCost(CostModel(0.75e-4, 4e-7)), RankCost(CostModel(2.5e-4, 4e-7))]
+    costs = [RankCost(0.75e-4, 4e-7), RankCost(2.5e-4, 4e-7)]
     world = make_world(["cpu"] * 2, "aa")
     found, _ = leave_out(world, costs, lambda ranks: 0.0, errors=[0.01, error])
     assert list(found) == excluded
@@ -77,7 +76,7 @@ def test_a_rank_is_kept_if_its_measurement_is_too_uncertain(leave_out, error, ex
 
 def test_a_kind_that_costs_more_communication_than_it_computes_is_excluded(leave_out):
     world = make_world(["gpu", "gpu", "mlu", "mlu"], "aaaa")
-    costs = [FAST, FAST, RankCost(CostModel(0.0, 0.04)), RankCost(CostModel(0.0, 0.04))]
+    costs = [FAST, FAST, RankCost(0.0, 0.04), RankCost(0.0, 0.04)]
     crossing = lambda ranks: 0.5 if set(ranks) & {2, 3} and set(ranks) & {0, 1} else 0.001  # noqa: E731
     excluded, _ = leave_out(world, costs, crossing)
     assert sorted(excluded) == [2, 3]
@@ -94,6 +93,6 @@ def test_a_host_behind_a_slow_link_is_excluded_whatever_its_kind(leave_out):
 
 def test_a_gain_below_five_percent_excludes_nothing(leave_out):
     world = make_world(["gpu", "mlu"], "aa")
-    costs = [FAST, RankCost(CostModel(0.0, 0.3))]
+    costs = [FAST, RankCost(0.0, 0.3)]
     excluded, _ = leave_out(world, costs, lambda ranks: 0.02 if len(ranks) == 2 else 0.0)
     assert excluded == {}

@@ -5,16 +5,11 @@ import math
 import random
 import time
 
+import numpy as np
 import pytest
 
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.cost_table import CostTable
-from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
-from kaitian_mpi.balance.planner import plan_fastest
-
-
-def cost(alpha, beta, limit=None):
-    return RankCost(CostModel(alpha, beta), limit)
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import CostTable, fastest_split, split_cohorts
 
 
 def slowest(costs, shares):
@@ -29,7 +24,7 @@ def every_split(ranks, total):
 
 def random_costs(chance, ranks):
     return [
-        cost(
+        RankCost(
             chance.choice([0, 0.5, chance.random() * 5]),
             chance.choice([0.1, 1, chance.random() * 3]),
             chance.choice([None, 1, 2, 5]),
@@ -38,20 +33,24 @@ def random_costs(chance, ranks):
     ]
 
 
-@pytest.mark.parametrize("min_batch", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(60))
-def test_no_split_is_faster_than_the_optimum(seed, min_batch):
+@pytest.mark.parametrize("least", [0, 1, 2])
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("seed", range(50))
+def test_no_split_is_faster_than_the_optimum(seed, least, limited):
     chance = random.Random(seed)
     costs = random_costs(chance, chance.randint(1, 4))
-    total = chance.choice([0, chance.randint(min_batch, 14)])
-    shares = fastest_split(costs, total, min_batch)
-    assert sum(shares) == total
-    assert all(share == 0 or share >= min_batch for share in shares)
+    total = chance.randint(least * len(costs), 14)
+    most = [total] * len(costs)
+    if limited:
+        most = [chance.randint(least, total) for _ in costs]
+        most[0] = max(most[0], total - sum(most[1:]))
+    shares = fastest_split(costs, total, least, most if limited else None)
     allowed = [
         split
         for split in every_split(len(costs), total)
-        if all(share == 0 or share >= min_batch for share in split)
+        if all(least <= share <= limit for share, limit in zip(split, most, strict=True))
     ]
+    assert shares in allowed
     best = min(slowest(costs, split) for split in allowed)
     assert slowest(costs, shares) == pytest.approx(best, rel=1e-9)
 
@@ -64,29 +63,25 @@ def test_the_ranks_can_process_a_batch_in_the_time_of_its_fastest_split_and_not_
     seconds = slowest(costs, fastest_split(costs, total))
     table = CostTable.of(costs)
     assert table.costs() == costs
-    assert table.can_process(total, seconds * (1 + 1e-9))
-    assert not table.can_process(total, seconds * (1 - 1e-9))
+    assert table.within(seconds * (1 + 1e-9), total).sum() >= total
+    assert table.within(seconds * (1 - 1e-9), total).sum() < total
 
 
-@pytest.mark.parametrize("min_batch", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_split_over_all_ranks_is_faster_than_the_plan(seed, min_batch):
+def test_cohorts_take_as_long_as_their_ranks_listed_singly(seed):
     chance = random.Random(seed)
-    costs = random_costs(chance, chance.randint(1, 4))
-    total = chance.randint(min_batch * len(costs), 14)
-    plan = plan_fastest(costs, total, min_batch)
-    assert sum(plan) == total
-    assert min(plan) >= min_batch
-    splits = every_split(len(costs), total)
-    best = min(slowest(costs, split) for split in splits if min(split) >= min_batch)
-    assert slowest(costs, plan) == pytest.approx(best, rel=1e-9)
-
-
-def test_no_more_ranks_take_part_than_minimum_shares_fit():
-    assert fastest_split([cost(0, 1)] * 4, 5, 2) == [3, 2, 0, 0]
-    assert fastest_split([cost(0, 1), cost(0, 1.1), cost(0, 1)], 3, 2) in ([3, 0, 0], [0, 0, 3])
-    with pytest.raises(ValueError, match="must be 0 or at least 2"):
-        fastest_split([cost(0, 1)] * 2, 1, 2)
+    costs, ranks = random_costs(chance, 4), [chance.randint(1, 7) for _ in range(4)]
+    total = chance.randint(0, 200)
+    samples, fewer = split_cohorts(CostTable.of(costs), np.array(ranks), total)
+    assert (samples * ranks - fewer).sum() == total
+    assert min(samples - (fewer > 0)) >= 0
+    assert ((fewer >= 0) & (fewer <= ranks)).all()
+    together = max(
+        cost.seconds(share - (count == less))
+        for cost, share, count, less in zip(costs, samples.tolist(), ranks, fewer, strict=True)
+    )
+    apart = [cost for cost, count in zip(costs, ranks, strict=True) for _ in range(count)]
+    assert together == pytest.approx(slowest(apart, fastest_split(apart, total)), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,55 +91,39 @@ def test_a_faster_rank_never_gets_less(seed):
     total = chance.randint(6, 300)
     before = fastest_split(costs, total)
     rank = chance.randrange(6)
-    model = costs[rank].model
-    limit = costs[rank].largest_micro_batch
-    costs[rank] = cost(model.alpha_sec * 0.7, model.beta_sec * 0.7, limit)
+    costs[rank] = costs[rank].times(0.7)
     assert fastest_split(costs, total)[rank] >= before[rank]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_optimum_is_within_one_sample_of_the_relaxed_one(seed):
-    """Fractional samples: T such that sum((T - alpha_i) / beta_i) = G over the ranks in use."""
-    chance = random.Random(seed)
-    costs = [cost(chance.random(), 0.01 + chance.random()) for _ in range(8)]
-    total = chance.randint(1, 500)
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        done = sum(max(0, middle - c.model.alpha_sec) / c.model.beta_sec for c in costs)
-        low, high = (low, middle) if done >= total else (middle, high)
-    one_sample = max(c.model.beta_sec for c in costs)
-    assert slowest(costs, fastest_split(costs, total)) <= high + one_sample + 1e-9
-
-
 def test_a_rank_that_would_slow_the_step_gets_no_samples():
-    assert fastest_split([cost(0, 1), cost(50, 1)], 10) == [10, 0]
-    assert fastest_split([cost(0, 1), cost(0, 100)], 10) == [10, 0]
+    assert fastest_split([RankCost(0, 1), RankCost(50, 1)], 10) == [10, 0]
+    assert fastest_split([RankCost(0, 1), RankCost(0, 100)], 10) == [10, 0]
 
 
 def test_a_fast_rank_with_little_memory_uses_micro_batches():
-    costs = [cost(0.01, 0.1, 4), cost(0.01, 0.4)]
+    costs = [RankCost(0.01, 0.1, 4), RankCost(0.01, 0.4)]
     shares = fastest_split(costs, 50)
     assert shares == [40, 10]
     assert [one.micro_batches(share) for one, share in zip(costs, shares, strict=True)] == [10, 1]
 
 
-def test_a_rank_with_zero_cost_is_an_error():
-    with pytest.raises(ValueError, match="beta_sec must be finite and above 0, not 0"):
-        fastest_split([cost(1, 1), cost(1, 0)], 10)
-
-
 def test_equal_ranks_get_equal_shares():
-    assert fastest_split([cost(1, 1)] * 4, 256) == [64] * 4
-    assert sorted(fastest_split([cost(1, 1)] * 3, 10)) == [3, 3, 4]
+    assert fastest_split([RankCost(1, 1)] * 4, 256) == [64] * 4
+    assert sorted(fastest_split([RankCost(1, 1)] * 3, 10)) == [3, 3, 4]
 
 
-@pytest.mark.parametrize("min_batch", [1, 2])
-def test_a_hundred_thousand_ranks_take_less_than_a_second(min_batch):
+@pytest.mark.parametrize("value", [1e-12, 1e9])
+def test_extreme_costs(value):
+    costs = [RankCost(value, value), RankCost(0.0, 1e-12, 1), RankCost(1e9, 1e9)]
+    assert sum(fastest_split(costs, 10**9)) == 10**9
+
+
+@pytest.mark.parametrize("least", [0, 2])
+def test_a_hundred_thousand_ranks_take_less_than_a_second(least):
     chance = random.Random(1)
-    costs = [cost(chance.random(), 0.1 + chance.random(), 64) for _ in range(100_000)]
+    costs = [RankCost(chance.random(), 0.1 + chance.random(), 64) for _ in range(100_000)]
     began = time.process_time()
-    shares = fastest_split(costs, 6_400_000, min_batch)
+    shares = fastest_split(costs, 6_400_000, least)
     assert time.process_time() - began < 1
     assert sum(shares) == 6_400_000
 
@@ -153,11 +132,15 @@ def test_a_hundred_thousand_ranks_take_less_than_a_second(min_batch):
 @pytest.mark.parametrize("where", ["alpha_sec", "beta_sec"])
 def test_invalid_costs_are_rejected(bad, where):
     """Otherwise the search would not end or would return a meaningless split."""
-    costs = [cost(1.0, 1.0), cost(*((bad, 1.0) if where == "alpha_sec" else (1.0, bad)))]
-    with pytest.raises(ValueError, match=f"{where} must be finite and .*, not {bad}"):
+    costs = [RankCost(1.0, 1.0), RankCost(**{"alpha_sec": 1.0, "beta_sec": 1.0} | {where: bad})]
+    with pytest.raises(ValueError, match="each cost must be finite"):
         fastest_split(costs, 64)
+    for cost in (RankCost(1.0, 0.0), RankCost(1.0, 1.0, 0)):
+        with pytest.raises(ValueError, match=r"beta_sec above 0 and a limit of 1"):
+            fastest_split([cost], 64)
 
 
-def test_an_empty_micro_batch_is_rejected():
-    with pytest.raises(ValueError, match="largest_micro_batch must be at least 1, not 0"):
-        fastest_split([cost(1.0, 1.0, 0)], 64)
+def test_a_total_that_the_ranks_may_not_have_is_refused():
+    for least, most in ((3, None), (0, [1, 2])):
+        with pytest.raises(ValueError, match="cannot have 4 samples in all"):
+            fastest_split([RankCost(0, 1)] * 2, 4, least, most)

@@ -1,39 +1,35 @@
 """Forecasts: hand-computed cases, properties, and missing measurements."""
 
-import dataclasses
 import math
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from kaitian_mpi.balance.allreduce_scaling import scale_allreduce
 from kaitian_mpi.balance.communication import (
+    FREE,
     AllreduceCost,
     MeasuredAllreduce,
     ddp_buckets,
     exposed_seconds,
     fit_allreduce,
+    scale_allreduce,
 )
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import fastest_split
 from kaitian_mpi.balance.forecast import (
     Cohort,
     forecast,
     forecast_subsets,
-    format_rate,
     scale_cohorts,
 )
-from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
 
 MIB = 2**20
-FREE = AllreduceCost(0.0, 0.0)
 
 
 def cohort(kind, alpha, beta, ranks=1, limit=None):
-    return Cohort(kind, RankCost(CostModel(alpha, beta), limit), ranks)
+    return Cohort(kind, RankCost(alpha, beta, limit), ranks)
 
 
 def measured(latency, per_byte, **ranks):
@@ -51,10 +47,6 @@ def random_cohorts(chance, count, most_ranks=1):
         )
         for _ in range(count)
     ]
-
-
-def one_each(cohorts):
-    return [dataclasses.replace(c, ranks=1) for c in cohorts for _ in range(c.ranks)]
 
 
 # Buckets and their exposed communication.
@@ -95,21 +87,6 @@ def test_exposed_communication_computed_by_hand():
     assert exposed_seconds(9.0, [], AllreduceCost(4.0, 0.0)) == 0
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_exposed_time_lies_between_the_last_bucket_and_all_buckets(seed):
-    chance = random.Random(seed)
-    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
-    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
-    compute_sec = chance.random() * 50
-    exposed = exposed_seconds(compute_sec, buckets, cost)
-    whole = sum(cost.seconds(size) for size in buckets)
-    assert cost.seconds(buckets[-1]) - 1e-9 <= exposed <= whole + 1e-9
-    # More computing hides more, and more micro-batches hide less.
-    assert exposed_seconds(compute_sec * 2, buckets, cost) <= exposed + 1e-9
-    assert exposed_seconds(compute_sec, buckets, cost, 2) >= exposed - 1e-9
-    assert exposed_seconds(0.0, buckets, cost) == pytest.approx(whole)
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
     chance = random.Random(seed)
@@ -141,12 +118,11 @@ def test_a_forecast_computed_by_hand():
     assert found.losses == pytest.approx(
         {
             "communication": 0.2,
-            "waiting": 0.0,
-            "fixed cost of a step on gpu": 0.2 * 2 / 3,
-            "fixed cost of a step on cpu": 0.0,
+            "waiting for the slowest rank": 0.0,
+            "the fixed cost of a step": 0.2 * 2 / 3,
         }
     )
-    assert found.bottleneck == "communication (20% of the step)"
+    assert found.bottleneck == "communication (20%)"
 
 
 def test_a_rank_without_samples_counts_with_its_rate_at_one_sample():
@@ -165,26 +141,13 @@ def test_the_split_equals_fastest_split(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_cohorts_take_as_long_as_their_ranks_listed_singly(seed):
-    chance = random.Random(seed)
-    cohorts = random_cohorts(chance, chance.randint(1, 5), most_ranks=7)
-    total = chance.randint(1, 200)
-    together = forecast(cohorts, total, [], FREE)
-    apart = forecast(one_each(cohorts), total, [], FREE)
-    assert sum(together.batch_sizes) == total
-    assert min(together.batch_sizes) >= 0
-    assert len(together.batch_sizes) == len(apart.batch_sizes)
-    assert together.compute_sec == pytest.approx(apart.compute_sec, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(40))
 def test_losses_and_throughput_add_up_to_the_peak(seed):
     chance = random.Random(seed)
     cohorts = random_cohorts(chance, chance.randint(1, 6), most_ranks=4)
     cost = AllreduceCost(chance.random(), 0.0)
     found = forecast(cohorts, chance.randint(1, 300), ddp_buckets(40 * MIB), cost)
     assert 0 < found.efficiency <= 1
-    could = sum(c.ranks / c.cost.model.beta_sec for c in cohorts)
+    could = sum(c.ranks / c.cost.beta_sec for c in cohorts)
     assert all(part >= 0 for part in found.losses.values())
     assert sum(found.losses.values()) + found.samples_per_sec / could == pytest.approx(1)
 
@@ -199,39 +162,27 @@ def test_adding_a_rank_never_slows_computing(seed):
     assert after.samples_per_sec >= before.samples_per_sec * (1 - 1e-12)
 
 
-def test_ranks_with_a_constant_fitted_cost_get_a_slope():
-    found = forecast([cohort("cpu", 1.0, 0.0, ranks=3), cohort("gpu", 1.0, 0.0)], 40, [], FREE)
-    assert found.batch_sizes == [10, 10, 10, 10]
-    assert found.compute_sec == pytest.approx(1.0)
-
-
 def test_each_micro_batch_pays_its_fixed_cost_and_hides_less():
     found = forecast([cohort("gpu", 1.0, 1.0, limit=5)], 10, [MIB, MIB], AllreduceCost(3.0, 0.0))
     assert found.compute_sec == 12
     # The last of two takes 6 s; half of the gradients are ready 2 s before its end.
     assert found.exposed_sec == pytest.approx(4.0)
-    assert found.losses["fixed cost of a step on gpu"] == pytest.approx(2 / 16)
+    assert found.losses["the fixed cost of a step"] == pytest.approx(2 / 16)
 
 
 @pytest.mark.parametrize(
     ("cohorts", "total", "latency", "expected"),
     [
         ([cohort("gpu", 0.0, 1.0, 2)], 100, 0.0, "compute: every rank is busy"),
-        ([cohort("mlu", 1.0, 1.0, 2)], 8, 0.0, "the fixed cost of a step on mlu ranks (20%)"),
-        ([cohort("gpu", 0.0, 1.0, 4)], 1, 0.0, "waiting: 3 of 4 ranks get no samples (75%)"),
+        ([cohort("mlu", 1.0, 1.0, 2)], 8, 0.0, "the fixed cost of a step (20%)"),
+        ([cohort("gpu", 0.0, 1.0, 4)], 1, 0.0, "waiting for the slowest rank (75%)"),
         ([cohort("gpu", 0.0, 1.0, 4)], 5, 0.0, "waiting for the slowest rank (38%)"),
-        ([cohort("gpu", 0.0, 1.0, 2)], 6, 1.0, "communication (25% of the step)"),
+        ([cohort("gpu", 0.0, 1.0, 2)], 6, 1.0, "communication (25%)"),
     ],
 )
 def test_the_description_of_the_bottleneck(cohorts, total, latency, expected):
     found = forecast(cohorts, total, [MIB], AllreduceCost(latency, 0.0))
     assert found.bottleneck == expected
-
-
-@pytest.mark.parametrize(("cohorts", "total"), [([], 5), ([cohort("gpu", 0.0, 1.0)], 0)])
-def test_no_rank_or_no_sample_is_an_error(cohorts, total):
-    with pytest.raises(ValueError, match="at least one sample"):
-        forecast(cohorts, total, [], FREE)
 
 
 @pytest.mark.parametrize("value", [1e-12, 1e9])
@@ -265,9 +216,8 @@ def test_every_choice_of_kinds_is_forecast_and_judged():
     assert found.forecasts["gpu", "mlu"].samples_per_sec == pytest.approx(1.9)
     assert found.best == ("gpu", "mlu")
     assert found.gain("cpu") == pytest.approx(10 / 12 - 1)
-    assert found.worth("cpu") == "with cpu 1.58 samples/s, without 1.9: not worth it (-17%)"
     # Without gpu mlu does 18 and cpu 1 in 18 s, and 3 s more.
-    assert found.worth("gpu") == "with gpu 1.58 samples/s, without 0.905: worth it (+75%)"
+    assert found.gain("gpu") == pytest.approx(21 / 12 - 1)
     assert found.notes == ()
 
 
@@ -276,13 +226,8 @@ def test_ties_prefer_the_fewest_kinds():
     found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
     assert found.whole.batch_sizes == [5, 0]
     assert found.best == ("gpu",)
-    assert found.worth("cpu") == "with cpu 1 samples/s, without 1: not worth it (+0%)"
-
-
-def test_a_single_kind_has_no_alternatives():
-    found = forecast_subsets([cohort("cpu", 0.0, 0.001)], 5, [], [measured(0.0, 0.0, cpu=1)])
-    assert found.gain("cpu") is None
-    assert found.worth("cpu") == "with cpu 1,000 samples/s: the only kind"
+    assert found.gain("cpu") == 0
+    assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
 
 
 def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
@@ -292,15 +237,6 @@ def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
     assert sorted({len(subset) for subset in found.forecasts}) == [1, 8, 9]
     assert len(found.forecasts) == 9 + 9 + 1
     assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
-
-
-def test_rates_show_at_least_three_digits():
-    assert [format_rate(rate) for rate in (0.01234, 9.876, 99.94, 1234.5)] == [
-        "0.0123",
-        "9.88",
-        "99.9",
-        "1,234",
-    ]
 
 
 # Scaling to another world.
@@ -353,59 +289,38 @@ def test_more_ranks_never_cost_less(seed):
     assert larger.sec_per_byte >= cost.sec_per_byte - 1e-20
 
 
-def test_a_kind_measured_with_one_rank_is_estimated_from_its_crossing():
-    entries = [
-        measured(0.0, 0.0, cpu=1),
-        ENTRIES[0],
-        measured(5e-4, 7e-10, gpu=2, cpu=1),
-        measured(9e-3, 9e-9, gpu=2, mlu=1),
-        measured(9e-3, 9e-9, gpu=2, mlu=1, cpu=1),
-    ]
-    cost, notes = scale_allreduce(entries, {"cpu": 4})
-    # Crossing added 3e-4 and 5e-10 between two leaders: what two ranks would have.
-    assert cost.latency_sec == pytest.approx(3e-4 * 2)
-    assert cost.sec_per_byte == pytest.approx(5e-10 * (3 / 4) / (1 / 2))
-    assert notes == [
-        "allreduce inside cpu was not measured with two ranks or more: guessed from the one "
-        "between cpu, gpu"
-    ]
-
-
-def test_a_kind_that_never_crossed_is_estimated_from_the_largest_known_crossing():
-    cost, notes = scale_allreduce([*ENTRIES, measured(0.0, 0.0, cpu=1)], {"cpu": 2})
-    assert cost == AllreduceCost(pytest.approx(5e-4), pytest.approx(5e-10))
-    assert notes[0].endswith("guessed from the one between gpu, mlu")
-    cost, notes = scale_allreduce(ENTRIES[:2], {"cpu": 4})
-    assert cost == AllreduceCost(pytest.approx(4e-4), pytest.approx(3e-10))
-    assert notes[0].endswith("guessed from the one inside mlu")
-
-
-def test_kinds_not_measured_together_use_the_smallest_measured_superset():
-    entries = [*ENTRIES[:2], measured(9e-4, 8e-10, gpu=2, mlu=4, cpu=1)]
-    cost, notes = scale_allreduce(entries, {"gpu": 2, "mlu": 4})
-    assert cost == AllreduceCost(pytest.approx(9e-4), pytest.approx(8e-10))
-    assert notes == [
-        "allreduce between gpu, mlu was not measured: guessed from the one between cpu, gpu, mlu"
-    ]
+@pytest.mark.parametrize(
+    ("entries", "world", "expected", "what"),
+    [
+        # Crossing added 5e-4 and 5e-10 between two leaders: what two ranks would have.
+        (ENTRIES, {"cpu": 4}, (5e-4 * 2, 5e-10 * (3 / 4) / (1 / 2)), "inside cpu"),
+        (ENTRIES[:2], {"cpu": 4}, (4e-4, 3e-10), "inside cpu"),
+        (ENTRIES, {"gpu": 2, "cpu": 1}, (2e-4 + 5e-4, 2e-10 + 5e-10), "between gpu, cpu"),
+    ],
+)
+def test_what_was_not_measured_is_guessed_from_the_slowest(entries, world, expected, what):
+    cost, notes = scale_allreduce(entries, world)
+    assert (cost.latency_sec, cost.sec_per_byte) == pytest.approx(expected)
+    assert notes == [f"allreduce {what} was not measured: guessed from the slowest one that was"]
 
 
 @pytest.mark.parametrize(
     ("entries", "world", "what"),
     [
-        ([measured(0.0, 0.0, cpu=1)], {"cpu": 4}, "4 cpu ranks"),
-        (ENTRIES[:2], {"gpu": 2, "mlu": 2}, "gpu and mlu ranks"),
-        ([], {"cpu": 2}, "2 cpu ranks"),
+        ([measured(0.0, 0.0, cpu=1)], {"cpu": 4}, "inside cpu"),
+        (ENTRIES[:2], {"gpu": 2, "mlu": 2}, "between gpu, mlu"),
+        ([], {"cpu": 2}, "inside cpu"),
     ],
 )
 def test_an_error_where_nothing_can_be_estimated(entries, world, what):
-    with pytest.raises(UserError, match=f"that of {what} can be estimated; run kaitian-plan"):
+    with pytest.raises(UserError, match=f"that {what} can be estimated; run kaitian-plan"):
         scale_allreduce(entries, world)
 
 
 def test_ranks_reuse_the_measured_costs_in_turn():
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
     found = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})
-    assert [(c.kind, c.cost.model.beta_sec, c.ranks) for c in found] == [
+    assert [(c.kind, c.cost.beta_sec, c.ranks) for c in found] == [
         ("gpu", 1.0, 3),
         ("gpu", 2.0, 2),
         ("cpu", 5.0, 1),
@@ -418,50 +333,16 @@ def test_the_error_for_an_unmeasured_kind_lists_the_measured_ones():
         scale_cohorts([cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 1.0)], {"npu": 2})
 
 
-def least_seconds(call, enough, times=5):
-    """Return the minimum CPU time of several calls: on a busy host single calls take longer."""
-    least = math.inf
-    for _ in range(times):
-        began = time.process_time()
-        call()
-        least = min(least, time.process_time() - began)
-        if least < enough:
-            break
-    return least
-
-
 def test_a_hundred_thousand_ranks_of_eight_kinds_take_less_than_three_seconds():
     chance = random.Random(1)
     kinds = [f"k{index}" for index in range(8)]
     ranks = [cohort(kind, chance.random(), 0.1 + chance.random()) for kind in kinds * 8]
     entries = [MeasuredAllreduce({kind: 8}, AllreduceCost(1e-3, 1e-9)) for kind in kinds]
     entries.append(MeasuredAllreduce(dict.fromkeys(kinds, 8), AllreduceCost(2e-3, 2e-9)))
-
-    def find():
-        cohorts = scale_cohorts(ranks, dict.fromkeys(kinds, 12_500))
-        found = forecast_subsets(cohorts, 6_400_000, ddp_buckets(10**9), entries)
-        assert found.whole.losses
-        assert len(found.forecasts) == 255
-        assert sum(found.whole.batch_sizes) == 6_400_000
-
-    assert least_seconds(find, 3) < 3
-
-
-def test_a_hundred_thousand_different_ranks_take_less_than_three_seconds():
-    chance = random.Random(1)
-    ranks = [cohort("cpu", chance.random(), 0.1 + chance.random()) for _ in range(100_000)]
-
-    def find():
-        found = forecast(ranks, 6_400_000, ddp_buckets(10**9), AllreduceCost(1e-3, 1e-9))
-        assert found.bottleneck
-        assert 0 < found.efficiency <= 1
-
-    assert least_seconds(find, 3) < 3
-
-
-def test_a_latency_below_a_microsecond_is_not_shown_as_0():
-    found = [measured(latency, 1e-9, cpu=2) for latency in (0.0, 4e-7, 2e-5)]
-    measurements = SimpleNamespace(allreduces=found, gradient_bytes=4, emulated=False)
-    table = plan._allreduce_table(measurements)
-    (latencies,) = (each for each in table.columns if each.header == "latency us")
-    assert [*latencies.cells] == ["<1", "<1", "20"]
+    began = time.process_time()
+    cohorts = scale_cohorts(ranks, dict.fromkeys(kinds, 12_500))
+    found = forecast_subsets(cohorts, 6_400_000, ddp_buckets(10**9), entries)
+    assert len(found.forecasts) == 255
+    assert sum(found.whole.batch_sizes) == 6_400_000
+    assert found.whole.bottleneck
+    assert time.process_time() - began < 3

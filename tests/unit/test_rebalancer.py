@@ -6,23 +6,24 @@ import random
 
 import numpy as np
 import pytest
+from rank_steps import rank_steps
 
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.monitor import SpeedMonitors
-from kaitian_mpi.balance.planner import plan_fastest
-from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
 from kaitian_mpi.balance.rebalancer import Rebalancer
+from kaitian_mpi.balance.shares import plan_fastest
+
+SEEN = np.array([True])
 
 
 def test_a_monitor_uses_the_median_and_restarts_at_a_change():
     monitors = SpeedMonitors(1)
     assert np.isinf(monitors.log_errors)
     for ratio in (1.0, 1.02, 5.0, 0.98, 1.01, 0.99):  # one slow step is no change
-        monitors.observe(np.array([ratio]))
+        monitors.observe(np.array([ratio]), SEEN)
     assert np.exp(monitors.log_factors) == pytest.approx(1.0, abs=0.02)
     for _ in range(3):
-        monitors.observe(np.array([3.0]))
+        monitors.observe(np.array([3.0]), SEEN)
     assert np.exp(monitors.log_factors) == pytest.approx(3.0, rel=0.01)
     assert monitors.steps == 3
 
@@ -32,7 +33,7 @@ def test_a_monitors_error_shrinks_with_more_steps():
     monitors = SpeedMonitors(1)
     errors = []
     for _ in range(30):
-        monitors.observe(np.array([math.exp(generator.gauss(0, 0.1))]))
+        monitors.observe(np.array([math.exp(generator.gauss(0, 0.1))]), SEEN)
         errors.append(monitors.log_errors[0])
     assert errors[29] < 0.5 * errors[4]
     assert abs(monitors.log_factors[0]) < 3 * monitors.log_errors[0]
@@ -50,7 +51,7 @@ def test_each_of_many_monitors_follows_its_own_rank():
         together.observe(ratios, seen)
         for rank, monitor in enumerate(alone):
             if seen[rank]:
-                monitor.observe(ratios[rank : rank + 1])
+                monitor.observe(ratios[rank : rank + 1], SEEN)
         assert together.steps.tolist() == [monitor.steps[0] for monitor in alone]
         assert together.log_factors.tolist() == [monitor.log_factors[0] for monitor in alone]
         assert together.log_errors.tolist() == [monitor.log_errors[0] for monitor in alone]
@@ -64,9 +65,9 @@ class Job:
         self.random = random.Random(seed)
         self.batch = 64 * len(speeds)
         self.noise = noise
-        self.true = [CostModel(0.02, 0.01 * speed) for speed in speeds]
+        self.true = [RankCost(0.02, 0.01 * speed) for speed in speeds]
         off = [self.random.uniform(1 - measured_off, 1 + measured_off) for _ in speeds]
-        costs = [RankCost(m.times(f)) for m, f in zip(self.true, off, strict=True)]
+        costs = [m.times(f) for m, f in zip(self.true, off, strict=True)]
         self.shares = plan_fastest(costs, self.batch)
         self.rebalancer = Rebalancer(costs, self.shares)
         self.plans = []
@@ -85,10 +86,9 @@ class Job:
                 for m, b in zip(now, self.shares, strict=True)
             ]
             steps_now = [
-                RankStep(1, b, w, max(work) - w + 0.005)
-                for b, w in zip(self.shares, work, strict=True)
+                (1, b, w, max(work) - w + 0.005) for b, w in zip(self.shares, work, strict=True)
             ]
-            plan = self.rebalancer.observe(RankSteps.of(told)) if told else None
+            plan = self.rebalancer.observe(rank_steps(*told)) if told else None
             told = steps_now
             if plan is not None:
                 assert sum(plan.batch_sizes) == self.batch
@@ -98,7 +98,7 @@ class Job:
 
     def _best_sec(self, factors, now):
         if factors not in self.best_sec:
-            best = plan_fastest([RankCost(m) for m in now], self.batch)
+            best = plan_fastest(now, self.batch)
             self.best_sec[factors] = self._seconds(now, best)
         return self.best_sec[factors]
 
@@ -133,12 +133,12 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
 
 
 def test_a_wrong_benchmark_is_corrected():
-    costs = [RankCost(CostModel(0.0, 0.01)), RankCost(CostModel(0.0, 0.01))]
+    costs = [RankCost(0.0, 0.01), RankCost(0.0, 0.01)]
     rebalancer = Rebalancer(costs, [32, 32])
     plan = None
     for _ in range(20):
-        steps = [RankStep(1, 32, 0.32, 0.64), RankStep(1, 32, 0.96, 0.0)]
-        plan = plan or rebalancer.observe(RankSteps.of(steps))
+        steps = [(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)]
+        plan = plan or rebalancer.observe(rank_steps(*steps))
     assert plan is not None
     assert plan.batch_sizes == [48, 16]
     assert plan.factors == [pytest.approx(1.0), pytest.approx(3.0)]
@@ -146,24 +146,23 @@ def test_a_wrong_benchmark_is_corrected():
 
 
 def test_new_plans_respect_the_minimum_batch():
-    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32], min_batch=2)
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch=2)
     found = [
-        rebalancer.observe(RankSteps.of([RankStep(1, 32, 0.32, 32.0), RankStep(1, 32, 32.0, 0.0)]))
-        for _ in range(20)
+        rebalancer.observe(rank_steps((1, 32, 0.32, 32.0), (1, 32, 32.0, 0.0))) for _ in range(20)
     ]
     (plan,) = [plan for plan in found if plan is not None]
     assert plan.batch_sizes == [62, 2]
 
 
 def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
-    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [8, 56], max_growth=2)
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [8, 56], max_growth=2)
     speeds = [0.001, 0.01]
     largest, sizes = 8, []
     for _ in range(60):
         shares = rebalancer.batch_sizes
         times = [share * speed for share, speed in zip(shares, speeds, strict=True)]
         plan = rebalancer.observe(
-            RankSteps.of([RankStep(1, b, sec, 0.0) for b, sec in zip(shares, times, strict=True)])
+            rank_steps(*((1, b, sec, 0.0) for b, sec in zip(shares, times, strict=True)))
         )
         if plan is not None:
             assert sum(plan.batch_sizes) == 64
@@ -177,7 +176,7 @@ def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
 def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed):
     """The more certain estimates alone would make a difference that is none."""
     chance = random.Random(seed)
-    costs = [RankCost(CostModel(0.02, 0.001 * times)) for times in (1, 1, 2.5)]
+    costs = [RankCost(0.02, 0.001 * times) for times in (1, 1, 2.5)]
     shares = plan_fastest(costs, 128)
     rebalancer = Rebalancer(costs, shares)
     for _ in range(14):
@@ -185,34 +184,26 @@ def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed
             cost.seconds(b) * 0.82 * (1 + chance.uniform(-noise, noise))
             for cost, b, noise in zip(costs, shares, (0.01, 0.01, 0.15), strict=True)
         ]
-        steps = [
-            RankStep(1, b, w, max(work) - w + 0.001) for b, w in zip(shares, work, strict=True)
-        ]
-        assert rebalancer.observe(RankSteps.of(steps)) is None
+        steps = [(1, b, w, max(work) - w + 0.001) for b, w in zip(shares, work, strict=True)]
+        assert rebalancer.observe(rank_steps(*steps)) is None
 
 
 def test_no_new_plan_where_communication_dominates():
-    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32])
     for _ in range(40):
-        steps = [RankStep(1, 32, 0.32, 10.0), RankStep(1, 32, 0.48, 9.84)]
-        assert rebalancer.observe(RankSteps.of(steps)) is None
+        steps = [(1, 32, 0.32, 10.0), (1, 32, 0.48, 9.84)]
+        assert rebalancer.observe(rank_steps(*steps)) is None
 
 
 def test_steps_with_shares_other_than_the_plans_are_ignored():
-    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32])
     for _ in range(40):
-        assert (
-            rebalancer.observe(RankSteps.of([RankStep(1, 8, 0.08, 0), RankStep(1, 8, 0.8, 0)]))
-            is None
-        )
+        assert rebalancer.observe(rank_steps((1, 8, 0.08, 0), (1, 8, 0.8, 0))) is None
     assert rebalancer.factors == [1.0, 1.0]
 
 
 def test_a_device_without_a_completed_step_is_ignored():
-    rebalancer = Rebalancer([RankCost(CostModel(0.0, 0.01))] * 2, [32, 32])
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32])
     for _ in range(40):
-        assert (
-            rebalancer.observe(RankSteps.of([RankStep(0, 32, 0.0, 0.0), RankStep(1, 32, 0.32, 0)]))
-            is None
-        )
+        assert rebalancer.observe(rank_steps((0, 32, 0.0, 0.0), (1, 32, 0.32, 0))) is None
     assert rebalancer.factors == [1.0, pytest.approx(1.0)]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.topology import RankInfo
@@ -140,8 +139,8 @@ def test_summary_round_trip():
 
 def test_metadata_round_trip():
     profiles = {
-        "a/0/gpu/cuda:0": Profile(RankCost(CostModel(0.001, 1 / 3), 48), "channels_last", "bf16"),
-        "a/1/gpu/cuda:1": Profile(RankCost(CostModel(0.0, 2e-4), None), "contiguous", "fp32"),
+        "a/0/gpu/cuda:0": Profile(RankCost(0.001, 1 / 3, 48), "channels_last", "bf16"),
+        "a/1/gpu/cuda:1": Profile(RankCost(0.0, 2e-4, None), "contiguous", "fp32"),
         "b/0/mlu/cpu": Profile(None, "channels_last", "fp32"),
     }
     places, failure = list(profiles), {"ranks": [{"rank": 2, "host": "b"}], "step": 7}

@@ -1,10 +1,9 @@
 """Detecting stragglers, and why they are slow, from the step times that ranks report."""
 
 import numpy as np
+from rank_steps import rank_steps
 
-from kaitian_mpi.balance.cost_model import CostModel
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.rank_steps import RankStep, RankSteps
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, StragglerDetector
 
 
@@ -13,14 +12,14 @@ def watch(steps, told, ranks=3, costs=()):
     watch = StragglerDetector(ranks, costs)
     seen = []
     for step in range(1, steps + 1):
-        rank_steps, data = told(step)
-        for change in watch.observe(step, RankSteps.of(rank_steps), np.array(data)):
+        rows, data = told(step)
+        for change in watch.observe(step, rank_steps(*rows), np.array(data)):
             seen.append((step, change.rank, change.kind, change.until_step is None))
     return watch, seen
 
 
 def even(work=0.3, wait=0.01):
-    return [RankStep(1, 32, work, wait) for _ in range(3)]
+    return [(1, 32, work, wait) for _ in range(3)]
 
 
 def test_equal_ranks_are_no_stragglers():
@@ -33,9 +32,9 @@ def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
     def told(step):
         slow = 3.0 if 30 <= step < 60 else 1.0
         steps = even()
-        steps[1] = RankStep(1, 32, 0.3 * slow, 0.01)
+        steps[1] = (1, 32, 0.3 * slow, 0.01)
         for rank in (0, 2):
-            steps[rank] = RankStep(1, 32, 0.3, 0.01 + 0.3 * (slow - 1))
+            steps[rank] = (1, 32, 0.3, 0.01 + 0.3 * (slow - 1))
         return steps, [0.0] * 3
 
     watched, seen = watch(100, told)
@@ -52,9 +51,7 @@ def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
 
 def test_a_rank_that_was_always_slow_is_reported():
     def told(_):
-        return [RankStep(1, 32, 0.3, 0.3), RankStep(1, 32, 0.3, 0.3), RankStep(1, 32, 0.6, 0)], [
-            0.0
-        ] * 3
+        return [(1, 32, 0.3, 0.3), (1, 32, 0.3, 0.3), (1, 32, 0.6, 0)], [0.0] * 3
 
     watched, _ = watch(20, told)
     assert [(slow.rank, slow.kind) for slow in watched.found] == [(2, COMPUTE)]
@@ -62,11 +59,11 @@ def test_a_rank_that_was_always_slow_is_reported():
 
 
 def test_a_higher_cost_per_sample_of_a_smaller_share_is_not_reported():
-    cost = RankCost(CostModel(0.2, 0.01))
+    cost = RankCost(0.2, 0.01)
 
     def told(step):
         samples = 64 if step < 30 else 16
-        return [RankStep(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
+        return [(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
 
     watched, _ = watch(80, told, ranks=2, costs=[cost, cost])
     assert watched.found == []
@@ -75,7 +72,7 @@ def test_a_higher_cost_per_sample_of_a_smaller_share_is_not_reported():
 def test_slow_data_loading_is_distinguished_from_slow_computing():
     def told(_):
         steps = even()
-        steps[2] = RankStep(1, 32, 0.45, 0.01)  # 0.15 s of these for its batch
+        steps[2] = (1, 32, 0.45, 0.01)  # 0.15 s of these for its batch
         return steps, [0.0, 0.0, 0.15]
 
     watched, _ = watch(20, told)
@@ -87,7 +84,7 @@ def test_slow_data_loading_is_distinguished_from_slow_computing():
 def test_communication_is_the_wait_of_the_last_rank_to_arrive():
     def told(_):
         steps = even(wait=0.4)
-        steps[1] = RankStep(1, 32, 0.35, 0.35)
+        steps[1] = (1, 32, 0.35, 0.35)
         return steps, [0.0] * 3
 
     watched, _ = watch(20, told)

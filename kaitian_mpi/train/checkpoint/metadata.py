@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from typing import Any
 
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig, flag_name
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.train.measure.plan import Profile

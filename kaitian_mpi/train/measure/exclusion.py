@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-from kaitian_mpi.balance.communication import AllreduceCost, exposed_seconds
-from kaitian_mpi.balance.fastest_split import RankCost, fastest_split
-from kaitian_mpi.balance.planner import with_positive_slopes
+from kaitian_mpi.balance.communication import FREE, AllreduceCost, exposed_seconds
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import fastest_split
+from kaitian_mpi.balance.shares import plan_fastest
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import warn_rank_0
 from kaitian_mpi.train.measure.allreduce import measure_allreduce
 
 _MIN_GAIN = 0.05  # no device is excluded for less
@@ -50,30 +50,23 @@ def ranks_to_exclude(
     def step_sec(compute_sec: float) -> float:
         return compute_sec + exposed_seconds(compute_sec, buckets, measured(*range(world.size)))
 
-    excluded = _too_slow(with_positive_slopes(costs, batch), errors, batch, min_batch, step_sec)
-    kept = [rank for rank in range(world.size) if rank not in excluded]
-    if len(kept) == 1:
-        return excluded
-
     def rate(ranks: Sequence[int], allreduce: AllreduceCost) -> float:
         from kaitian_mpi.balance.forecast import Cohort, forecast
 
         cohorts = [Cohort(world.infos[rank].kind, costs[rank]) for rank in ranks]
         return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
 
-    def measured_rate(ranks: Sequence[int]) -> float:
-        return rate(ranks, measured(*ranks))
-
-    free = AllreduceCost(0.0, 0.0)
+    excluded = _too_slow(costs, errors, batch, min_batch, step_sec)
+    kept = [rank for rank in range(world.size) if rank not in excluded]
     candidates = list(_candidates(world.infos, kept))
     if not candidates:
         return excluded
-    now = best = measured_rate(kept)
+    now = best = rate(kept, measured(*kept))
     worst: dict[int, str] = {}
     for name, without in candidates:
-        if rate(without, free) < (1 + _MIN_GAIN) * best:
+        if rate(without, FREE) < (1 + _MIN_GAIN) * best:
             continue
-        alone = measured_rate(without)
+        alone = rate(without, measured(*without))
         if alone >= (1 + _MIN_GAIN) * now and alone > best:
             best = alone
             reason = (
@@ -82,12 +75,6 @@ def ranks_to_exclude(
             )
             worst = {rank: reason for rank in kept if rank not in without}
     return excluded | worst
-
-
-def log_excluded(world: World, excluded: dict[int, str]) -> None:
-    """Log which ranks are excluded, and why."""
-    for rank, reason in excluded.items():
-        warn_rank_0(world, excluded_line(world.infos[rank], reason))
 
 
 def excluded_line(info: RankInfo, reason: str) -> str:
@@ -105,38 +92,34 @@ def _too_slow(
     """Return the ranks whose smallest share makes a step 5% longer than it is without them.
 
     If computing takes microseconds, the ranks' times differ by noise alone, and a step lasts as
-    long as its communication.
-
-    Args:
-        costs: of all ranks; every sample takes some time.
-        errors: the relative errors of these.
-        batch: samples per step over all ranks.
-        min_batch: the smallest share other than 0.
-        step_sec: adds the communication to the seconds that the slowest rank computes. Collective.
+    long as its communication, which `step_sec` adds.
     """
     if batch < min_batch * len(costs):
         return {}  # the batch is too small; making the plan reports that
-    shares = fastest_split(costs, batch, min_batch)
-    if min(shares) > 0:
+    shares = fastest_split(costs, batch)
+    slow = [rank for rank, share in enumerate(shares) if share < min_batch]
+    if not slow:
         return {}
-    compute_sec = max(cost.seconds(share) for cost, share in zip(costs, shares, strict=True))
+    others = [cost for rank, cost in enumerate(costs) if rank not in slow]
+    plan = plan_fastest(others, batch, min_batch)
+    compute_sec = max(cost.seconds(share) for cost, share in zip(others, plan, strict=True))
     longest_sec = compute_sec + _MIN_GAIN * step_sec(compute_sec)
     smallest = "a single sample takes" if min_batch == 1 else f"{min_batch} samples take"
     return {
         rank: f"{smallest} it {costs[rank].seconds(min_batch):.3g} s, but a whole step takes the "
         f"other ranks {compute_sec:.3g} s"
-        for rank, share in enumerate(shares)
-        if share == 0 and (1 - errors[rank]) * costs[rank].seconds(min_batch) >= longest_sec
+        for rank in slow
+        if (1 - errors[rank]) * costs[rank].seconds(min_batch) >= longest_sec
     }
 
 
 def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
     """Yield each kind and host that could be excluded, and the ranks that would remain."""
     seen = []
-    for what, key in (("kind", "kind"), ("host", "host")):
-        values = dict.fromkeys(getattr(infos[rank], key) for rank in kept)
+    for what in ("kind", "host"):
+        values = dict.fromkeys(getattr(infos[rank], what) for rank in kept)
         for value in values if len(values) > 1 else ():
-            without = [rank for rank in kept if getattr(infos[rank], key) != value]
+            without = [rank for rank in kept if getattr(infos[rank], what) != value]
             if without not in seen:
                 seen.append(without)
                 yield f"{what} {value}", without

@@ -1,48 +1,72 @@
-"""One forward and backward of a task on a copy of its model, for the parity check."""
+"""One forward and backward of a task on a copy of its model, and how two of them differ."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.batches import map_tensors
-from kaitian_mpi.train.measure.repeatable import Repeatable, switch_off_dropout
 from kaitian_mpi.train.task import Task
 
-_MAX_OUTPUTS = 1 << 16
-_MIN_SCALE, _SCALE_STEP = 2.0**4, 2.0**-4
-# Sums of hundreds of products round more than a single operation.
-_SUM_FACTOR = 16.0
-# Of autocast, whose sums are float32; and of convolutions in "fp32" on accelerators, whose TF32 or
-# HF32 has 11 bits.
-_UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-_TENSOR_CORE_UNIT = 2.0**-11
-_MATMUL_UNITS = {"high": 2.0**-11, "medium": 2.0**-8}
+LOSS, NORM, DIRECTION = "the loss", "the gradient's norm", "the gradient's direction"
+STATISTICS = "the buffers"
+_MAX_NUMBERS = 1 << 22  # of a gradient; of a larger one, some are compared
+_LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # of fp16, until no gradient overflows
+_COARSE_UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+# Sums of hundreds of products round more than one operation; accelerators use TF32 or the like.
+_HOST_UNIT, _ACCELERATOR_UNIT, _FAST_MATMUL_UNIT = 2.0**-20, 2.0**-11, 2.0**-8
+# What rounding may do in any case: a single one may switch a ReLU.
+_LOSS_UNITS, _KINK = 32.0, 0.05
+_TINY = 1e-300
+_NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
+_NONE = torch.zeros(0, dtype=torch.float64)
+_MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a forward and backward: flat tensors in host memory."""
+    """The result of a forward and backward: flat float64 tensors in host memory."""
 
     loss: float
-    outputs: torch.Tensor
-    """Of the model, at most 65,536 of them."""
     gradients: dict[str, torch.Tensor]
     """Of each parameter; zeros if it has got none."""
-    buffers: dict[str, torch.Tensor]
-    """What was added to each buffer, such as a batch norm's statistics."""
-    levels: dict[str, float]
-    """How large a typical number of each buffer's module is: the mean of a batch may be zero, and
-    is rounded as its variance is."""
+    buffers: torch.Tensor
+    """What was added to the floating-point buffers, such as batch norms' statistics."""
+    buffer_norm: float
+    """Of these buffers themselves, which are rounded even if they do not change."""
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Applies no dropout, of which devices of different kinds draw different masks."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else options["input"]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                options["dropout_p"] = 0.0
+        return func(*args, **options)
 
 
 def compute_outcome(
@@ -52,7 +76,7 @@ def compute_outcome(
     seed: int,
     dtype: torch.dtype | None = None,
     change: float = 0.0,
-) -> Outcome:
+) -> Outcome | None:
     """Return what the task's model makes of a batch, without dropout. Not collective.
 
     The model itself, its buffers and torch's random numbers stay as they are.
@@ -64,132 +88,132 @@ def compute_outcome(
         seed: of the random numbers.
         dtype: of the parameters and of the batch's floating-point tensors; None: as they are.
         change: the largest relative change, at random, of each parameter and number of the batch.
+
+    Returns:
+        None if the loss draws random numbers, which differ between kinds of devices.
     """
     device = computation.device
-    devices = [] if device_of(device).is_host else [device]
-    with torch.random.fork_rng(devices, device_type=device.type), local_statistics():
-        model = copy.deepcopy(task.model).to(device).train()
-        switch_off_dropout(model)
-        if dtype is not None:
-            model = model.to(dtype)
-            batch = map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        if change:
+    is_host = device_of(device).is_host
+    module = torch if is_host else torch.get_device_module(device)
+    eager = dtype is not None and "torch._dynamo" in sys.modules  # importing it takes a second
+    with (
+        torch.random.fork_rng([] if is_host else [device], device_type=device.type),
+        local_statistics(),
+        torch.compiler.set_stance("force_eager") if eager else nullcontext(),
+    ):
+        for scale in _LOSS_SCALES if computation.scaler.is_enabled() else (1.0,):
             torch.manual_seed(seed)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.copy_(_changed(parameter, change))
-            batch = map_tensors(batch, lambda tensor: _changed(tensor, change))
-        with _eager() if dtype is not None else nullcontext():
-            return _compute(task, model, computation.place(batch), computation, seed)
+            model = copy.deepcopy(task.model).to(device=device, dtype=dtype).train()
+            placed = computation.place(_prepare(model, batch, dtype, change))
+            before = module.get_rng_state()
+            outcome = _compute(task, model, placed, computation, scale)
+            if not torch.equal(before, module.get_rng_state()):
+                return None
+            if all(bool(each.isfinite().all()) for each in outcome.gradients.values()):
+                break
+    return outcome
 
 
-def _changed(tensor: torch.Tensor, change: float) -> torch.Tensor:
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        return tensor
-    return tensor * (1 + change * (2 * torch.rand(tensor.shape) - 1)).to(tensor)
+def _prepare(model: nn.Module, batch: Any, dtype: torch.dtype | None, change: float) -> Any:
+    """Switch off the dropout within kernels, change the model, and return the changed batch."""
 
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            return tensor
+        tensor = tensor.to(dtype or tensor.dtype)
+        return tensor * (1 + change * (2 * torch.rand(tensor.shape) - 1)).to(tensor)
 
-def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which nothing is compiled, for what is computed in this way only once."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes a second
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            module.dropout = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters() if change else ():
+            parameter.copy_(changed(parameter))
+    return map_tensors(batch, changed)
 
 
 def _compute(
-    task: Task, model: nn.Module, batch: Any, computation: Computation, seed: int
+    task: Task, model: nn.Module, batch: Any, computation: Computation, scale: float
 ) -> Outcome:
-    """Compute once; with fp16, again with smaller scales of the loss until nothing overflows."""
-    scale = computation.scaler.get_scale() if computation.scaler.is_enabled() else 1.0
-    before = [buffer.clone() for buffer in model.buffers()] if scale > 1 else []
-    own = dict(task.model.named_parameters())
-    outputs: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        outputs.append(_sample(tensor))
-        return tensor
-
-    def collect(_: nn.Module, __: Any, output: Any) -> None:
-        with suppress(Exception):  # of an output that holds its tensors in a way of its own
-            map_tensors(output, keep)
-
-    model.register_forward_hook(collect)
-    while True:
-        outputs.clear()
-        torch.manual_seed(seed)
-        with Repeatable():
-            loss = computation.loss(task, model, batch, needs_gradient=False)
-        if loss.requires_grad:  # not of a batch in which nothing counts
-            (loss * scale).backward()
-        gradients = {
-            name: torch.zeros(size_of(own[name]), dtype=torch.float64)
-            if parameter.grad is None
-            else _flat(parameter.grad) / scale
-            for name, parameter in model.named_parameters()
-        }
-        if scale <= _MIN_SCALE or all(bool(each.isfinite().all()) for each in gradients.values()):
-            break
-        scale *= _SCALE_STEP
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, value in zip(model.buffers(), before, strict=True):
-                buffer.copy_(value)
-    kept = {name: each.to(_kept_in(own[name])) for name, each in gradients.items()}
-    found = torch.cat(outputs) if outputs else torch.zeros(0, dtype=torch.float64)
-    return Outcome(loss.item(), found[:_MAX_OUTPUTS], kept, *_changes(task.model, model))
+    with _WithoutDropout():
+        loss = computation.loss(task, model, batch, needs_gradient=False)
+    if loss.requires_grad:  # not of a batch in which nothing counts
+        (loss * scale).backward()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    stride = -(-count // _MAX_NUMBERS) or 1
+    gradients = {
+        name: _flat(p if p.grad is None else p.grad, stride)
+        * (0.0 if p.grad is None else 1 / scale)
+        for name, p in model.named_parameters()
+    }
+    now = dict(model.named_buffers())
+    kept = [
+        (_flat(now[name]), _flat(own))
+        for name, own in task.model.named_buffers()
+        if own.is_floating_point() and name in now and now[name].shape == own.shape
+    ]
+    after, before = (
+        (torch.cat(each) for each in zip(*kept, strict=True)) if kept else (_NONE, _NONE)
+    )
+    return Outcome(loss.item(), gradients, after - before, float(after.norm()))
 
 
-def size_of(tensor: torch.Tensor) -> int:
-    """Return how many real numbers a parameter's gradient, or a buffer's change, has."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _kept_in(parameter: torch.Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().flatten()
-    return _flat(flat[:: max(1, flat.numel() // _MAX_OUTPUTS)])
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, stride: int = 1) -> torch.Tensor:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()
     parts = torch.view_as_real(dense) if dense.is_complex() else dense
-    return parts.to("cpu").double().flatten()
-
-
-def _changes(
-    before: nn.Module, after: nn.Module
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return what was added to each buffer, and their levels."""
-    changes, levels = {}, dict.fromkeys((name for name, _ in before.named_buffers()), 0.0)
-    now = dict(after.named_buffers())
-    for name, own in before.named_buffers():
-        buffer = now.get(name)
-        if buffer is None or buffer.shape != own.shape or buffer.layout is not torch.strided:
-            changes[name] = torch.zeros(size_of(own), dtype=torch.float64)
-            continue  # such as a cache that this forward has made
-        changes[name] = _flat(buffer) - _flat(own)
-        if buffer.is_floating_point() and buffer.numel():
-            module = name.rpartition(".")[0]
-            rms = float(_flat(buffer).square().mean().sqrt())
-            for other in levels:
-                if other.rpartition(".")[0] == module:
-                    levels[other] = max(levels[other], rms)
-    return changes, levels
+    return parts.flatten()[::stride].to("cpu").double()
 
 
 def rounding_unit(model: nn.Module, computation: Computation) -> float:
     """Return the relative error of a rank's coarsest operation, such as 2^-20 in float32."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    eps = [torch.finfo(dtype).eps for dtype in dtypes]
-    unit = max([e / 2 * (_SUM_FACTOR if e < _TENSOR_CORE_UNIT else 1.0) for e in eps], default=0.0)
-    if torch.float32 in dtypes:
-        is_host = device_of(computation.device).is_host
-        unit = max(
-            unit,
-            _UNITS.get(computation.precision, 0.0 if is_host else _TENSOR_CORE_UNIT),
-            _MATMUL_UNITS.get(torch.get_float32_matmul_precision(), 0.0),
-        )
-    return unit
+    is_host = device_of(computation.device).is_host
+    usual = _HOST_UNIT if is_host else _ACCELERATOR_UNIT
+    units = [_COARSE_UNITS.get(computation.precision, usual)]
+    if torch.get_float32_matmul_precision() != "highest":
+        units.append(_FAST_MATMUL_UNIT)
+    units += [torch.finfo(p.dtype).eps / 2 for p in model.parameters() if p.is_floating_point()]
+    return max(units)
+
+
+def distances(own: Outcome, reference: Outcome, unit: float) -> dict[str, float]:
+    """Return how much an outcome differs from the reference, by quantity; NaN where it is NaN.
+
+    Args:
+        own: the outcome.
+        reference: the reference.
+        unit: the unit roundoff of the outcome.
+    """
+    pairs = [(own.gradients[name], other) for name, other in reference.gradients.items()]
+    dot = sum(float(mine @ other) for mine, other in pairs)
+    mine, other = (sum(float(g @ g) for g in each) ** 0.5 for each in zip(*pairs, strict=True))
+    is_zero = mine == other == 0
+    changed = max(float(reference.buffers.norm()), unit * reference.buffer_norm, _TINY)
+    return {
+        LOSS: abs(own.loss - reference.loss) / max(abs(reference.loss), unit),
+        NORM: 0.0 if is_zero else abs(mine - other) / max(other, _TINY),
+        DIRECTION: 0.0 if is_zero else 1 - dot / (mine * other or _TINY),
+        STATISTICS: float((own.buffers - reference.buffers).norm()) / changed,
+    }
+
+
+def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
+    """Return the largest differences that rounding may explain.
+
+    That is four times what random changes of the weights and the data by a rounding do: little to a
+    shallow model, much to one whose gradient is ill-conditioned, as with batch norms over few
+    samples. It is at least 32 roundings of the loss, and 5% of the rest.
+
+    Args:
+        noise: by how much the changed result differs from the reference.
+        unit: the size of a rounding.
+    """
+    # Of what turns the gradient by an angle, as much may change its norm.
+    turned = max(noise[NORM], (2 * max(0.0, noise[DIRECTION])) ** 0.5)
+    return {
+        LOSS: max(_LOSS_UNITS * unit, _NOISE_FACTOR * noise[LOSS]),
+        NORM: max(_KINK, min(_NOISE_FACTOR * turned, _MAX_NORM_CHANGE)),
+        DIRECTION: max(_KINK**2 / 2, _NOISE_FACTOR * noise[DIRECTION]),
+        STATISTICS: max(_KINK, _NOISE_FACTOR * noise[STATISTICS]),
+    }

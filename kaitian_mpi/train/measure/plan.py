@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kaitian_mpi.balance.cost_model import scores
-from kaitian_mpi.balance.fastest_split import RankCost
-from kaitian_mpi.balance.planner import (
+from kaitian_mpi.balance.cost_model import RankCost, scores
+from kaitian_mpi.balance.shares import (
     plan_by_paper,
     plan_equal,
     plan_fastest,
-    plan_fastest_within,
 )
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
@@ -88,13 +86,13 @@ def make_plan(
     # With `--balance off` an earlier job of the run may have measured them.
     measured = len(costs) == len(profiles) and config.balance != "off"
     share = equal_share(config, world.size)
-    times = [cost.model.seconds(share) for cost in costs]
+    times = [cost.seconds(share) for cost in costs]
     by_rank = scores(times) if measured else [1.0] * world.size
     if config.batch_policy == "paper":
         shares = plan_by_paper(by_rank, config.batch_size, min_batch)
     elif measured and config.sync_bn:
         most = [cost.largest_micro_batch for cost in costs]
-        shares = plan_fastest_within(costs, _check_fits(config, most), most, min_batch)
+        shares = plan_fastest(costs, _check_fits(config, most), min_batch, most)
     elif measured:
         shares = plan_fastest(costs, config.global_batch_size, min_batch)
     else:
@@ -166,8 +164,8 @@ def write_benchmark(world: World, setup: Setup, results: list[RankBenchmark]) ->
             "host": info.host,
             "device_kind": info.kind,
             "device": info.device,
-            "alpha_sec": result.cost.model.alpha_sec,
-            "beta_sec_per_sample": result.cost.model.beta_sec,
+            "alpha_sec": result.cost.alpha_sec,
+            "beta_sec_per_sample": result.cost.beta_sec,
             "fit_error": result.fit_error,
             "largest_micro_batch": result.cost.largest_micro_batch,
             "seconds_by_batch": dict(

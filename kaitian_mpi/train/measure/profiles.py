@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kaitian_mpi.balance.cost_model import fit, fit_error, scores
-from kaitian_mpi.balance.fastest_split import RankCost
+from kaitian_mpi.balance.cost_model import RankCost, fit, fit_error, scores
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
@@ -82,7 +81,7 @@ def benchmark_some(workload: Workload, ranks: Collection[int]) -> dict[int, Rank
 
 def scores_of(results: list[RankBenchmark], share: int) -> list[float]:
     """Return the ranks' scores, time_min / time_i, for a share of this many samples."""
-    return scores([result.cost.model.seconds(share) for result in results])
+    return scores([result.cost.seconds(share) for result in results])
 
 
 def show_benchmark(
@@ -102,7 +101,7 @@ def show_benchmark(
     if is_slowed:
         table.add_column("")
     for rank, result in enumerate(results):
-        model, largest = result.cost.model, result.cost.largest_micro_batch
+        model, largest = result.cost, result.cost.largest_micro_batch
         row = [
             str(world.infos[rank].world_rank),
             world.infos[rank].kind,
@@ -146,4 +145,5 @@ def _evaluate(
     limits = (measured.largest_micro_batch, config.micro_batch_size)
     limit = min((max(limit, min_batch) for limit in limits if limit), default=None)
     error = fit_error(model, measured.batches, measured.seconds)
-    return RankBenchmark(measured, RankCost(model, limit), error, from_cache)
+    cost = RankCost(model.alpha_sec, model.beta_sec, limit)
+    return RankBenchmark(measured, cost, error, from_cache)
