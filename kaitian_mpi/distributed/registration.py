@@ -69,8 +69,7 @@ class _WithOurs(dict[str, Any]):
 def _create(options: Any, _: Any = None) -> Any:
     from kaitian_mpi.distributed.creation import create
 
-    extend_monitored_barrier()
-    serve_by_torchs_own()
+    serve_our_groups()
     return create(options)
 
 
@@ -98,52 +97,36 @@ def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") ->
             names[name] = new
 
 
-def extend_monitored_barrier() -> None:
-    """Make `torch.distributed.monitored_barrier` accept our groups; torch accepts only gloo's.
+def serve_our_groups() -> None:
+    """Have torch's functions serve our groups, and leave other groups what they had.
 
-    Not before there is such a group, so that other scripts keep torch's own function.
+    Not before there is one of ours, so that other scripts keep torch's own functions. torch's
+    `monitored_barrier` accepts only gloo's groups. Importing torch_npu replaces some functions by
+    others that call methods of HCCL's group, or another collective than the ranks of other kinds do
+    (torch_npu's `distributed/distributed_c10d.py`: `_batch_isend_irecv`, `_gather`).
     """
     import torch.distributed as dist
 
-    original: Any = dist.monitored_barrier
-    if hasattr(original, "accepts_ours"):
-        return
-
-    @functools.wraps(original)
     def monitored_barrier(
         group: Any = None, timeout: Any = None, wait_all_ranks: Any = False
-    ) -> Any:
-        is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
-        if not is_ours:
-            return original(group, timeout, wait_all_ranks)
-        ours: Any = group or dist.group.WORLD
-        return ours.monitored_barrier(timeout, wait_all_ranks)
+    ) -> None:
+        chosen: Any = group or dist.group.WORLD
+        chosen.monitored_barrier(timeout, wait_all_ranks)
 
-    vars(monitored_barrier)["accepts_ours"] = True
-    replace(original, monitored_barrier)
-
-
-def serve_by_torchs_own() -> None:
-    """Have torch's own functions serve our groups even if a plug-in has replaced them.
-
-    Importing torch_npu replaces some by functions that call methods of HCCL's group, or another
-    collective than the ranks of other kinds do (torch_npu's `distributed/distributed_c10d.py`:
-    `_batch_isend_irecv`, `_gather`). Other groups keep the plug-in's.
-    """
-    import torch.distributed as dist
-
+    _share("monitored_barrier", dist.monitored_barrier, monitored_barrier)
     for name in ("gather", "gather_object", "batch_isend_irecv"):
-        theirs: Any = getattr(dist, name)
-        if theirs.__module__ != dist.distributed_c10d.__name__ and not hasattr(
-            theirs, "serves_ours"
-        ):
-            replace(theirs, _shared(_torchs_own(name), theirs), name)
+        if getattr(dist, name).__module__ != dist.distributed_c10d.__name__:
+            original = _torchs_own(name)
+            _share(name, original, original)
 
 
-def _shared(original: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is torch's for our groups, and a plug-in's for others."""
+def _share(name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Replace a function by one that calls `ours` for our groups; `original` has its signature."""
     import torch.distributed as dist
 
+    theirs: Any = getattr(dist, name)
+    if hasattr(theirs, "serves_ours"):
+        return
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -152,10 +135,12 @@ def _shared(original: Callable[..., Any], theirs: Callable[..., Any]) -> Callabl
         operations = given.get("p2p_op_list")
         group = operations[0].group if operations else given.get("group")
         is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
-        return (original if is_ours else theirs)(*args, **kwargs)
+        if not is_ours:
+            return theirs(*args, **kwargs)
+        return ours(*args, **kwargs)
 
     vars(shared)["serves_ours"] = True
-    return shared
+    replace(theirs, shared, name)
 
 
 def _torchs_own(name: str) -> Any:

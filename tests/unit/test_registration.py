@@ -103,7 +103,7 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else(seen):
     assert not seen["mpi4py"]
     # The modules that register, and their packages.
     backend, runtime = "kaitian_mpi.distributed", "kaitian_mpi.runtime"
-    names = [backend, f"{backend}.registration", runtime, f"{runtime}.threads"]
+    names = [backend, f"{backend}.registration", runtime, f"{runtime}.system"]
     assert seen["ours"] == ["kaitian_mpi", *names]
 
 

@@ -101,7 +101,7 @@ class Worker:
         """
         is_idle = self._waiting == 0 and not self._turn.locked()
         if not is_idle and not self._is_in_callback():
-            self._enqueue(name, _nothing, [], None).wait()
+            self._enqueue(name, lambda: None, [], None).wait()
         if self.broken is not None:
             raise _broken_error(name, self.broken)
 
@@ -124,14 +124,13 @@ class Worker:
         Raises:
             RuntimeError: the queue is empty, so the callback waits for itself.
         """
-        if not self._is_own_thread():
-            return
-        while not done():
-            task = self._next_queued()
-            if task is None:
+        while self._is_own_thread() and not done():
+            try:
+                task = self._tasks.get_nowait()
+            except queue.Empty:
                 raise RuntimeError(
                     "a future's callback waits for itself, or for a collective that comes after it"
-                )
+                ) from None
             self._run_task(task)
 
     def close(self) -> None:
@@ -158,7 +157,17 @@ class Worker:
             self._kept.append(work)
 
         def execute() -> None:
-            self._finish(work, self._error_of(name, call, result))
+            error = None
+            try:
+                self._attempt(name, call, result)
+            except Exception as raised:
+                error = raised
+            self._count(-1)
+            if error is None:
+                work.finish()
+                return
+            self._failed = self._failed or work
+            work.fail(error, is_recorded=self.records_losses)
 
         streams = self._streams.after_caller(result if tensors is None else tensors)
         self._put(_Task(execute, streams))
@@ -190,13 +199,6 @@ class Worker:
         except BaseException:  # without this thread, all ranks would wait for its collectives
             abort_with_traceback("collectives failed:\n")
 
-    def _next_queued(self) -> _Task | None:
-        """Return the next task without waiting; None if there is none."""
-        try:
-            return self._tasks.get_nowait()
-        except queue.Empty:
-            return None
-
     def _run_task(self, task: _Task) -> None:
         outer, self._in_callback = self._in_callback, task.is_callback
         try:
@@ -204,21 +206,6 @@ class Worker:
                 task.run()
         finally:
             self._in_callback = outer
-
-    def _finish(self, work: Queued, error: Exception | None) -> None:
-        self._count(-1)
-        if error is None:
-            work.finish()
-            return
-        self._failed = self._failed or work
-        work.fail(error, is_recorded=self.records_losses)
-
-    def _error_of(self, name: str, call: Call, result: list[torch.Tensor]) -> Exception | None:
-        try:
-            self._attempt(name, call, result)
-        except Exception as error:
-            return error
-        return None
 
     def _attempt(self, name: str, call: Call, result: list[torch.Tensor]) -> None:
         if self.broken is not None:
@@ -249,7 +236,3 @@ class Worker:
 
 def _broken_error(name: str, broken: CollectiveError) -> CollectiveError:
     return type(broken)(f"{name}: this process group failed before: {broken}")
-
-
-def _nothing() -> None:
-    pass
