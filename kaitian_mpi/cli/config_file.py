@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config import TrainConfig, wrong_type
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.supervise.user_files import parse_toml
+from kaitian_mpi.supervise.environments import read_toml
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -21,13 +20,7 @@ def read_config_file(path: str) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
     """
-    try:
-        text = Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"--config {path}: {error.strerror}; name a TOML file that can be read"
-        ) from error
-    content = parse_toml(text, f"--config {path}")
+    content = read_toml("--config", path)
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     del fields["config"]
     settings: dict[str, Any] = {}

@@ -33,8 +33,8 @@ from kaitian_mpi.runtime.launcher import read_launch, read_tasks
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
-from kaitian_mpi.supervise.doctor_hosts import examine_hosts
-from kaitian_mpi.supervise.user_files import read_environments
+from kaitian_mpi.supervise.environments import read_environments
+from kaitian_mpi.supervise.host_check import examine_hosts
 
 PROGRAM = "kaitian-doctor"
 _MAX_TIMEOUT = 3600.0

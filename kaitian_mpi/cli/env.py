@@ -8,32 +8,31 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.command import Command, parse_launcher, read_hosts
-from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.supervise.environments import PROGRAM, expand
-from kaitian_mpi.supervise.host_check import ask_hosts, version_faults
+from kaitian_mpi.runtime.command import parse_launcher, read_hosts
+from kaitian_mpi.supervise.environments import expand, read_environments
+from kaitian_mpi.supervise.host_check import ask_hosts
 from kaitian_mpi.supervise.probe import find_agent, is_local
-from kaitian_mpi.supervise.user_files import read_environments
+
+PROGRAM = "kaitian-env"
 
 
 def main() -> None:
     """Run the command."""
     try:
         options = read_options(sys.argv[1:])
-        words, hosts, pythons = plan(options.file, options.command)
+        words = plan(options)
         if options.print:
             print(shlex.join(words))
             return
-        check(parse_launcher(options.command), hosts, pythons)
-        sys.stdout.flush()
         os.execvp(words[0], words)  # noqa: S606 (no shell)
     except FileNotFoundError:
-        _fail(f"there is no {options.command[0]}; give the path of mpirun")
-    except UserError as error:
-        _fail(str(error), error.exit_code)
+        error = UserError(f"there is no {options.command[0]}; give the path of mpirun")
+    except UserError as fault:
+        error = fault
+    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -78,37 +77,23 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def plan(file: str, command: Sequence[str]) -> tuple[list[str], list[Host], dict[str, str]]:
-    """Return mpirun's command, its hosts, and the interpreter of each.
+def plan(options: argparse.Namespace) -> list[str]:
+    """Return mpirun's command, and unless it is only printed, ask its hosts whether it can start.
 
     Raises:
-        UserError: a file cannot be read or is wrong, or the command cannot be divided.
+        UserError: a file cannot be read or is wrong, the command cannot be divided, or ranks cannot
+            be started on a host.
     """
-    given = read_environments(file)
-    launcher = parse_launcher(command)
-    hosts, _ = read_hosts(launcher)
-    words, programs = expand(launcher, hosts, given)
-    used = [host for host in hosts if host.name in programs]
-    return words, used, {host.name: given.get(host.name, sys.executable) for host in used}
-
-
-def check(command: Command, hosts: Sequence[Host], pythons: dict[str, str]) -> None:
-    """Ask the hosts whether mpirun can start the ranks there.
-
-    Raises:
-        UserError: one cannot; it names each of them.
-    """
-    local = frozenset(host.name for host in hosts if is_local(host.name))
-    answers = ask_hosts(find_agent(command, os.environ), hosts, pythons, local)
-    faults = [answer.fault for answer in answers.values() if answer.fault]
-    faults += version_faults(answers, __version__)
-    if faults:
-        raise UserError("; ".join(faults))
-
-
-def _fail(text: str, code: int = 2) -> None:
-    print(f"{PROGRAM}: error: {text}", file=sys.stderr)
-    sys.exit(code)
+    given = read_environments(options.file)
+    launcher = parse_launcher(options.command)
+    words, hosts = expand(launcher, read_hosts(launcher)[0], given)
+    if not options.print:
+        pythons = {host.name: given.get(host.name, sys.executable) for host in hosts}
+        local = set(filter(is_local, pythons))
+        answers = ask_hosts(find_agent(launcher, os.environ), hosts, pythons, local)
+        if faults := [answer.fault for answer in answers.values() if answer.fault]:
+            raise UserError("; ".join(faults))
+    return words
 
 
 if __name__ == "__main__":

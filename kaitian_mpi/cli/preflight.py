@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.balance.shares import plan_equal
@@ -19,7 +18,8 @@ from kaitian_mpi.preflight.rank_checks import judge_placement
 from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
-from kaitian_mpi.supervise.user_files import devices_for, parse_device_map
+from kaitian_mpi.supervise.environments import devices_for, read_device_map
+from kaitian_mpi.supervise.probe import is_local
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,29 +50,16 @@ def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
     """
     if not any(gather_values(comm, device_map)):
         return devices
-    text = ""
+    known: dict[str, str] = {}
     with agree_on_errors(comm):
         if devices != "auto":
             raise UserError("--devices cannot be combined with --device-map; remove one of them")
         if comm.rank == 0:
-            text = _read_device_map(device_map)
-    path, text = gather_values(comm, (device_map, text))[0]
-    from kaitian_mpi.supervise.probe import is_local
-
+            known = read_device_map(device_map)
+    path, known = gather_values(comm, (device_map, known))[0]
     with agree_on_errors(comm):
-        known = parse_device_map(text, path)
         devices = devices_for(known, socket.gethostname(), is_local, path)
     return devices
-
-
-def _read_device_map(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        fault = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"--device-map {path}: {fault}; name a TOML file that rank 0 can read"
-        ) from error
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:

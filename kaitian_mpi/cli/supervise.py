@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
@@ -22,6 +21,7 @@ from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.runtime.command import FOLDERS, parse_command, read_hosts
 from kaitian_mpi.runtime.command import PROGRAM as TRAIN
 from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.supervise.environments import read_environments
 from kaitian_mpi.supervise.host_changes import HostChanges
 from kaitian_mpi.supervise.host_check import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.host_check import PendingAnswer
@@ -30,13 +30,39 @@ from kaitian_mpi.supervise.probe import find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.process import Machine
 from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
-from kaitian_mpi.supervise.user_files import read_environments
 
 PROGRAM = "kaitian-supervise"
 _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also if it is the main module
-_MAX_SECONDS = 86_400
-_MAX_RESTARTS = 1_000_000
 _ABOVE_ZERO = 5e-324  # the smallest float above 0
+# The default, the least, the most and the help text of each flag.
+_NUMBERS: dict[str, tuple[float, float, int, str]] = {
+    "--host-backoff": (
+        60.0,
+        _ABOVE_ZERO,
+        86_400,
+        "with --hosts-file: seconds until a host that was lost may come back, doubled each time it "
+        "is lost again, up to an hour",
+    ),
+    "--max-restarts": (
+        3,
+        0,
+        1_000_000,
+        "restart the job at most this many times; where its hosts have changed does not count",
+    ),
+    "--probe-seconds": (
+        4.0,
+        _ABOVE_ZERO,
+        86_400,
+        "seconds that a host may take to answer after a failure",
+    ),
+    "--hang-seconds": (
+        5.0,
+        0,
+        86_400,
+        "seconds that mpirun may keep running after its ranks on this machine have ended, as it "
+        "does when the link to a host is down; 0: no limit",
+    ),
+}
 
 
 def main() -> None:
@@ -51,7 +77,7 @@ def main() -> None:
         changes = None
         if hosts_file is not None:
             ask = partial(ask_host, agent, job)
-            changes = HostChanges(hosts_file, ask, _log.info, __version__, options.host_backoff)
+            changes = HostChanges(hosts_file, ask, _log.info, options.host_backoff)
         limits = (options.probe_seconds, options.hang_seconds)
         with Machine(job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts, changes)
@@ -76,33 +102,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--model mobilenetv2",
         allow_abbrev=False,
     )
-    _add_hosts(parser)
-    _add_limits(parser)
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        help=f"mpirun with its options, then {TRAIN} with its flags",
-    )
-    return parser
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the hosts that the job is started on."""
     parser.add_argument(
         "--hosts-file",
         default="",
         metavar="FILE",
         help="the hosts, in place of mpirun's --hostfile and -np: lines such as node-a slots=4, "
-        "with a rank for each slot; it is read again when it changes, and at a SIGHUP, and the "
-        "job then restarts on the hosts in it and continues",
-    )
-    parser.add_argument(
-        "--host-backoff",
-        type=float,
-        default=60.0,
-        metavar="X",
-        help="with --hosts-file: seconds until a host that was lost may come back, doubled each "
-        "time it is lost again, up to an hour (default 60)",
+        "with a rank for each slot; it is read again when it changes, and the job then restarts "
+        "on the hosts in it and continues",
     )
     parser.add_argument(
         "--env",
@@ -110,33 +116,20 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the interpreters of hosts, as for kaitian-env; by default all start the same path",
     )
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that limit restarts and waits."""
+    for flag, (default, _, _, text) in _NUMBERS.items():
+        parser.add_argument(
+            flag,
+            type=type(default),
+            default=default,
+            metavar="N" if isinstance(default, int) else "X",
+            help=f"{text} (default {default:g})",
+        )
     parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="restart the job at most this many times; where its hosts have changed does not "
-        "count (default 3)",
+        "command",
+        nargs=argparse.REMAINDER,
+        help=f"mpirun with its options, then {TRAIN} with its flags",
     )
-    parser.add_argument(
-        "--probe-seconds",
-        type=float,
-        default=4.0,
-        metavar="X",
-        help="seconds that a host may take to answer after a failure (default 4)",
-    )
-    parser.add_argument(
-        "--hang-seconds",
-        type=float,
-        default=5.0,
-        metavar="X",
-        help="seconds that mpirun may keep running after its ranks on this machine have ended, as "
-        "it does when the link to a host is down; 0: no limit (default 5)",
-    )
+    return parser
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -150,20 +143,12 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         del options.command[0]
     if options.command and options.command[0].startswith("-"):
         raise UserError(f"unrecognized arguments: {options.command[0]}; see {PROGRAM} --help")
-    _check_range("--max-restarts", options.max_restarts, 0, _MAX_RESTARTS)
-    for flag, value, least in (
-        ("--host-backoff", options.host_backoff, _ABOVE_ZERO),
-        ("--probe-seconds", options.probe_seconds, _ABOVE_ZERO),
-        ("--hang-seconds", options.hang_seconds, 0),
-    ):
-        _check_range(flag, value, least, _MAX_SECONDS)
+    for flag, (_, least, most, _) in _NUMBERS.items():
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if not least <= value <= most:  # false for NaN
+            low = "above 0" if least == _ABOVE_ZERO else f"at least {least:g}"
+            raise UserError(f"{flag} must be {low} and at most {most}, not {value}")
     return options
-
-
-def _check_range(flag: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:  # false for NaN
-        low = "above 0" if least == _ABOVE_ZERO else f"at least {least:g}"
-        raise UserError(f"{flag} must be {low} and at most {most}, not {value}")
 
 
 def make_job(
@@ -196,7 +181,7 @@ def make_job(
                 "listed by rank: the ranks' numbers change with the hosts; remove one of them"
             )
         command = command_on(command, hosts_file.path)
-        hosts, hostfiles = tuple(entry.host for entry in hosts_file.entries), {}
+        hosts, hostfiles = hosts_file.hosts, {}
     # With mpirun --wdir the run folder is relative to that directory.
     place = Path(*command.values(FOLDERS)[-1:])
     run_dir = config.run_dir
@@ -219,7 +204,7 @@ def make_job(
         hosts_file=hosts_file.path if hosts_file is not None else "",
         pythons=pythons or {},
     )
-    return job if hosts_file is None else job.with_hosts(hosts_file.entries)
+    return job if hosts_file is None else job.with_hosts(hosts_file.hosts)
 
 
 def ask_host(agent: Sequence[str], job: Job, host: Host) -> PendingAnswer:

@@ -1,4 +1,4 @@
-"""`kaitian-env`: one mpirun command for hosts whose interpreters are at different paths.
+"""The user's TOML files with something for each host, and mpirun's command with such interpreters.
 
 mpirun starts the same path on every host, unless its command has several parts with a colon between
 them; each part has its own hosts and its own program.
@@ -6,15 +6,18 @@ them; each part has its own hosts and its own program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.command import FOLDERS, HOST_LISTS, RANKS, Command
 from kaitian_mpi.runtime.hosts import Host, place_by_slot, total_slots
 
-PROGRAM = "kaitian-env"
+_PYTHON = 'python = "/opt/torch/bin/python"'
+_DEVICES = 'node-a = ["cuda:0", "cuda:1"]'
 _MODULES = {
     "kaitian-doctor": "kaitian_mpi.cli.doctor",
     "kaitian-plan": "kaitian_mpi.cli.plan",
@@ -23,15 +26,123 @@ _MODULES = {
 }
 
 
-def command_for(program: Sequence[str], python: str) -> list[str]:
-    """Return a program's command with an interpreter; without one, the command as it is.
+def read_toml(source: str, path: str) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Args:
+        source: the flag, for error messages.
+        path: the file.
 
     Raises:
-        UserError: the program is not one for which an interpreter can be chosen.
+        UserError: it cannot be read, or is not TOML.
     """
+    try:
+        content = Path(path).expanduser().read_bytes()
+        return tomllib.loads(content.decode())
+    except OSError as error:
+        fault = f"{error.strerror}; name a TOML file that can be read"
+        raise UserError(f"{source} {path}: {fault}") from error
+    except (ValueError, RecursionError) as error:
+        fault = " ".join(str(error).split())
+        raise UserError(f"{source} {path} is not valid TOML ({fault}); correct it") from error
+
+
+def read_environments(path: str) -> dict[str, str]:
+    """Return the path of each host's interpreter in a file of environments.
+
+    Raises:
+        UserError: it is not TOML, or a host's table is not just `python` with a full path.
+    """
+    pythons = {}
+    for host, table in read_toml("the file of environments", path).items():
+        python = table.get("python") if isinstance(table, dict) else None
+        # ssh does not read a shell's settings, so a name alone may be found nowhere.
+        if not isinstance(python, str) or set(table) != {"python"} or not python.startswith("/"):
+            raise UserError(
+                f"{path}: [{host}] must have the full path of its interpreter and nothing else, "
+                f'such as {_PYTHON}; quote a name with dots: ["node-b.lab"]'
+            )
+        pythons[host] = python
+    return pythons
+
+
+def read_device_map(path: str) -> dict[str, str]:
+    """Return each host's devices in a device map, as `--devices` takes them.
+
+    Raises:
+        UserError: it is not TOML, or a host's value is not a list of devices.
+    """
+    content = read_toml("--device-map", path)
+    if not content:
+        raise UserError(f"--device-map {path} is empty; add a line for each host: {_DEVICES}")
+    for host, value in content.items():
+        is_list = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+        if not is_list or any("," in each or not each.strip() for each in value):
+            raise UserError(
+                f"--device-map {path}: {host}: {value!r} is not a list with a device for each "
+                f"local rank; write one, such as {_DEVICES}; quote a name with dots"
+            )
+    return {host: ",".join(value) for host, value in content.items()}
+
+
+def devices_for(
+    devices: Mapping[str, str], host: str, is_this_host: Callable[[str], bool], path: str
+) -> str:
+    """Return the devices of this host.
+
+    Args:
+        devices: the result of `read_device_map`.
+        host: this host's name.
+        is_this_host: whether another name or an address is this host's.
+        path: the file, for the error message.
+
+    Raises:
+        UserError: the map does not have this host.
+    """
+    for name in (host, host.partition(".")[0], *filter(is_this_host, devices)):
+        if name in devices:
+            return devices[name]
+    raise UserError(
+        f"--device-map {path} has no devices for {host}, only for {', '.join(devices)}; add a line "
+        f"for every host of the job, such as {_DEVICES}"
+    )
+
+
+def expand(
+    command: Command, hosts: Sequence[Host], pythons: Mapping[str, str]
+) -> tuple[list[str], list[Host]]:
+    """Return mpirun's command with each host's own interpreter, and the hosts that get a rank.
+
+    Args:
+        command: mpirun with its options, and the program.
+        hosts: those of the command's hostfiles and host lists.
+        pythons: the result of `read_environments`; the others start the program as it is.
+
+    Raises:
+        UserError: a host is unknown or has no `slots`, or there are more ranks than slots.
+    """
+    placed = place_by_slot(hosts, _check_slots(command, hosts, pythons))
+    used = [host for host in hosts if host.name in placed]
+    programs = {host.name: _program(command.arguments, pythons.get(host.name, "")) for host in used}
+    parts = []
+    for program, names in groupby(programs, key=lambda name: programs[name]):
+        counts = {name: placed.count(name) for name in names}
+        where = ",".join(f"{name}:{count}" for name, count in counts.items())
+        parts.append(["--host", where, "-np", str(sum(counts.values())), *program])
+    options = command.replaced((*RANKS, *HOST_LISTS), []).parts
+    words = [word for part in options for word in part.words] + parts[0]
+    # The first part's options hold for the whole job, and most may be there only once.
+    of_each = [word for part in options if part.name in FOLDERS for word in part.words]
+    for part in parts[1:]:
+        words += [":", *of_each, *part]
+    return words, used
+
+
+def _program(program: Sequence[str], python: str) -> list[str]:
+    """Return a program's command with an interpreter; without one, the command as it is."""
+    name = PurePath(program[0]).name if program else ""
     if not python:
         return list(program)
-    name = PurePath(program[0]).name if program else ""
     if name in _MODULES:
         return [python, "-m", _MODULES[name], *program[1:]]
     if name.startswith("python"):
@@ -40,44 +151,6 @@ def command_for(program: Sequence[str], python: str) -> list[str]:
         f"mpirun cannot start {' '.join(program[:1]) or 'nothing'} with an interpreter per host; "
         f"name {', '.join(_MODULES)}, or python with its arguments"
     )
-
-
-def expand(
-    command: Command, hosts: Sequence[Host], pythons: Mapping[str, str]
-) -> tuple[list[str], dict[str, list[str]]]:
-    """Return mpirun's command with each host's own interpreter.
-
-    Args:
-        command: mpirun with its options, and the program.
-        hosts: those of the command's hostfiles and host lists.
-        pythons: the result of `parse_environments`; the others start the program as it is.
-
-    Returns:
-        The command, and the program's by host, for hosts that get a rank.
-
-    Raises:
-        UserError: a host is unknown or has no `slots`, or there are more ranks than slots.
-    """
-    ranks = _check_slots(command, hosts, pythons)
-    placed = place_by_slot(hosts, ranks)
-    counts = {host.name: placed.count(host.name) for host in hosts if host.name in placed}
-    programs = {name: command_for(command.arguments, pythons.get(name, "")) for name in counts}
-    options = command.replaced((*RANKS, *HOST_LISTS), [])
-    launcher = next(at for at, part in enumerate(options.parts) if part.is_launcher)
-    before = [word for part in options.parts[: launcher + 1] for word in part.words]
-    after = [word for part in options.parts[launcher + 1 :] for word in part.words]
-    parts = []
-    for program, names in groupby(counts, key=lambda name: programs[name]):
-        of_part = list(names)
-        where = ",".join(f"{name}:{counts[name]}" for name in of_part)
-        count = sum(counts[name] for name in of_part)
-        parts.append(["--host", where, "-np", str(count), *program])
-    words = [*before, *after, *parts[0]]
-    # The first part's options hold for the whole job, and most may be there only once.
-    of_each = [word for part in options.parts if part.name in FOLDERS for word in part.words]
-    for part in parts[1:]:
-        words += [":", *of_each, *part]
-    return words, programs
 
 
 def _check_slots(command: Command, hosts: Sequence[Host], pythons: Mapping[str, str]) -> int:

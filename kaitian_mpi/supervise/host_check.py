@@ -6,24 +6,23 @@ for a missing command does not say what to do. All hosts are asked at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-import signal
-import subprocess
-import tempfile
-import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import IO, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.supervise.probe import NO_ANSWER, POLL_SEC, probe_command
+from kaitian_mpi import __version__
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.process import NOT_EXECUTABLE, NOT_FOUND, Ended, LimitedProcess
+from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, problem_from, warning
+from kaitian_mpi.runtime.command import Command, read_hostfile
+from kaitian_mpi.runtime.hosts import Host, parse_hostfile
+from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
+from kaitian_mpi.supervise.probe import MAX_AT_ONCE, NO_ANSWER, find_agent, is_local, probe_command
 
 SECONDS = 8.0
 """How long all of it may take: users are promised an answer within 10 s."""
-_MAX_AT_ONCE = 256
-_MAX_ANSWER_BYTES = 1 << 16
-_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # exit codes of a shell
 _SHOW_VERSION = 'from importlib.metadata import version; print(version("kaitian-mpi"))'
 _LOGIN = "ssh logs in without a password: ssh -o BatchMode=yes"
 
@@ -37,75 +36,38 @@ class HostAnswer(NamedTuple):
     """Why ranks cannot be started there, and what to do; empty if they can."""
 
 
-class Ended(NamedTuple):
-    """How the question to a host has ended."""
-
-    code: int | None
-    """The exit code; None if it took too long."""
-    out: str = ""
-    err: str = ""
-
-
 class PendingAnswer:
-    """A host that has been asked for this package's version; nothing here blocks."""
+    """A host that has been asked for this package's version.
+
+    Args:
+        agent: the command by which mpirun reaches hosts, as `find_agent` returns it.
+        host: the host.
+        python: the path of its interpreter.
+        seconds: how long it may take.
+        is_local: whether it is this machine, which is asked without the agent.
+    """
 
     def __init__(
         self, agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool = False
     ) -> None:
-        """Ask.
-
-        Args:
-            agent: the command by which mpirun reaches hosts, as `find_agent` returns it.
-            host: the host.
-            python: the path of its interpreter.
-            seconds: how long it may take.
-            is_local: whether it is this machine, which is asked without the agent.
-        """
-        self._host, self._python, self._seconds, self._is_local = host, python, seconds, is_local
-        self._until = time.monotonic() + seconds
-        self._answer: HostAnswer | None = None
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._place = (host.name, python, seconds, is_local)
         words = [python, "-c", _SHOW_VERSION]
         if not is_local:  # the remote shell splits the words again
             words = probe_command(agent, host, seconds, [shlex.join(words)])
-        try:
-            # In its own session: no terminal to prompt on, and one signal ends all of it.
-            self._process = subprocess.Popen(  # noqa: S603 (a list of words with a checked name)
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=self._out,
-                stderr=self._err,
-                start_new_session=True,
-            )
-        except OSError as error:
-            is_missing = isinstance(error, FileNotFoundError)
-            self._finish(Ended(_NOT_FOUND if is_missing else _NOT_EXECUTABLE))
+        self._process = LimitedProcess(words, seconds)
 
     def poll(self) -> HostAnswer | None:
-        """Return the answer; None until there is one, at most for the seconds given."""
-        if self._answer is None:
-            code = self._process.poll()
-            if code is not None or time.monotonic() > self._until:
-                self._finish(None if code is None else Ended(code, *self._output()))
-        return self._answer
+        """Return the answer; None until there is one. Does not block."""
+        ended = self._process.poll()
+        return None if ended is None else judge(ended, *self._place)
+
+    def wait(self) -> HostAnswer:
+        """Wait for the answer, at most for the seconds given."""
+        return judge(self._process.wait(), *self._place)
 
     def cancel(self) -> None:
         """Stop asking."""
-        if self._answer is None:
-            self._finish(None)
-
-    def _output(self) -> tuple[str, str]:
-        return _content(self._out), _content(self._err)
-
-    def _finish(self, ended: Ended | None) -> None:
-        if ended is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._out.close()
-        self._err.close()
-        place = (self._host.name, self._python, self._seconds, self._is_local)
-        self._answer = judge(ended or Ended(None), *place)
+        self._process.kill()
 
 
 def ask_hosts(
@@ -124,30 +86,26 @@ def ask_hosts(
         local: the names of this machine, which is asked without the agent.
         seconds: how long each may take.
     """
-    answers: dict[str, HostAnswer] = {}
-    for begin in range(0, len(hosts), _MAX_AT_ONCE):
-        asked = {
-            host.name: PendingAnswer(
-                agent, host, pythons[host.name], seconds, is_local=host.name in local
-            )
-            for host in hosts[begin : begin + _MAX_AT_ONCE]
-        }
-        while any(each.poll() is None for each in asked.values()):
-            time.sleep(POLL_SEC)
-        answers |= {name: each.poll() or HostAnswer("") for name, each in asked.items()}
-    return answers
+
+    def ask(host: Host) -> HostAnswer:
+        python, is_here = pythons[host.name], host.name in local
+        return PendingAnswer(agent, host, python, seconds, is_here).wait()
+
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        return dict(zip([host.name for host in hosts], pool.map(ask, hosts), strict=True))
 
 
 def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
     """Return what the end of a host's command means."""
     said = (ended.err.strip().splitlines() or [""])[-1].strip()
     login = f"check that it is up and that {_LOGIN} {host} true"
+    version = (ended.out.split() or [""])[-1]  # a login script may print something before it
     fault = ""
     if ended.code is None:
         fault = f"{host} does not answer within {seconds:g} s; {login}"
     elif ended.code == NO_ANSWER and not is_local:
         fault = f"{host} cannot be reached ({said or 'ssh says nothing'}); {login}"
-    elif ended.code in (_NOT_EXECUTABLE, _NOT_FOUND):
+    elif ended.code in (NOT_EXECUTABLE, NOT_FOUND):
         fault = (
             f"{host} has no {python}; install the same environment at that path there, or name "
             "the host's own in a file for kaitian-env (docs/install.md)"
@@ -156,20 +114,61 @@ def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) 
         fault = f"{host}: {python} has no kaitian-mpi; install it there with pip"
     elif ended.code:
         fault = f"{host}: {python} fails ({said or f'exit code {ended.code}'}); run it there"
-    lines = ended.out.split()  # a login script may print something before it
-    return HostAnswer("", fault) if fault else HostAnswer(lines[-1] if lines else "")
+    elif version != __version__:
+        fault = (
+            f"{host} has kaitian-mpi {version}, and this host {__version__}; install the same "
+            "version on every host"
+        )
+    return HostAnswer("" if ended.code else version, fault)
 
 
-def version_faults(answers: Mapping[str, HostAnswer], own: str) -> list[str]:
-    """Return a line for each host with another version of this package than this one's."""
-    return [
-        f"{host} has kaitian-mpi {answer.version}, and this host {own}; install the same version "
-        "on every host"
-        for host, answer in answers.items()
-        if not answer.fault and answer.version != own
-    ]
+def examine_hosts(
+    hostfile: str, pythons: Mapping[str, str], python: str
+) -> list[tuple[str, Verdict]]:
+    """Ask the hosts of a hostfile whether mpirun can start ranks there; within about 8 s.
+
+    Args:
+        hostfile: its path.
+        pythons: the interpreters of some hosts, by name.
+        python: the interpreter of the others.
+
+    Raises:
+        UserError: the hostfile cannot be read, is wrong or empty.
+    """
+    hosts = parse_hostfile(read_hostfile(hostfile), hostfile)
+    names = [host.name for host in hosts]
+    if not hosts:
+        raise UserError(f"--hostfile {hostfile} is empty; add a line for each host")
+    if unknown := [name for name in pythons if name not in names]:
+        raise UserError(
+            f"--env names {', '.join(unknown)}, but {hostfile} has {', '.join(names)}; correct "
+            "either"
+        )
+    interpreters = {name: pythons.get(name, python) for name in names}
+    agent = find_agent(Command(parts=(), arguments=()), os.environ)
+    answers = ask_hosts(agent, hosts, interpreters, set(filter(is_local, names)))
+    verdicts = [("hostfile", verdict) for verdict in judge_hostfile(hosts, os.environ)]
+    for name, answer in answers.items():
+        shown = f"{name}: kaitian-mpi {answer.version}, {interpreters[name]}"
+        verdicts.append(("host", problem_from(answer.fault) if answer.fault else ok(shown)))
+    return verdicts
 
 
-def _content(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
+    """Judge whether mpirun will put ranks on all of these hosts."""
+    for name in MAPPING_POLICIES:
+        if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:
+            yield problem(
+                f"{name}={environ[name]} puts every rank on {hosts[0].name}",
+                "unset it: with a hostfile, as many slots as ranks are enough",
+            )
+    slots = [host.slots for host in hosts if host.slots is not None]
+    if len(slots) == len(hosts):
+        yield ok(f"{count_text(len(hosts), 'host')} with {count_text(sum(slots), 'slot')}")
+    elif len(hosts) > 1:
+        without = ", ".join(host.name for host in hosts if host.slots is None)
+        yield warning(
+            f"no slots for {without}: mpirun takes as many as there are cores, and may fill the "
+            "first host alone",
+            "write slots=N, one for each device",
+        )

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folder_lock import wait_for_save
@@ -35,28 +36,24 @@ _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
 _MAX_HANG_SEC = 60.0
 _BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-_PROC = Path("/proc")
-# Only ranks have these.
-_RANK_VARIABLES = tuple(f"{library.rank_variables[0]}=".encode() for library in LIBRARIES)
+_RANK_VARIABLES = frozenset(library.rank_variables[0] for library in LIBRARIES)
 
 
 class Machine:
     """Runs commands, waits, probes hosts and logs, for a supervisor.
 
     As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
-    and recorded in `stopped`; SIGUSR1 is forwarded. With a hosts file, SIGHUP has it read again.
+    and recorded in `stopped`; SIGUSR1 is forwarded.
+
+    Args:
+        job: the job.
+        agent: the result of `probe.find_agent`.
+        probe_sec: how long a host's answer may take.
+        hang_sec: how long mpirun may keep running after its ranks on this machine have ended, if
+            there are none on others; 0 for no limit.
     """
 
     def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
-        """Store the settings.
-
-        Args:
-            job: the job.
-            agent: the result of `probe.find_agent`.
-            probe_sec: how long a host's answer may take.
-            hang_sec: how long mpirun may keep running after its ranks on this machine have ended,
-                if there are none on others; 0 for no limit.
-        """
         self.job = job
         """The job; with a hosts file, the supervisor replaces it by one on other hosts."""
         self.stopped = 0
@@ -65,13 +62,13 @@ class Machine:
         self._probe_sec = probe_sec
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
-        self._reported_remote = self._is_hung_up = False
+        self._reported_remote = False
         self._missed = 0  # a stop signal received while there was no child
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
         """Install the handlers, except for signals that are ignored already."""
-        for number in (*_FORWARDED, *([signal.SIGHUP] if self.job.hosts_file else [])):
+        for number in _FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._forward)
         return self
@@ -178,9 +175,8 @@ class Machine:
         """
         if not any(SHM.glob(f"kaitian-{self.job.snapshots}-*")):
             return True
-        from kaitian_mpi.train.checkpoint.files import (
-            save_snapshot,  # loads torch, for seconds
-        )
+        # It loads torch, for seconds.
+        from kaitian_mpi.train.checkpoint.files import save_snapshot
 
         try:
             save_snapshot(self.job.snapshots, self.job.folder, self.job.keep_checkpoints)
@@ -223,11 +219,6 @@ class Machine:
         """Withdraw the request; return whether the job had not fulfilled it."""
         return withdraw_request(self.job.folder)
 
-    def take_hangup(self) -> bool:
-        """Return whether a SIGHUP has arrived since the last call."""
-        was, self._is_hung_up = self._is_hung_up, False
-        return was
-
     def pause(self, seconds: float) -> None:
         """Wait, at most until a signal requests a stop."""
         wait_until(lambda: bool(self.stopped), seconds, _POLL_SEC)
@@ -245,9 +236,6 @@ class Machine:
         _log.info("%s", text)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self._is_hung_up = True
-            return
         if number in _STOPS:
             self.stopped = self.stopped or number
         if self._child is not None:
@@ -275,24 +263,14 @@ def hosts_with_ranks(
 
 def has_local_ranks(launcher: int) -> bool:
     """Return whether a process has a rank among its descendants; False if that is not visible."""
-    return any(_is_rank(process) for process in _descendants(launcher))
-
-
-def _descendants(process: int) -> Iterator[int]:
     try:
-        # /proc lists a child under the thread that started it.
-        lists = [file.read_text() for file in (_PROC / str(process)).glob("task/*/children")]
-    except OSError:  # it has just exited
-        return
-    for child in map(int, " ".join(lists).split()):
-        yield child
-        yield from _descendants(child)
-
-
-def _is_rank(process: int) -> bool:
-    """Return whether a process is a rank or a rank's child; False if it has exited."""
-    try:
-        variables = (_PROC / str(process) / "environ").read_bytes().split(b"\0")
-    except OSError:
+        return any(map(_is_rank, psutil.Process(launcher).children(recursive=True)))
+    except psutil.Error:  # it has just exited
         return False
-    return any(variable.startswith(_RANK_VARIABLES) for variable in variables)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return not _RANK_VARIABLES.isdisjoint(process.environ())
+    except (psutil.Error, OSError):  # it has exited, or is another user's
+        return False

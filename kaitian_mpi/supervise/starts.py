@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -18,15 +18,9 @@ from kaitian_mpi.runtime.command import (
     Part,
     parse_launcher,
 )
-from kaitian_mpi.runtime.hosts import (
-    Host,
-    host_list_without,
-    hostfile_without,
-    place_by_slot,
-    total_slots,
-)
+from kaitian_mpi.runtime.hosts import Host, host_list_without, hostfile_without, total_slots
 from kaitian_mpi.supervise.environments import expand
-from kaitian_mpi.supervise.hosts_file import HostEntry
+from kaitian_mpi.supervise.hosts_file import hostfile_of
 from kaitian_mpi.supervise.probe import is_own_name
 
 _MAX_NAMES = 8
@@ -86,13 +80,12 @@ class Job:
         """The hosts other than this machine, which can be lost."""
         return [host for host in self.hosts if host.name not in self.local]
 
-    def with_hosts(self, entries: Sequence[HostEntry]) -> Job:
+    def with_hosts(self, hosts: Sequence[Host]) -> Job:
         """Return the job with the present hosts of its hosts file."""
-        hosts = tuple(entry.host for entry in entries)
         # No name server is asked, which might take long while the job runs.
         own = {host.name for host in hosts if is_own_name(host.name)}
-        text = "".join(f"{entry.line}\n" for entry in entries)
-        return replace(self, hosts=hosts, local=self.local | own, hostfiles={self.hosts_file: text})
+        hostfiles = {self.hosts_file: hostfile_of(hosts)}
+        return replace(self, hosts=tuple(hosts), local=self.local | own, hostfiles=hostfiles)
 
     def left(self, lost: Set[str]) -> list[Host]:
         """Return the hosts that can still run ranks, without the lost ones."""
@@ -119,13 +112,12 @@ def command_on(command: Command, hosts_file: str) -> Command:
     """
     if not any(part.is_launcher for part in command.parts):
         raise UserError(f"--hosts-file {hosts_file}: the command must start with mpirun")
-    for names in (HOSTFILES, HOST_LISTS, RANKS):
-        for part in command.parts:
-            if part.name in names:
-                raise UserError(
-                    f"--hosts-file {hosts_file} cannot be combined with {' '.join(part.words)}: it "
-                    "has the hosts, with a rank for each slot; omit either"
-                )
+    for part in command.parts:
+        if part.name in (*HOSTFILES, *HOST_LISTS, *RANKS):
+            raise UserError(
+                f"--hosts-file {hosts_file} cannot be combined with {' '.join(part.words)}: it "
+                "has the hosts, with a rank for each slot; omit either"
+            )
     at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
     own = (  # both values are chosen at each start
         Part(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
@@ -159,23 +151,24 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
         UserError: some host has an interpreter of its own, and another no slots.
     """
     command, hostfile, ranks = job.command, "", job.ranks
-    adapted: list[str] = []
+    left = job.left(lost)
+    own = [f"--run-dir={job.run_dir}"]
     if lost or job.hosts_file:
-        left = job.left(lost)
-        ranks = fewer_ranks(job.ranks, left)
+        slots = total_slots(left)
+        ranks = ranks if ranks is None or slots is None else min(ranks, slots)
         command, hostfile = _without(job, lost, new_hostfile, ranks)
-        adapted = _adapted_flags(job, lost, ranks)
-    own = [*adapted, f"--run-dir={job.run_dir}"]
+        own = _adapted_flags(job, ranks) + own
     # A user's --resume says where the job starts, not where it resumes after a failure.
     if trained or not _is_given("--resume", command.arguments):
         own += ["--resume=auto"]
     words = command.words + own
     if job.pythons:
-        left = job.left(lost)
-        names = {host.name for host in left}
-        pythons = {name: python for name, python in job.pythons.items() if name in names}
+        pythons = {host.name: job.pythons[host.name] for host in left if host.name in job.pythons}
         words, _ = expand(parse_launcher(words), left, pythons)
-    return Start(words=words, hostfile=hostfile, shape=_shape(job, lost, ranks))
+    count = "" if ranks is None else f"{ranks} rank{'' if ranks == 1 else 's'}"
+    names = list_names([host.name for host in left])
+    shape = " on ".join(filter(None, [count, names])) or "as mpirun chooses"
+    return Start(words=words, hostfile=hostfile, shape=shape)
 
 
 def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> tuple[Command, str]:
@@ -191,74 +184,29 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
     return command, hostfile
 
 
-def _adapted_flags(job: Job, lost: Set[str], ranks: int | None) -> list[str]:
+def _adapted_flags(job: Job, ranks: int | None) -> list[str]:
     """Return the flags that depend on the ranks, adapted to the smaller job.
 
-    mpirun is assumed to map ranks by slot, its default. With another mapping an emulated device may
-    be on another host than before; jobs on real devices are not affected. Spares replace the lost
-    ranks, as far as there are any.
+    Its ranks have the first of the emulated devices. Spares replace the lost ranks, as far as there
+    are any.
     """
     if job.ranks is None or ranks is None:
         return []
-    kept = kept_ranks(place_by_slot(job.hosts, job.ranks), lost, ranks)
     flags = []
     if job.emulate_kinds:
-        flags.append(f"--emulate-kinds={kinds_of(job.emulate_kinds, kept, job.ranks)}")
+        kinds = job.emulate_kinds.split(",")[:ranks]
+        flags.append(f"--emulate-kinds={','.join(kinds)}")
     if job.emulate_slowdown:
-        slowdown = slowdowns_of(job.emulate_slowdown, kept) or _NO_SLOWDOWN
-        flags.append(f"--emulate-slowdown={slowdown}")
+        entries = [entry.strip() for entry in job.emulate_slowdown.split(",")]
+        kept = [entry for entry in entries if entry.partition(":")[0] in map(str, range(ranks))]
+        flags.append(f"--emulate-slowdown={','.join(kept) or _NO_SLOWDOWN}")
     if job.spares:
         flags.append(f"--spares={max(0, job.spares - (job.ranks - ranks))}")
     return flags
 
 
-def fewer_ranks(ranks: int | None, left: Sequence[Host]) -> int | None:
-    """Return how many ranks to start on the hosts that are left: at most their slots, if known.
-
-    Args:
-        ranks: the number the user asked for; None for as many as there are slots.
-        left: the hosts that are left.
-    """
-    slots = total_slots(left)
-    return ranks if ranks is None or slots is None else min(ranks, slots)
-
-
-def kept_ranks(placed: Sequence[str], lost: Collection[str], ranks: int) -> list[int]:
-    """Return, for each rank of the smaller job, its rank in the whole job, in ascending order.
-
-    If the whole job had free slots, ranks of a lost host move to those.
-
-    Args:
-        placed: each rank's host in the whole job.
-        lost: the lost hosts.
-        ranks: the size of the smaller job.
-    """
-    surviving = [rank for rank, host in enumerate(placed) if host not in lost]
-    unplaced = [rank for rank, host in enumerate(placed) if host in lost]
-    return sorted(surviving[:ranks] + unplaced[: max(0, ranks - len(surviving))])
-
-
-def kinds_of(text: str, kept: Sequence[int], ranks: int) -> str:
-    """Return `--emulate-kinds` for the kept ranks; unchanged if it does not fit the whole job."""
-    labels = text.split(",")
-    return ",".join(labels[rank] for rank in kept) if len(labels) == ranks else text
-
-
-def slowdowns_of(text: str, kept: Sequence[int]) -> str:
-    """Return `--emulate-slowdown` for the kept ranks, as they are numbered in the smaller job."""
-    numbers = {str(old): new for new, old in enumerate(kept)}
-    entries = [entry.strip().partition(":") for entry in text.split(",")]
-    return ",".join(f"{numbers[old]}:{rest}" for old, _, rest in entries if old in numbers)
-
-
 def _is_given(flag: str, arguments: Sequence[str]) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in arguments)
-
-
-def _shape(job: Job, lost: Set[str], ranks: int | None) -> str:
-    count = "" if ranks is None else f"{ranks} rank{'' if ranks == 1 else 's'}"
-    names = list_names([host.name for host in job.left(lost)])
-    return " on ".join(filter(None, [count, names])) or "as mpirun chooses"
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from kaitian_mpi.errors import StorageError, UserError
+from kaitian_mpi.observe.files import read_json
 from kaitian_mpi.observe.folders import SHM
-from kaitian_mpi.runtime.hosts import Host, place_by_slot, total_slots
-from kaitian_mpi.supervise.host_changes import HostChanges, joined_hosts
+from kaitian_mpi.supervise.host_changes import HostChanges
 from kaitian_mpi.supervise.process import Machine
-from kaitian_mpi.supervise.run_state import RunState, read_state
 from kaitian_mpi.supervise.starts import Job, Start, list_names, plan_start
+from kaitian_mpi.train.summary import NAME, Summary
 
 _QUICK_SEC = 5.0
 _MAX_QUICK = 2
 _PAUSE_SEC = 5.0
 _LOOK_SEC = 1.0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A job's state at one moment, read from its run folder."""
+
+    finished: bool = False
+    steps: int = 0
+    """Steps according to the summary."""
+    metrics_bytes: int = 0
+    """Size of metrics.jsonl, which grows every few steps."""
+    confirmed_at: int = field(default=0, compare=False)
+    """When the summary was last written or confirmed, in nanoseconds; 0 if there is none."""
+
+    def has_finished_since(self, before: RunState) -> bool:
+        """Return whether the job has reported since then that it is finished."""
+        return self.finished and (not before.finished or self.confirmed_at != before.confirmed_at)
+
+    def is_beyond(self, before: RunState) -> bool:
+        """Return whether steps have been trained since then."""
+        return self.steps > before.steps or self.metrics_bytes > before.metrics_bytes
+
+
+def read_state(folder: Path) -> RunState:
+    """Read a run folder; return the default state if it is missing or unreadable."""
+    summary = Summary.from_json(read_json(folder / NAME))
+    confirmed_at = metrics_bytes = 0
+    with suppress(OSError):
+        confirmed_at = (folder / NAME).stat().st_mtime_ns
+    with suppress(OSError):
+        metrics_bytes = (folder / "metrics.jsonl").stat().st_size
+    return RunState(summary.finished, summary.steps or 0, metrics_bytes, confirmed_at)
 
 
 def supervise(
@@ -47,10 +80,7 @@ def supervise(
         UserError: the command cannot be started.
     """
     code = 1
-    if changes is None:
-        supervisor = _Supervisor(job, machine, max_restarts + 1)
-    else:
-        supervisor = _ElasticSupervisor(job, machine, max_restarts + 1, changes)
+    supervisor = _Supervisor(job, machine, max_restarts + 1, changes)
     try:
         code = supervisor.run()
     finally:
@@ -59,45 +89,56 @@ def supervise(
 
 
 class _Supervisor:
-    """The state between the starts of one job, whose hosts stay the same unless they are lost."""
+    """The state between the starts of one job."""
 
-    def __init__(self, job: Job, machine: Machine, max_starts: int) -> None:
+    def __init__(
+        self, job: Job, machine: Machine, max_starts: int, changes: HostChanges | None
+    ) -> None:
         self._job, self._machine, self._max_starts = job, machine, max_starts
-        self._before = read_state(job.folder)
-        self._lost: frozenset[str] = frozenset()
-        self._ever_lost: set[str] = set()
+        self._changes = changes
+        self._first = read_state(job.folder)
+        self._left_out: frozenset[str] = frozenset()
+        self._ever_left_out: set[str] = set()
+        self._ever_remote = {host.name: host for host in job.remote}
         self._idle = 0  # consecutive starts without progress
         self._quick = 0  # consecutive starts on the same hosts that failed immediately
-        self._remote = {host.name: host for host in job.remote}  # all that the job was ever on
+        self._trained_on: set[str] | None = None  # the hosts of the last start that trained
+        self._joined: set[str] = set()  # those that have been added since
+        self._is_asked = False  # the running job is asked to save and end
+        self._look_at = 0.0
 
     def run(self) -> int:
+        machine = self._machine
         number = failures = 1
         while True:
             before = read_state(self._job.folder)
-            code = self._start(number, before)
+            code, is_moved = self._start(number, before)
             state = read_state(self._job.folder)
-            if self._machine.stopped:
+            if machine.stopped:
                 return self._end_by_signal()
             if state.has_finished_since(before):
-                self._machine.report(f"finished after {_count(number, 'start')}")
+                machine.report(f"finished after {_starts(number)}")
                 return 0
-            if code == UserError.exit_code and not state.is_beyond(before) and not self._is_new():
+            has_trained = state.is_beyond(before)
+            if code == UserError.exit_code and not has_trained and not self._joined:
                 return code
             if code == StorageError.exit_code:
-                self._machine.report(
-                    "not started again: the job could not write its results, see above"
-                )
+                machine.report("not started again: the job could not write its results, see above")
                 return code
-            if not self._is_due_to_hosts(code):
+            if is_moved or self._joined:
+                self._idle = self._quick = 0
+                why = f"joined, and the job ended with code {code} before its next step"
+                self._lose(self._joined, why)
+            else:
                 if failures == self._max_starts or self._quick == _MAX_QUICK:
                     return self._give_up(number, code)
-                self._machine.report(f"mpirun ended with code {code}, and the job is not finished")
+                machine.report(f"mpirun ended with code {code}, and the job is not finished")
                 failures += 1
             if not self._choose_hosts():
-                return self._end_by_signal() if self._machine.stopped else 1
-            if self._idle > 1 and not self._machine.stopped:
-                self._machine.pause(_PAUSE_SEC)
-            if self._machine.stopped:
+                return self._end_by_signal() if machine.stopped else 1
+            if self._idle > 1 and not machine.stopped:
+                machine.pause(_PAUSE_SEC)
+            if machine.stopped:
                 return self._end_by_signal()
             number += 1
 
@@ -107,6 +148,9 @@ class _Supervisor:
         A run that has finished removes its snapshots itself, as far as it can.
         """
         job, machine = self._job, self._machine
+        if self._changes is not None:
+            self._changes.close()
+            machine.withdraw_request()
         if not job.owns_snapshots:
             return
         if code and not machine.save_snapshot():
@@ -116,24 +160,45 @@ class _Supervisor:
                 f"--snapshots {job.snapshots}"
             )
             return
-        hosts = [host for host in self._remote.values() if code or host.name in self._ever_lost]
+        remote = self._ever_remote
+        hosts = [remote[name] for name in remote if code or name in self._ever_left_out]
         if missed := machine.remove_snapshots(hosts):
             machine.report(
                 f"{SHM}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(missed))}"
             )
 
-    def _start(self, number: int, before: RunState) -> int:
-        """Start the job, wait for its end, and record whether it made progress."""
-        hostfile = self._job.folder / f"hostfile-restart-{number - 1}"
-        start = self._plan(self._lost, before, hostfile)
-        reason = f"{self._name_lost()}; " if self._lost else ""
-        self._machine.report(f"start {number} of {self._max_starts}: {reason}{start.shape}")
-        return self._run(before, partial(self._machine.run, start.words))
+    def _start(self, number: int, before: RunState) -> tuple[int, bool]:
+        """Start the job, wait for its end, and record whether it made progress.
 
-    def _plan(self, left_out: frozenset[str], before: RunState, hostfile: Path) -> Start:
+        Returns:
+            mpirun's exit code, and whether the job has ended because it was asked to.
+        """
+        machine, changes = self._machine, self._changes
+        start = self._plan(before, self._job.folder / f"hostfile-start-{number}")
+        limit = f" of {self._max_starts}" if changes is None else ""
+        machine.report(f"start {number}{limit}: {start.shape}")
+        began, self._is_asked = machine.now(), False
+        if changes is None:
+            code = machine.run(start.words)
+        else:
+            machine.withdraw_request()
+            changes.begin()
+            code = machine.run(start.words, partial(self._watch, before, changes))
+        is_refused = changes is not None and machine.withdraw_request()
+        if read_state(self._job.folder).is_beyond(before):
+            self._idle = self._quick = 0
+            self._joined = set()
+            self._trained_on = {host.name for host in self._job.left(self._left_out)}
+        else:
+            self._idle += 1
+            self._quick = self._quick + 1 if machine.now() - began < _QUICK_SEC else 0
+        # mpirun's code is not 0 if a rank was lost earlier, which the job has survived.
+        return code, self._is_asked and (code == 0 or not is_refused)
+
+    def _plan(self, before: RunState, hostfile: Path) -> Start:
         # Results of an earlier run in the folder were not trained by these starts.
-        trained = before.trained and before != self._before
-        start = plan_start(self._job, left_out, trained, str(hostfile))
+        trained = before != self._first and before != RunState()
+        start = plan_start(self._job, self._left_out, trained, str(hostfile))
         if start.hostfile:
             try:
                 hostfile.parent.mkdir(parents=True, exist_ok=True)
@@ -144,49 +209,64 @@ class _Supervisor:
                 ) from error
         return start
 
-    def _run(self, before: RunState, run: Callable[[], int]) -> int:
-        began = self._machine.now()
-        code = run()
-        seconds = self._machine.now() - began
-        is_idle = not read_state(self._job.folder).is_beyond(before)
-        self._idle = self._idle + 1 if is_idle else 0
-        self._quick = self._quick + 1 if is_idle and seconds < _QUICK_SEC else 0
-        return code
+    def _watch(self, before: RunState, changes: HostChanges) -> None:
+        """Ask the running job to save and end if it should be started again on other hosts.
 
-    def _is_new(self) -> bool:
-        """Return whether the job was started on hosts on which it has not trained before."""
-        return False
+        Not while it starts: it has no step to save yet.
+        """
+        machine, now = self._machine, self._machine.now()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SEC
+        is_due = changes.poll(now) and not self._is_asked
+        if is_due and read_state(self._job.folder).is_beyond(before):
+            names = list_names([host.name for host in changes.wanted])
+            machine.report(f"asking the job to save and end, to start it again on {names}")
+            self._is_asked = True
+            machine.request_restart()
 
-    def _is_due_to_hosts(self, code: int) -> bool:
-        """Return whether the job has ended because its hosts change, not by its own failure."""
-        return False
+    def _lose(self, names: set[str] | frozenset[str], why: str) -> None:
+        if self._changes is not None:
+            self._changes.lose(names, self._machine.now(), why)
+        else:
+            for name in sorted(names):
+                self._machine.report(f"host {name} {why}")
 
     def _choose_hosts(self) -> bool:
         """Choose the next start's hosts; return whether there are any."""
-        if not self._job.remote:
-            return True
-        before = self._lost
-        # All of them, including lost ones, which may be back.
-        self._lost = self._machine.lost(self._job.remote)
-        self._ever_lost |= self._lost
-        if self._lost != before:
+        machine, changes, before = self._machine, self._changes, self._left_out
+        if changes is None:
+            if not self._job.remote:
+                return True
+            # All of them, including lost ones, which may be back.
+            self._left_out = machine.lost(self._job.remote)
+            self._lose(self._left_out, "does not answer")
+        else:
+            machine.job = self._job = self._job.with_hosts(changes.hosts)
+            wanted = {host.name for host in changes.wanted}
+            lost = machine.lost([host for host in self._job.remote if host.name in wanted])
+            self._lose(lost, "does not answer")
+            self._left_out = changes.left_out
+        remote = {host.name: host for host in self._job.remote}
+        self._ever_left_out |= self._left_out | (self._ever_remote.keys() - remote.keys())
+        self._ever_remote |= remote
+        if self._left_out != before:
             self._quick = 0  # the next start uses other hosts
-        if self._lost and not self._job.left(self._lost):
-            self._machine.report(f"{self._name_lost()}; no host is left")
+        names = {host.name for host in self._job.left(self._left_out)}
+        if not names:
+            machine.report("no host is left")
             return False
+        if changes is not None and self._trained_on is not None:
+            self._trained_on &= names  # those that come back later join
+            self._joined = names - self._trained_on
+            machine.remove_stale_snapshots([remote[name] for name in self._joined & remote.keys()])
         return True
-
-    def _name_lost(self) -> str:
-        names = [host.name for host in self._job.hosts if host.name in self._lost]
-        if len(names) == 1:
-            return f"host {names[0]} does not answer"
-        return f"hosts {list_names(names)} do not answer"
 
     def _give_up(self, number: int, code: int) -> int:
         is_quick = self._quick == _MAX_QUICK
         reason = " (the last two failed immediately, on the same hosts)" if is_quick else ""
         self._machine.report(
-            f"gave up after {_count(number, 'start')}{reason}; mpirun's last exit code was {code}"
+            f"gave up after {_starts(number)}{reason}; mpirun's last exit code was {code}"
         )
         return code or 1
 
@@ -196,107 +276,5 @@ class _Supervisor:
         return 128 + number
 
 
-class _ElasticSupervisor(_Supervisor):
-    """The same with a hosts file: a running job is started again on other hosts."""
-
-    def __init__(self, job: Job, machine: Machine, max_starts: int, changes: HostChanges) -> None:
-        super().__init__(job, machine, max_starts)
-        self._changes = changes
-        self._trained_on: set[str] | None = None  # the hosts of the last start that trained
-        self._joined: list[Host] = []
-        self._placed: list[str] = []  # each rank's host in this start
-        self._seen = self._before
-        self._is_asked = self._has_moved = False
-        self._look_at = 0.0
-
-    def close(self, code: int) -> None:
-        self._changes.close()
-        self._machine.withdraw_request()
-        super().close(code)
-
-    def _start(self, number: int, before: RunState) -> int:
-        machine, changes = self._machine, self._changes
-        hostfile = self._job.folder / f"hostfile-start-{number}"
-        start = self._plan(changes.left_out, before, hostfile)
-        machine.withdraw_request()
-        machine.report(f"start {number}: {start.shape}")
-        changes.begin()
-        hosts = {host.name for host in changes.wanted}
-        self._placed = place_by_slot(changes.wanted, total_slots(changes.wanted) or 0)
-        self._is_asked, self._seen = False, before
-        watch = partial(self._watch, before)
-        code = self._run(before, partial(machine.run, start.words, watch))
-        # mpirun's code is not 0 if a rank was lost earlier, which the job has survived.
-        was_refused = machine.withdraw_request()
-        self._has_moved = self._is_asked and (code == 0 or not was_refused)
-        if read_state(self._job.folder).is_beyond(before):
-            self._trained_on, self._joined = hosts, []
-        return code
-
-    def _watch(self, before: RunState) -> None:
-        """Ask the running job to save and end if it should be started again on other hosts.
-
-        Not while it starts: it has no step to save yet.
-        """
-        machine, changes, now = self._machine, self._changes, self._machine.now()
-        if now < self._look_at:
-            return
-        self._look_at = now + _LOOK_SEC
-        if machine.take_hangup():
-            changes.read_again()
-        state = read_state(self._job.folder)
-        if not self._job.spares:  # else a spare has taken the lost rank's place
-            self._lose_hosts_of(state.lost_ranks_since(self._seen), now)
-        self._seen = state
-        if changes.poll(now) and not self._is_asked and state.is_beyond(before):
-            names = list_names([host.name for host in changes.wanted])
-            machine.report(f"asking the job to save and end, to start it again on {names}")
-            self._is_asked = True
-            machine.request_restart()
-
-    def _lose_hosts_of(self, lost: Collection[int], now: float) -> None:
-        """Record the hosts of ranks without which the job continues."""
-        ranks_of: dict[str, list[str]] = {}
-        for rank in sorted(lost):
-            if rank < len(self._placed):
-                ranks_of.setdefault(self._placed[rank], []).append(str(rank))
-        for host, ranks in ranks_of.items():
-            plural = "s" if len(ranks) > 1 else ""
-            self._changes.lose([host], now, f"has lost rank{plural} {list_names(ranks)}")
-
-    def _is_new(self) -> bool:
-        return bool(self._joined)
-
-    def _is_due_to_hosts(self, code: int) -> bool:
-        if not (self._has_moved or self._joined):
-            return False
-        if self._joined:  # hosts on which it has never trained are held back
-            names = [host.name for host in self._joined]
-            why = f"joined, and the job ended with code {code} before its next step"
-            self._changes.lose(names, self._machine.now(), why)
-        self._idle = self._quick = 0
-        return True
-
-    def _choose_hosts(self) -> bool:
-        machine, changes = self._machine, self._changes
-        self._job = self._job.with_hosts(changes.entries)
-        remote = {host.name for host in self._job.remote}
-        lost = machine.lost([host for host in changes.wanted if host.name in remote])
-        changes.lose(lost, machine.now(), "does not answer")
-        wanted = changes.wanted
-        machine.job = self._job
-        self._ever_lost |= self._remote.keys() - {host.name for host in wanted}
-        self._remote |= {host.name: host for host in self._job.remote}
-        if not wanted:
-            machine.report("no host is left")
-            return False
-        if self._trained_on is not None:
-            self._trained_on -= changes.left_out  # if they come back, they join
-        self._joined = joined_hosts(wanted, self._trained_on)
-        if stale := [host for host in self._joined if host.name in remote]:
-            machine.remove_stale_snapshots(stale)
-        return True
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def _starts(number: int) -> str:
+    return f"{number} start" + ("" if number == 1 else "s")

@@ -6,19 +6,19 @@ import time
 
 import pytest
 
+from kaitian_mpi import __version__
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.process import Ended
 from kaitian_mpi.runtime.command import hosts_of_launcher, parse_launcher
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
-from kaitian_mpi.supervise.doctor_hosts import judge_hostfile
-from kaitian_mpi.supervise.environments import expand
-from kaitian_mpi.supervise.host_check import Ended, HostAnswer, ask_hosts, judge, version_faults
-from kaitian_mpi.supervise.user_files import (
+from kaitian_mpi.supervise.environments import (
     devices_for,
-    parse_device_map,
-    parse_environments,
+    expand,
+    read_device_map,
     read_environments,
 )
+from kaitian_mpi.supervise.host_check import ask_hosts, judge, judge_hostfile
 
 HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
 TRAIN = "kaitian_mpi.cli.train --lr 1"
@@ -65,11 +65,15 @@ def test_a_command_that_cannot_be_divided(line, hosts, pythons, message):
         expand(parse_launcher(line.split()), hosts, pythons)
 
 
+def written(tmp_path, text):
+    (tmp_path / "hosts.toml").write_text(text)
+    return str(tmp_path / "hosts.toml")
+
+
 def test_environments_are_read(tmp_path):
     text = '[a]\npython = "/a/bin/python"\n["b.lab"]\npython = "/b/bin/python"\n'
-    (tmp_path / "env.toml").write_text(text)
     known = {"a": "/a/bin/python", "b.lab": "/b/bin/python"}
-    assert read_environments(str(tmp_path / "env.toml")) == known
+    assert read_environments(written(tmp_path, text)) == known
     with pytest.raises(UserError, match=r"none\.toml: No such file"):
         read_environments(str(tmp_path / "none.toml"))
 
@@ -78,20 +82,20 @@ def test_environments_are_read(tmp_path):
     ("text", "message"),
     [
         ("[a", "is not valid TOML"),
-        ('a = "/bin/python"', "must have the path of its interpreter"),
-        ("[a]", "must have the path of its interpreter"),
-        ('[a]\npython = "/p"\nPATH = "/x"', "must have the path of its interpreter"),
+        ('a = "/bin/python"', "must have the full path of its interpreter"),
+        ("[a]", "must have the full path of its interpreter"),
+        ('[a]\npython = "/p"\nPATH = "/x"', "must have the full path of its interpreter"),
         ('[b.lab]\npython = "/p"', 'quote a name with dots: \\["node-b.lab"\\]'),
-        ('[a]\npython = "bin/python"', "is not a full path"),
+        ('[a]\npython = "bin/python"', "must have the full path of its interpreter"),
     ],
 )
-def test_wrong_environments(text, message):
+def test_wrong_environments(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
-        parse_environments(text, "env.toml")
+        read_environments(written(tmp_path, text))
 
 
-def test_a_device_map_gives_each_host_its_devices():
-    known = parse_device_map('a = ["cuda:1", "cpu"]\n"10.0.0.2" = ["mlu:0"]', "m.toml")
+def test_a_device_map_gives_each_host_its_devices(tmp_path):
+    known = read_device_map(written(tmp_path, 'a = ["cuda:1", "cpu"]\n"10.0.0.2" = ["mlu:0"]'))
     assert devices_for(known, "a", lambda name: False, "m.toml") == "cuda:1,cpu"
     assert devices_for(known, "a.lab", lambda name: False, "m.toml") == "cuda:1,cpu"
     assert devices_for(known, "b", lambda name: name == "10.0.0.2", "m.toml") == "mlu:0"
@@ -111,15 +115,16 @@ def test_a_device_map_gives_each_host_its_devices():
         ('a.lab = ["cpu"]', "quote a name with dots"),
     ],
 )
-def test_wrong_device_maps(text, message):
+def test_wrong_device_maps(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
-        parse_device_map(text, "m.toml")
+        read_device_map(written(tmp_path, text))
 
 
 @pytest.mark.parametrize(
     ("ended", "answer"),
     [
-        (Ended(0, "Welcome!\n0.1.0\n"), "0.1.0"),
+        (Ended(0, f"Welcome!\n{__version__}\n"), __version__),
+        (Ended(0, "9\n"), f"b has kaitian-mpi 9, and this host {__version__}; install the same"),
         (Ended(None), "b does not answer within 8 s; check"),
         (
             Ended(255, "", "ssh: connect to host b port 22: No route to host\n"),
@@ -142,9 +147,6 @@ def test_this_machine_is_asked_without_ssh():
     assert not found["a"].fault
     assert "b has no /nowhere/python" in found["b"].fault
     assert "c has no /proc/version" in found["c"].fault
-    assert version_faults({"a": HostAnswer("9"), "b": found["b"]}, "0.1") == [
-        "a has kaitian-mpi 9, and this host 0.1; install the same version on every host"
-    ]
 
 
 def test_a_host_that_hangs_is_given_up():

@@ -10,9 +10,8 @@ import pytest
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import parse_host_list
-from kaitian_mpi.supervise.run_state import RunState, read_state
 from kaitian_mpi.supervise.starts import Job
-from kaitian_mpi.supervise.supervisor import supervise
+from kaitian_mpi.supervise.supervisor import RunState, read_state, supervise
 
 
 class Run:
@@ -148,10 +147,14 @@ def test_a_lost_host_is_excluded_until_it_returns(folder):
     assert [words[words.index("-np") + 1] for words in world.commands] == ["4", "3", "2", "4"]
     assert world.probed == [["b", "c"]] * 3  # a is this machine
     assert world.pauses == []
-    assert [line for line in world.reports if line.startswith("start")] == [
+    told = [line for line in world.reports if line.startswith(("start", "host"))]
+    assert told == [
         "start 1 of 4: 4 ranks on a, b, c",
-        "start 2 of 4: host b does not answer; 3 ranks on a, c",
-        "start 3 of 4: hosts b, c do not answer; 2 ranks on a",
+        "host b does not answer",
+        "start 2 of 4: 3 ranks on a, c",
+        "host b does not answer",
+        "host c does not answer",
+        "start 3 of 4: 2 ranks on a",
         "start 4 of 4: 4 ranks on a, b, c",
     ]
 
@@ -165,7 +168,7 @@ def test_every_start_uses_the_same_run_folder(folder):
 def test_no_hosts_left(folder):
     code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
     assert code == 1
-    assert world.reports[-2] == "hosts b, c do not answer; no host is left"
+    assert world.reports[-2] == "no host is left"
 
 
 @pytest.mark.parametrize(("last", "code"), [(7, 7), (0, 1), (137, 137), (2, 2)])
@@ -275,12 +278,6 @@ def test_immediate_failures_with_another_between_are_not_permanent(folder, first
     assert len(world.commands) == 3
 
 
-def test_immediate_failures_are_counted_per_set_of_hosts(folder):
-    code, world = outcome(folder, *[Run(seconds=1, lost="b") for _ in range(3)])
-    assert code == 1
-    assert hosts_of(world) == ["a:2,b,c", "a:2,c", "a:2,c"]
-
-
 def test_only_consecutive_starts_without_progress_are_delayed(folder):
     runs = [Run(), Run(), Run(), Run(step=3), Run(), Run(), Run(step=4, finished=True)]
     code, world = outcome(folder, *runs, max_restarts=6)
@@ -321,7 +318,7 @@ def test_the_hostfile_is_written_into_the_run_folder(folder):
     )
     world = World(folder, Run(lost="b"), Run(step=1, finished=True))
     assert supervise(job, world, 3) == 0
-    written = folder / "hostfile-restart-1"
+    written = folder / "hostfile-start-2"
     assert written.read_text() == "a slots=1\n"
     assert world.commands[1][:3] == ["mpirun", "--hostfile", str(written)]
 
@@ -337,7 +334,7 @@ def test_an_unwritable_run_folder_is_an_error(tmp_path):
         folder=in_the_way / "run",
         snapshots="beef",
     )
-    with pytest.raises(UserError, match=r"hostfile-restart-1: .*; name a --run-dir that can be"):
+    with pytest.raises(UserError, match=r"hostfile-start-2: .*; name a --run-dir that can be"):
         supervise(job, World(tmp_path / "other", Run(lost="b")), 3)
 
 
@@ -372,16 +369,13 @@ def test_reading_a_summary(tmp_path, summary, state):
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
     assert read_state(tmp_path) == state
-    assert state.trained == (state.steps == 7)
 
 
 def test_a_new_line_of_metrics_is_progress(tmp_path):
     before = read_state(tmp_path)
     assert not before.is_beyond(before)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    after = read_state(tmp_path)
-    assert after.is_beyond(before)
-    assert after.trained
+    assert read_state(tmp_path).is_beyond(before)
 
 
 def test_starting_over_is_not_progress():
