@@ -19,18 +19,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from kaitian_mpi.observe.report.canvas import WIDTH, drawing, titled_figure
-from kaitian_mpi.observe.report.palette import (
+from kaitian_mpi.observe.report.style import (
     BLACK,
     BLUE,
     GREEN,
-    IDLE,
     MUTED,
     ORANGE,
     PHASES,
     PURPLE,
     VERMILLION,
+    WIDTH,
     Fill,
+    drawing,
+    new_figure,
 )
 
 Span = dict[str, Any]
@@ -46,7 +47,7 @@ _PHASES = {
     "recovery": Fill(VERMILLION, "xx"),
 }
 _COMMUNICATION = {
-    "wait for all ranks": Fill(IDLE, "xxx"),
+    "wait for all ranks": PHASES["wait"],
     "all_reduce": Fill(BLUE, ""),
     "reduce in the group": Fill("#7FB2D6", "///"),
     "gather in the group": Fill("#BFD9EA", "\\\\\\"),
@@ -87,9 +88,9 @@ def draw(trace: Sequence[dict[str, Any]], first: int, last: int) -> Figure:
     rows = rows_of(shown, lanes)
     with drawing():
         which = f"Step {first}" if first == last else f"Steps {first} to {last}"
-        figure = titled_figure(
+        figure = new_figure(
             f"{which} on all ranks",
-            is_emulated=any("emulated" in name for name in names.values()),
+            emulated=any("emulated" in name for name in names.values()),
             height=1.7 + _ROW_INCHES * len(rows),
         )
         axes = figure.add_subplot()

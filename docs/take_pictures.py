@@ -127,7 +127,7 @@ def picture_report(run: Path, pictures: Path) -> None:
     """Picture the top of the report, and take some of its figures."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        command = ["kaitian-report", run, "-o", page, "--images", folder, "--format", "png"]
+        command = ["kaitian-report", run, "-o", page, "--images", folder]
         subprocess.run(command, check=True)
         browse(page.as_uri(), "1200,1560", pictures / "report.png")
         for name in FIGURES:

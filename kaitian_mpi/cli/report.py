@@ -6,77 +6,42 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.report.canvas import drawing
-from kaitian_mpi.observe.report.output import check_writable, watch, write, write_images
-from kaitian_mpi.observe.report.page import make_page
+from kaitian_mpi.observe.files import replacing
+from kaitian_mpi.observe.report.figures import FIGURES
+from kaitian_mpi.observe.report.page import make_page, reloading
 from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.run_files import read_run
+from kaitian_mpi.observe.report.style import drawing, to_image
 from kaitian_mpi.observe.report.text import side_by_side
 
 PROGRAM = "kaitian-report"
 NAME = "report.html"
-_FORMATS = ("png", "svg")
 _WATCH_SEC = 10.0
+_MAX_SHARE = 0.1  # of a core, beside a training that may need them all
+_MAX_PAUSE_SEC = 60.0
 
 
 def main() -> None:
     """Run the command."""
     try:
         options = make_parser().parse_args()
-        formats = read_formats(options.format)
         if options.watch is not None and (options.text or options.images):
             raise UserError("--watch cannot be combined with --text or --images")
         if options.text:
             show_text([read_run(path) for path in options.run_dirs])
         else:
-            make_report(options, formats)
+            make_report(options)
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-def make_report(options: argparse.Namespace, formats: Sequence[str]) -> None:
-    """Write the page, once or until the runs end, and the images.
-
-    Args:
-        options: the command's flags.
-        formats: of the images.
-
-    Raises:
-        UserError: a folder cannot be read, a file cannot be written, or matplotlib is missing.
-    """
-    with drawing():
-        pass  # without matplotlib, say so before reading long files
-    runs = [read_run(path) for path in options.run_dirs]
-    target = options.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
-    check_writable(target)
-    if options.watch is not None:
-        if target.exists() and not target.is_file():
-            raise UserError(f"--watch: {target} is not a regular file; name one with -o")
-        print(
-            f"writing {target} again at most every {options.watch:g} s, until the run ends or you "
-            "press Ctrl-C; open it in a browser: it reloads itself",
-            flush=True,
-        )
-        watch(options.run_dirs, target, options.watch)
-        print(f"report in {target}")
-        return
-    write(target, make_page(runs), "-o")
-    images = write_images(options.images, runs, formats) if options.images else 0
-    for run in runs:
-        for reason in run.missing:
-            print(f"{run.path}: {reason}", file=sys.stderr)
-    # Not into the page itself, if that is /dev/stdout.
-    stream = sys.stdout if target.is_file() else sys.stderr
-    done = f"report in {target}" + (f", {images} images in {options.images}" if images else "")
-    print(done, file=stream)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -115,13 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "needs no matplotlib",
     )
     parser.add_argument(
-        "--images", type=Path, metavar="DIR", help="also write each figure as a file to this folder"
-    )
-    parser.add_argument(
-        "--format",
-        default="png",
-        metavar="LIST",
-        help="format of these files: png, svg or png,svg (default png)",
+        "--images", type=Path, metavar="DIR", help="also write each figure as a PNG to this folder"
     )
     return parser
 
@@ -139,35 +98,103 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def read_formats(text: str) -> list[str]:
-    """Parse `png,svg`.
-
-    Raises:
-        UserError: a format is unknown.
-    """
-    formats = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in formats:
-        if name not in _FORMATS:
-            raise UserError(f"--format {name}: unknown format; give png, svg or png,svg")
-    return formats
-
-
 def show_text(runs: Sequence[Run]) -> None:
     """Print what a terminal shows of runs; names that its encoding lacks are replaced."""
     encoding = sys.stdout.encoding or "ascii"
-    text = side_by_side(runs, unicode=_encodes("█▏", encoding))
+    has_blocks = "█▏".encode(encoding, "replace").decode(encoding) == "█▏"
+    text = side_by_side(runs, unicode=has_blocks)
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _encodes(text: str, encoding: str) -> bool:
+def make_report(options: argparse.Namespace) -> None:
+    """Write the page, once or until the runs end, and the images.
+
+    Raises:
+        UserError: a folder cannot be read, a file cannot be written, or matplotlib is missing.
+    """
+    with drawing():
+        pass  # without matplotlib, say so before reading long files
+    runs = [read_run(path) for path in options.run_dirs]
+    target = options.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
+    if options.watch is not None:
+        if target.exists() and not target.is_file():
+            raise UserError(f"--watch: {target} is not a regular file; name one with -o")
+        print(
+            f"writing {target} again at most every {options.watch:g} s, until the run ends or you "
+            "press Ctrl-C; open it in a browser: it reloads itself",
+            flush=True,
+        )
+        _watch(options.run_dirs, target, options.watch)
+        print(f"report in {target}")
+        return
+    _write(target, make_page(runs))
+    if options.images:
+        _write_images(options.images, runs)
+    for run in runs:
+        for reason in run.missing:
+            print(f"{run.path}: {reason}", file=sys.stderr)
+    # Not into the page itself, if that is /dev/stdout.
+    stream = sys.stdout if target.is_file() else sys.stderr
+    images = f", images in {options.images}" if options.images else ""
+    print(f"report in {target}{images}", file=stream)
+
+
+def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
+    """Write the page whenever the runs' files have changed, until they end or Ctrl-C is pressed.
+
+    The process has the lowest priority and uses at most a tenth of a core.
+    """
+    os.nice(19)
+    seen: set[tuple[Path, int]] = set()
     try:
-        text.encode(encoding)
-    except UnicodeError:
-        return False
-    return True
+        while True:
+            began = time.process_time()
+            files = [file for folder in paths for file in folder.glob("*.json*")]
+            found = {(file, file.stat().st_mtime_ns) for file in files if file.exists()}
+            if found != seen:
+                runs, seen = [read_run(path) for path in paths], found
+                if all(run.state != "unfinished" for run in runs):
+                    break
+                _write(target, reloading(make_page(runs), every_sec))
+            used = time.process_time() - began
+            time.sleep(max(every_sec, min(_MAX_PAUSE_SEC, used / _MAX_SHARE)))
+    except KeyboardInterrupt:
+        pass
+    _write(target, make_page([read_run(path) for path in paths]))
+
+
+def _write_images(folder: Path, runs: Sequence[Run]) -> None:
+    """Write each figure of each run to a folder."""
+    for number, run in enumerate(runs, 1):
+        prefix = f"run{number}-" if len(runs) > 1 else ""
+        for spec in FIGURES:
+            figure = spec.draw(run)
+            if figure is not None:
+                _write(folder / f"{prefix}{spec.name}.png", to_image(figure, "png"), "--images")
+
+
+def _write(path: Path, content: str | bytes, flag: str = "-o") -> None:
+    """Write a file atomically.
+
+    Raises:
+        UserError: it cannot be written; the message names the flag for another place.
+    """
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    try:
+        if flag == "--images":
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # such as /dev/stdout
+            return
+        with replacing(path.resolve(), shared=True) as file:
+            file.write(data)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); name another place with {flag}"
+        ) from error
 
 
 if __name__ == "__main__":

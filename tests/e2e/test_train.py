@@ -177,24 +177,17 @@ def test_the_report_of_a_run_opens_in_a_browser(emulated, tmp_path):
     with Browser(tmp_path / "browser") as browser:
         browser.open(target.as_uri())
         browser.wait_for("document.readyState === 'complete'")
-        described = browser.value("[...document.querySelectorAll('svg')].map(s => s.ariaLabel)")
+        described = browser.value("[...document.images].map(each => each.alt)")
         assert len(described) == len(FIGURES)
         assert all("EMULATED" in text for text in described)
         ranks = browser.value("document.querySelector('details').textContent")
         assert ranks.startswith("All ranks (4)rankhostkinddevice")
         assert "gpu (emulated)" in ranks
-        shown = browser.value("document.querySelector('#run1-rate + figure').textContent")
-        assert "Training rate · EMULATED devices or speeds" in shown
+        assert browser.value("[...document.images].every(each => each.naturalWidth > 0)")
         assert browser.value("document.querySelectorAll('.missing').length") == 0
-        cut_off = "[...document.querySelectorAll('svg text')].filter(t => { const b = t.closest("
-        cut_off += "'svg').getBoundingClientRect(), r = t.getBoundingClientRect(); return r.left < "
-        cut_off += "b.left - 1 || r.right > b.right + 1; }).map(t => t.textContent)"
         for width in (1280, 400):
             browser.resize(width)
             assert browser.value("document.documentElement.scrollWidth") == width
-            assert browser.value(cut_off) == []
-        browser.press("Tab")
-        assert browser.value("document.activeElement.textContent") == "Skip to the content"
         browser.press("Tab")
         assert browser.value("document.activeElement.hash") == "#run1"
         picture = np.asarray(image.open(io.BytesIO(browser.screenshot())).convert("RGB"))

@@ -10,7 +10,7 @@ import pytest
 from unit.report_runs import make_run
 
 from kaitian_mpi.cli import report
-from kaitian_mpi.observe.report import output, page
+from kaitian_mpi.observe.report import page
 from kaitian_mpi.observe.report.figures import FIGURES
 
 WATCH = """
@@ -26,7 +26,7 @@ report.main()
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run the command with one figure; return its exit code, its output and its errors."""
-    for module in (page, output):
+    for module in (page, report):
         monkeypatch.setattr(module, "FIGURES", FIGURES[-1:])
 
     def run_command(*arguments):
@@ -51,14 +51,13 @@ def test_a_page_is_written_into_the_run_folder(run, tmp_path):
 def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [make_run(tmp_path / "fast"), make_run(tmp_path / "slow")]
-    code, out, err = run(*folders, "--images", "images", "--format", "svg,png")
-    assert (code, out, err) == (0, "report in report.html, 4 images in images\n", "")
+    code, out, err = run(*folders, "--images", "images")
+    assert (code, out, err) == (0, "report in report.html, images in images\n", "")
     text = (tmp_path / "report.html").read_text()
-    assert text.count("<svg role") == 2
+    assert text.count("<img ") == 2
     assert "<td>slow (emulated)</td><td>finished</td><td>640</td><td>1</td>" in text
     images = {path.name for path in (tmp_path / "images").iterdir()}
-    names = ("run1-events", "run2-events")
-    assert images == {f"{name}.{kind}" for name in names for kind in ("svg", "png")}
+    assert images == {"run1-events.png", "run2-events.png"}
     assert not (folders[0] / "report.html").exists()
 
 
@@ -106,9 +105,8 @@ def test_a_watched_page_reloads_itself_until_the_end(tmp_path, end):
         (["{run}", "--watch", "-o", "/dev/null"], "/dev/null is not a regular file"),
         (["{tmp}"], "not the folder of a run"),
         (["{tmp}/none"], "no such folder"),
-        (["{run}", "--format", "gif"], "--format gif: unknown format; give png, svg or png,svg"),
-        (["{run}", "-o", "{tmp}/none/x.html"], "/none is not a folder); name another"),
-        (["{run}", "-o", "{tmp}"], "it is a folder"),
+        (["{run}", "-o", "{tmp}/none/x.html"], "(No such file or directory); name another"),
+        (["{run}", "-o", "{tmp}"], "Is a directory"),
         (["{run}", "--images", "{run}/config.json"], "--images"),
         ([], "RUN_DIR"),
     ],

@@ -1,17 +1,160 @@
-"""All figures of a run, in the order of the report."""
+"""All figures of a run, in the order of the report; those of the run as a whole are drawn here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.observe.report import bar_figures, rank_figures, run_figures
-from kaitian_mpi.observe.report.canvas import EMULATED, drawing
-from kaitian_mpi.observe.report.run import Run
+from kaitian_mpi.observe.report import rank_figures
+from kaitian_mpi.observe.report.run import Event, Run
+from kaitian_mpi.observe.report.style import (
+    BLACK,
+    BLUE,
+    EMULATED,
+    GREEN,
+    GRID,
+    ORANGE,
+    PURPLE,
+    TIME,
+    VERMILLION,
+    drawing,
+    finish_axes,
+    mark_changes,
+    new_figure,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_MAX_PANELS = 4
+_MAX_MARKERS = 500
+_TRAINING: dict[str, Any] = {"color": BLUE}
+_HELD_OUT: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
+_LOGGED: dict[str, Any] = {"color": GREEN, "linestyle": "-.", "marker": "^"}
+_EVENT_ROWS = {
+    "new plan": (("plan",), "D", BLUE),
+    "slow rank": (("slow",), "s", ORANGE),
+    "lost rank": (("loss",), "X", VERMILLION),
+    "checkpoint": (("checkpoint",), "o", GREEN),
+    "bad step": (("bad_step", "divergence"), "v", PURPLE),
+    "job": (("start", "resume", "recovery", "stop", "finish", "exclusion"), "|", BLACK),
+}
+
+
+def draw_learning(run: Run) -> Figure | None:
+    """Draw the losses, and the metrics and the script's own figures in a panel each."""
+    measured = [name for each in run.evaluations for name in each.values if name != "loss"]
+    logged = [name for interval in run.intervals for name in interval.logged]
+    names = list(dict.fromkeys(measured + logged))[: _MAX_PANELS - 1]
+    losses = [(i.step, i.loss) for i in run.intervals if i.loss is not None]
+    if not (losses or run.evaluations or names):
+        return None
+    title = "Loss and held-out results"
+    figure = new_figure(title, emulated=run.emulated, height=3.2 + 2.2 * len(names))
+    panels: list[Axes] = list(figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0])
+    _plot(panels[0], losses, "training", _TRAINING)
+    for axes, name in zip(panels, ["loss", *names], strict=True):
+        held_out = [(e.step, e.values[name]) for e in run.evaluations if name in e.values]
+        of_script = [(i.step, i.logged[name]) for i in run.intervals if name in i.logged]
+        _plot(axes, held_out, "held-out", _HELD_OUT)
+        _plot(axes, of_script, "logged", _LOGGED)
+        unit = "mean per sample" if axes is panels[0] else "as reported"
+        finish_axes(axes, "step" if axes is panels[-1] else "", f"{name} ({unit})")
+    mark_changes(panels, run, lambda change: change.step)
+    return figure
+
+
+def _plot(
+    axes: Axes, points: Sequence[tuple[float, float]], name: str, style: dict[str, Any]
+) -> None:
+    """Draw a line, if there are any points; the legend has its last value."""
+    if points:
+        xs, ys = zip(*points, strict=True)
+        label = f"{name}: {ys[-1]:.4g}"
+        axes.plot(xs, ys, **style, label=label, markevery=max(1, len(xs) // 30))
+
+
+def describe_learning(run: Run) -> str:
+    """Describe that figure in words."""
+    losses = [i.loss for i in run.intervals if i.loss is not None]
+    parts = []
+    if losses:
+        parts.append(f"training loss from {losses[0]:.4g} to {losses[-1]:.4g}")
+    if run.evaluations:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(run.results.items())[:6])
+        parts.append(f"held-out results at step {run.evaluations[-1].step}: {shown}")
+    return "Loss and held-out results over the steps: " + ("; ".join(parts) or "none yet") + "."
+
+
+def draw_rate(run: Run) -> Figure | None:
+    """Draw the samples per second over time."""
+    points = [(i.at_sec, i.samples_per_sec) for i in run.intervals if i.samples_per_sec]
+    if not points:
+        return None
+    figure = new_figure("Training rate", emulated=run.emulated, height=3.2)
+    axes = figure.subplots()
+    _plot(axes, points, "all ranks", {**_TRAINING, "marker": "o"})
+    finish_axes(axes, TIME, "samples/s")
+    axes.set_ylim(bottom=0)
+    mark_changes([axes], run, lambda change: change.at_sec)
+    return figure
+
+
+def describe_rate(run: Run) -> str:
+    """Describe that figure in words."""
+    rates = [i.samples_per_sec for i in run.intervals if i.samples_per_sec]
+    if not rates:
+        return "No rate is known."
+    return (
+        f"Training rate over time: {rates[0]:,.0f} samples/s at first, {rates[-1]:,.0f} at last, "
+        f"between {min(rates):,.0f} and {max(rates):,.0f}."
+    )
+
+
+def event_rows(run: Run) -> dict[str, list[Event]]:
+    """Return what happened, by the row of the figure; rows without anything are left out."""
+    rows = {
+        name: [event for event in run.events if event.kind in kinds]
+        for name, (kinds, _, _) in _EVENT_ROWS.items()
+    }
+    return {name: events for name, events in rows.items() if events}
+
+
+def draw_events(run: Run) -> Figure | None:
+    """Draw what happened on a time line, a row for each sort."""
+    rows = event_rows(run)
+    if not rows:
+        return None
+    figure = new_figure("What happened when", emulated=run.emulated, height=1.4 + 0.35 * len(rows))
+    axes = figure.subplots()
+    end = max([i.at_sec for i in run.intervals] + [event.at_sec for event in run.events])
+    for row, (name, events) in enumerate(rows.items()):
+        _, marker, color = _EVENT_ROWS[name]
+        axes.axhline(row, color=GRID, linewidth=0.8, zorder=0)
+        for event in events[:_MAX_MARKERS]:
+            if event.kind == "slow":
+                until = end if event.until_sec is None else event.until_sec
+                axes.plot([event.at_sec, until], [row, row], color=color, linewidth=6, alpha=0.45)
+        xs = [event.at_sec for event in events[:: len(events) // _MAX_MARKERS + 1]]
+        size = 12 if marker == "|" else 7
+        axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, markersize=size, color=color)
+    axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(left=False)
+    axes.set_xlabel(TIME)
+    return figure
+
+
+def describe_events(run: Run) -> str:
+    """Describe that figure in words."""
+    rows = event_rows(run)
+    if not rows:
+        return "Nothing is recorded."
+    counts = ", ".join(f"{name} {len(events)}" for name, events in rows.items())
+    losses = [event.text for event in run.events if event.kind == "loss"][:3]
+    return f"What happened when, by number: {counts}." + "".join(f" {text}." for text in losses)
 
 
 @dataclass(frozen=True)
@@ -40,14 +183,14 @@ class FigureSpec:
         return self._describe(run) + (f" {EMULATED}." if run.emulated else "")
 
 
-FIGURES: tuple[FigureSpec, ...] = (
+FIGURES = (
     FigureSpec(
         "rate",
         "Training rate",
         "Numbers above the figure mark new plans, that is, new batch sizes, which are explained "
         "below “Batch size of each rank”.",
-        run_figures.draw_rate,
-        run_figures.describe_rate,
+        draw_rate,
+        describe_rate,
     ),
     FigureSpec(
         "batch-sizes",
@@ -69,24 +212,24 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         "step-phases",
         "What a step's time is spent on",
-        "Means over the steps of a plan: of the first, the slowest and the last where there are "
-        "more than three. “other” is the rest of the step's time.",
-        bar_figures.draw_step_phases,
-        bar_figures.describe_step_phases,
+        "Means over the steps with the first plan and with the last one. “other” is the rest of "
+        "the step's time.",
+        rank_figures.draw_step_times,
+        rank_figures.describe_step_times,
     ),
     FigureSpec(
         "learning",
         "Loss and held-out results",
         "The training loss is a mean over the steps since the last reading; held-out results are "
         "from data that is not trained on.",
-        run_figures.draw_learning,
-        run_figures.describe_learning,
+        draw_learning,
+        describe_learning,
     ),
     FigureSpec(
         "events",
         "What happened when",
         "The table below describes each event in words.",
-        run_figures.draw_events,
-        run_figures.describe_events,
+        draw_events,
+        describe_events,
     ),
 )

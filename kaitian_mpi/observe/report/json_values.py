@@ -10,77 +10,60 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_FILE_BYTES = 64 << 20
-MAX_LINE_BYTES = 8 << 20
-MAX_NAME = 48
-"""Characters of a host or a figure's name that are shown."""
 MAX_TEXT = 400
+_MAX_FILE_BYTES = 64 << 20
+_MAX_LINE_BYTES = 8 << 20
+_MAX_NAME = 48
 # Control characters and lone surrogates, which XML forbids, and marks that reverse the text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _MAX_WHOLE = 1 << 53
-
-
-class DamagedError(Exception):
-    """A file exists but cannot be read; the message is the reason."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; NaN and infinities in it are None.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DamagedError: it cannot be read, or is not a JSON object.
+        OSError: it cannot be read.
+        ValueError: it is not a JSON object; the message says why.
     """
-    try:
-        _require_regular_file(path)
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DamagedError(error.strerror or str(error)) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise DamagedError(f"larger than {MAX_FILE_BYTES >> 20} MB")
-    parsed = _parse(content)
-    if not isinstance(parsed, dict):
-        raise DamagedError("not a JSON object")
-    return parsed
+    _require_regular_file(path)
+    with path.open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"larger than {_MAX_FILE_BYTES >> 20} MB")
+    return _parse(content)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the object in each line of a JSON lines file; None for a line that is not one.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DamagedError: it cannot be read.
+        OSError: it cannot be read.
+        ValueError: it is not a regular file.
     """
-    try:
-        _require_regular_file(path)
-        with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
-                if not line.strip():
-                    continue
+    _require_regular_file(path)
+    with path.open("rb") as file:
+        while line := file.readline(_MAX_LINE_BYTES):
+            if line.strip():
                 try:
-                    parsed = _parse(line)
-                except DamagedError:
-                    parsed = None
-                yield parsed if isinstance(parsed, dict) else None
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DamagedError(error.strerror or str(error)) from error
+                    yield _parse(line)
+                except ValueError:
+                    yield None
 
 
 def _require_regular_file(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would wait forever
-        raise DamagedError("not a regular file")
+        raise ValueError("not a regular file")
 
 
-def _parse(content: bytes) -> Any:
+def _parse(content: bytes) -> dict[str, Any]:
     try:
-        return json.loads(content, parse_constant=lambda _: None)
+        parsed = json.loads(content, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
-        raise DamagedError("not valid JSON") from error
+        raise ValueError("not valid JSON") from error
+    if not isinstance(parsed, dict):
+        raise ValueError("not a JSON object")
+    return parsed
 
 
 def number(value: Any) -> float | None:
@@ -98,27 +81,13 @@ def whole(value: Any) -> int | None:
     return int(found) if found is not None and found >= 0 and found == int(found) else None
 
 
-def numbers(value: Any, count: int | None = None) -> tuple[float, ...] | None:
-    """Return a list of numbers, NaN for other entries; None if there are not `count` entries."""
-    if not isinstance(value, list) or (count is not None and len(value) != count) or not value:
-        return None
-    if set(map(type, value)) == {float} and math.isfinite(sum(value)):  # as nearly always
-        return tuple(value)
-    found = [number(entry) for entry in value]
-    if all(entry is None for entry in found):
-        return None
-    return tuple(math.nan if entry is None else entry for entry in found)
+def wholes(value: Any) -> tuple[int, ...]:
+    """Return a list of whole numbers of 0 or more; empty for anything else."""
+    found = [whole(entry) for entry in value] if isinstance(value, list) else []
+    return () if None in found else tuple(entry for entry in found if entry is not None)
 
 
-def wholes(value: Any) -> tuple[int, ...] | None:
-    """Return a list of whole numbers of 0 or more, or None for anything else."""
-    if not isinstance(value, list):
-        return None
-    found = [whole(entry) for entry in value]
-    return None if None in found else tuple(entry for entry in found if entry is not None)
-
-
-def text(value: Any, most: int = MAX_NAME) -> str:
+def text(value: Any, most: int = _MAX_NAME) -> str:
     """Return a string, printable and cut to `most` characters; empty if it is not a string."""
     if not isinstance(value, str):
         return ""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kaitian_mpi.observe.report.canvas import to_svg
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
 from kaitian_mpi.observe.report.run import Run, format_duration
+from kaitian_mpi.observe.report.style import to_image
 
 _MAX_ROWS = 200
-_MAX_OPEN_ROWS = 10
 _STYLE = """
 :root { color-scheme: light; }
 body { margin: 0; background: #fff; color: #1a1a1a; font: 16px/1.5 system-ui, sans-serif; }
-.skip { position: absolute; left: -999px; }
-.skip:focus { position: static; display: inline-block; padding: .5em; }
 header, main, footer { max-width: 62rem; margin: 0 auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; margin: 1rem 0 .3rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.35rem; margin: 2.2rem 0 .5rem; border-bottom: 2px solid #0072b2;
@@ -29,34 +27,23 @@ nav ul { padding-left: 1.2rem; columns: 15rem; }
 .facts dt { color: #555; font-size: .85rem; }
 .facts dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 a { color: #005a8c; }
-:focus-visible { outline: 3px solid #d55e00; outline-offset: 2px; }
-figure { margin: .5rem 0 1.5rem; }
-figure svg { display: block; width: 100%; min-width: 40rem; height: auto; }
-figcaption { color: #444; font-size: .92rem; }
-table { border-collapse: collapse; font-size: .92rem; }
+figure { margin: .5rem 0 1.5rem; break-inside: avoid; }
+figure img { width: 100%; min-width: 40rem; }
+figcaption, footer { color: #444; font-size: .92rem; }
 .wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .92rem; }
 th, td { border: 1px solid #bbb; padding: .25rem .6rem; text-align: left; vertical-align: top;
   overflow-wrap: anywhere; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
 th { background: #f2f2f2; }
 .emulated, .missing { border-left: 5px solid #d55e00; background: #fff4ec; padding: .5rem .9rem; }
-details { margin: .5rem 0; }
 summary { cursor: pointer; }
-footer { color: #555; font-size: .85rem; padding-bottom: 2rem; }
-@media print {
-  nav, .skip { display: none; }
-  body { font-size: 11pt; }
-  figure { break-inside: avoid; }
-  figure svg { min-width: 0; }
-  h2, h3 { break-after: avoid; }
-}
 """
 _COMPARISON = "Runs side by side"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STATES = {
-    "finished": "finished",
-    "stopped": "stopped before its end",
-    "unfinished": "not finished: it is still training, or has ended early",
+    "finished": "The run is finished.",
+    "stopped": "The run was stopped before its end.",
+    "unfinished": "The run is not finished: it is still training, or has ended early.",
 }
 
 
@@ -82,12 +69,11 @@ def make_page(runs: Sequence[Run]) -> str:
 <style>{_STYLE}</style>
 </head>
 <body>
-<a class="skip" href="#content">Skip to the content</a>
 <header>
 <h1>{_text(title)}</h1>
 <nav aria-label="Contents"><ul>{links}</ul></nav>
 </header>
-<main id="content">
+<main>
 {"".join(sections)}
 </main>
 <footer><p>Made by kaitian-report on {_text(date)}.</p></footer>
@@ -140,24 +126,18 @@ def _number(value: float | None) -> str:
 
 
 def _run_section(run: Run, number: int) -> str:
-    parts = []
-    for spec in FIGURES:
-        parts.append(_figure(run, spec, f"run{number}-{spec.name}"))
-        if spec.name == "batch-sizes":
-            parts.append(_plan_table(run))
-        elif spec.name == "events":
-            parts.append(_event_table(run))
+    figures = "".join(_figure(run, spec, f"run{number}-{spec.name}") for spec in FIGURES)
     return f"""<section aria-labelledby="run{number}">
 <h2 id="run{number}">Run {_text(run.name)}</h2>
 {_summary(run)}
-{_rank_table(run)}{_allreduce_table(run)}
-{"".join(parts)}
+{_rank_table(run)}
+{figures}
 </section>
 """
 
 
 def _summary(run: Run) -> str:
-    parts = [f"<p>{_text(_sentence(run))}</p>"]
+    parts = [f"<p>{_STATES[run.state]}</p>"]
     if run.emulated:
         parts.append(
             '<p class="emulated"><strong>Emulated:</strong> kinds of devices or their speeds are '
@@ -175,82 +155,40 @@ def _summary(run: Run) -> str:
     return "\n".join(parts)
 
 
-def _sentence(run: Run) -> str:
-    """Return in a sentence or two how the run went."""
-    kinds = [event.kind for event in run.events]
-    counts = [
-        (kinds.count("loss"), "loss of ranks", "losses of ranks"),
-        (max(0, len(run.plans) - 1), "new plan", "new plans"),
-        (kinds.count("slow"), "slow period", "slow periods"),
-    ]
-    shown = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
-    happened = f" What happened: {', '.join(shown)}." if shown else ""
-    state = _STATES.get(run.state, run.state)
-    return f"The run is {state}.{happened}"
-
-
 def _figure(run: Run, spec: FigureSpec, place: str) -> str:
-    heading = f'<h3 id="{place}">{_text(spec.title)}</h3>'
-    figure = spec.draw(run)
+    figure, alt = spec.draw(run), _text(spec.alt(run))
     if figure is None:
-        return f"{heading}\n<p>Nothing to show. {_text(spec.alt(run))}</p>\n"
-    drawn = to_svg(figure, spec.alt(run), place)
-    return f"{heading}\n{_as_figure(drawn, spec.explanation)}\n"
-
-
-def _as_figure(drawn: str, caption: str) -> str:
-    caption = f"<figcaption>{_text(caption)}</figcaption>"
-    return f'<figure><div class="wide">{drawn}</div>\n{caption}</figure>'
+        shown = f"<p>Nothing to show. {alt}</p>"
+    else:
+        # As an image, the figure is apart from the page: its ids, its texts, and what it may do.
+        data = base64.b64encode(to_image(figure, "svg")).decode()
+        image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
+        caption = f"<figcaption>{_text(spec.explanation)}</figcaption>"
+        shown = f'<figure><div class="wide">{image}</div>\n{caption}</figure>'
+    table = {"batch-sizes": _plan_table, "events": _event_table}.get(spec.name)
+    below = table(run) if table else ""
+    return f'<h3 id="{place}">{_text(spec.title)}</h3>\n{shown}\n{below}'
 
 
 def _rank_table(run: Run) -> str:
-    leaders = {group.leader for group in run.groups}
     lost = {rank for event in run.events if event.kind == "loss" for rank in event.ranks}
-    rows = [
-        (
-            str(rank.rank),
-            rank.host,
-            rank.kind + (" (emulated)" if rank.emulated else ""),
-            rank.device_name or rank.device,
-            rank.library or "MPI",
-            ", ".join(
-                [
-                    *(["leader of its group"] if rank.rank in leaders else []),
-                    *(["lost"] if rank.rank in lost else []),
-                    *([f"slowed {rank.slowdown}"] if rank.slowdown else []),
-                ]
-            ),
-        )
-        for rank in run.ranks.values()
-    ]
+    rows = []
+    for rank in run.ranks.values():
+        notes = ["leader of its group"] * rank.is_leader + ["lost"] * (rank.rank in lost)
+        kind = rank.kind + " (emulated)" * rank.emulated
+        library = rank.library or "MPI"
+        rows.append((str(rank.rank), rank.host, kind, rank.device, library, ", ".join(notes)))
     columns = ("rank", "host", "kind", "device", "communicates by", "notes")
-    return _details(f"All ranks ({len(rows):,})", _table(columns, rows)) if rows else ""
-
-
-def _allreduce_table(run: Run) -> str:
-    rows = [
-        (name, f"{1e3 * seconds:.3g} ms", "used" if name == run.algorithm else "")
-        for name, seconds in sorted(run.allreduce_sec.items(), key=lambda item: item[1])
-    ]
-    title = "Sum of a step's gradients between kinds, measured before training"
-    return _details(title, _table(("algorithm", "time", ""), rows)) if rows else ""
+    return _details(f"All ranks ({len(rows):,})", columns, rows)
 
 
 def _plan_table(run: Run) -> str:
     rows = [
-        (
-            str(number or "first"),
-            f"{plan.step:,}",
-            _batches(plan.ranks, plan.batch_sizes),
-            plan.reason,
-        )
+        (str(number or "first"), f"{plan.step:,}", _batches(plan.batch_sizes), plan.reason)
         for number, plan in enumerate(run.plans)
     ]
     columns = ("mark", "from step", "samples of each rank", "reason")
-    if not rows:
-        return ""
-    title = f"All plans ({len(rows):,})"
-    return _details(title, _table(columns, rows), is_open=len(rows) <= _MAX_OPEN_ROWS)
+    return _details(f"All plans ({len(rows):,})", columns, rows)
 
 
 def _event_table(run: Run) -> str:
@@ -258,17 +196,18 @@ def _event_table(run: Run) -> str:
         (f"{event.step:,}", format_duration(event.at_sec), event.kind.replace("_", " "), event.text)
         for event in run.events
     ]
-    columns = ("step", "after", "what", "details")
-    return _details(f"All events ({len(rows):,})", _table(columns, rows)) if rows else ""
+    return _details(f"All events ({len(rows):,})", ("step", "after", "what", "details"), rows)
 
 
-def _batches(ranks: Sequence[int], sizes: Sequence[int]) -> str:
-    shown = [f"{rank}: {size}" for rank, size in list(zip(ranks, sizes, strict=True))[:16]]
+def _batches(sizes: Mapping[int, int]) -> str:
+    shown = [f"{rank}: {size}" for rank, size in list(sizes.items())[:16]]
     return ", ".join(shown) + (f" and {len(sizes) - 16} more ranks" if len(sizes) > 16 else "")
 
 
-def _details(title: str, content: str, *, is_open: bool = False) -> str:
-    return f"<details{' open' * is_open}><summary>{_text(title)}</summary>{content}</details>\n"
+def _details(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that opens with a click; nothing without rows."""
+    table = _table(columns, rows)
+    return f"<details><summary>{_text(title)}</summary>{table}</details>\n" if rows else ""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

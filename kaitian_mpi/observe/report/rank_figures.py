@@ -1,4 +1,4 @@
-"""Figures of what each rank did: its utilization and its batch sizes."""
+"""Figures of the ranks: their batch sizes, their utilization, and what their steps consist of."""
 
 from __future__ import annotations
 
@@ -6,53 +6,67 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.observe.report import palette
-from kaitian_mpi.observe.report.canvas import (
-    MAX_LINES,
+from kaitian_mpi.observe.report.run import PHASES, Interval, PlanChange, Run
+from kaitian_mpi.observe.report.style import (
+    MUTED,
+    SMALL,
     TIME,
-    End,
     finish_axes,
-    label_ends,
     mark_changes,
     new_figure,
+    rank_style,
 )
-from kaitian_mpi.observe.report.run import Interval, PlanChange, Run
+from kaitian_mpi.observe.report.style import PHASES as FILLS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_MAX_LINES = 8
+"""Ranks that get a line each; more are shown as a heat map."""
 _MAX_COLUMNS = 240
-MAX_ROWS = 250
-_COMPUTING = ("forward", "backward", "optimizer", "compute")
+_MAX_BARS = 16
+"""Ranks that get a bar each; more are shown as the means of their kinds."""
+_NAMES = {"compute": "forward, backward, optimizer", "wait": "wait for other ranks"}
+
+Series = Mapping[int, Sequence[tuple[float, float]]]
+"""Points by rank."""
 
 
-def utilization(run: Run) -> dict[int, list[tuple[float, float]]]:
+def utilization(run: Run) -> Series:
     """Return each rank's share of time spent computing, as (seconds since the start, percent)."""
     series: dict[int, list[tuple[float, float]]] = {}
     for interval in run.intervals:
-        for place, rank in enumerate(interval.ranks):
-            busy = busy_percent(interval, place)
-            if busy is not None:
-                series.setdefault(rank, []).append((interval.at_sec, busy))
+        for rank, percent in interval.busy().items():
+            series.setdefault(rank, []).append((interval.at_sec, percent))
     return series
 
 
-def busy_percent(interval: Interval, place: int) -> float | None:
-    """Return how much of its time a rank computed, in percent; None if that is not known."""
-    seconds = [
-        values[place]
-        for phase in _COMPUTING
-        if (values := interval.phases.get(phase)) and not math.isnan(values[place])
-    ]
-    if not seconds or interval.step_time_sec is None:
-        return None
-    return min(100.0, 100 * sum(seconds) / interval.step_time_sec)
+def batch_series(run: Run) -> Series:
+    """Return each rank's batch size, as (step from which on, samples), with a last point."""
+    series: dict[int, list[tuple[float, float]]] = {}
+    last = run.intervals[-1].step if run.intervals else 0
+    for place, plan in enumerate(run.plans):
+        later = run.plans[place + 1 :]
+        until = later[0].step if later else max(last, plan.step + 1)
+        for rank, samples in plan.batch_sizes.items():
+            points = series.setdefault(rank, [])
+            if points and points[-1][0] < plan.step:
+                points.append((plan.step, math.nan))  # it did not train in between
+            if points and points[-1][0] == plan.step:
+                points.pop()
+            points += [(plan.step, samples), (until, samples)]
+    return series
 
 
 def draw_utilization(run: Run) -> Figure | None:
     """Draw each rank's utilization over time."""
-    title, unit = "Utilization of each rank", "computing (% of the step's time)"
-    return _draw(run, utilization(run), title, unit, 100)
+    return _draw(run, utilization(run), "Utilization of each rank", is_batch=False)
+
+
+def draw_batch_sizes(run: Run) -> Figure | None:
+    """Draw each rank's batch size over the steps."""
+    return _draw(run, batch_series(run), "Batch size of each rank", is_batch=True)
 
 
 def describe_utilization(run: Run) -> str:
@@ -64,97 +78,61 @@ def describe_utilization(run: Run) -> str:
     return f"Utilization of each rank over time, mean: {_list(means, '{:.0f}%')}."
 
 
-def batch_series(run: Run) -> dict[int, list[tuple[float, float]]]:
-    """Return each rank's batch size, as (step from which on, samples), with a last point."""
-    series: dict[int, list[tuple[float, float]]] = {}
-    last = run.intervals[-1].step if run.intervals else 0
-    changes: list[PlanChange] = list(run.plans)
-    for place, plan in enumerate(changes):
-        until = changes[place + 1].step if place + 1 < len(changes) else max(last, plan.step + 1)
-        for rank, samples in zip(plan.ranks, plan.batch_sizes, strict=True):
-            points = series.setdefault(rank, [])
-            if points and points[-1][0] < plan.step:
-                points.append((plan.step, math.nan))  # it did not train in between
-            if points and points[-1][0] == plan.step:
-                points.pop()
-            points += [(plan.step, samples), (until, samples)]
-    return series
-
-
-def draw_batch_sizes(run: Run) -> Figure | None:
-    """Draw each rank's batch size over the steps."""
-    return _draw(run, batch_series(run), "Batch size of each rank", "samples per step", None)
-
-
 def describe_batch_sizes(run: Run) -> str:
     """Describe that figure in words."""
     if not run.plans:
         return "No batch sizes are known."
-    first = dict(zip(run.plans[0].ranks, run.plans[0].batch_sizes, strict=True))
-    last = dict(zip(run.plans[-1].ranks, run.plans[-1].batch_sizes, strict=True))
-    count = len(run.plans) - 1
-    again = "never planned again" if not count else f"planned again {count} time{'s' * (count > 1)}"
-    text = f"Samples per step: at first {_list(first, '{:.0f}')}; {again}"
-    return f"{text}; at last {_list(last, '{:.0f}')}." if count else f"{text}."
+    text = f"Samples per step: at first {_list(run.plans[0].batch_sizes, '{:.0f}')}"
+    if len(run.plans) == 1:
+        return f"{text}; never planned again."
+    last = _list(run.plans[-1].batch_sizes, "{:.0f}")
+    return f"{text}; planned again {len(run.plans) - 1} times; at last {last}."
 
 
-def _draw(
-    run: Run,
-    series: Mapping[int, Sequence[tuple[float, float]]],
-    title: str,
-    unit: str,
-    highest: float | None,
-) -> Figure | None:
+def _list(values: Mapping[int, float], form: str) -> str:
+    if len(values) > _MAX_LINES:
+        low, high = min(values.values()), max(values.values())
+        return f"{len(values)} ranks, {form.format(low)} to {form.format(high)}"
+    return ", ".join(f"rank {rank} {form.format(value)}" for rank, value in values.items())
+
+
+def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure | None:
     """Draw a line for each rank, or colors for many; None without any."""
-    draw = _heat_map if len(series) > MAX_LINES else _lines
-    return draw(run, series, title, unit, highest) if series else None
-
-
-def _lines(
-    run: Run,
-    series: Mapping[int, Sequence[tuple[float, float]]],
-    title: str,
-    unit: str,
-    highest: float | None,
-) -> Figure:
-    """Draw a line for each rank, of percents over time or, without `highest`, over the steps."""
-    figure = new_figure(title, run, 3.9)
+    if not series:
+        return None
+    is_many = len(series) > _MAX_LINES
+    figure = new_figure(title, emulated=run.emulated, height=5.5 if is_many else 3.9)
     axes = figure.subplots()
-    is_step = highest is None
-    for rank, points in series.items():
-        style = palette.rank_style(rank)
-        xs, ys = zip(*points, strict=True)
-        axes.plot(
-            *(xs, ys),
-            drawstyle="steps-post" if is_step else "default",
-            color=style.color,
-            linestyle=style.line,
-            linewidth=1.8,
-            marker=style.marker,
-            markersize=5,
-            markevery=1 if is_step else max(1, len(xs) // 12),
-        )
-    known = [y for points in series.values() for _, y in points if not math.isnan(y)]
-    finish_axes(axes, "step" if is_step else TIME, unit)
-    axes.set_ylim(0, 1.05 * (highest or max(known)) or 1)
-    axes.set_xlim(0, max(axes.get_xlim()[1], 1e-9))
-    mark_changes([axes], run, lambda change: change.step if is_step else change.at_sec)
-    label_ends(axes, _ends(run, series, "{:.0f}" if is_step else "{:.0f}%"))
+    unit = "samples per step" if is_batch else "computing (% of the step's time)"
+    (_draw_heat_map if is_many else _draw_lines)(axes, run, series, unit, is_batch)
+    axes.set_xlabel("step" if is_batch else TIME)
+    mark_changes([axes], run, lambda change: change.step if is_batch else change.at_sec)
     return figure
 
 
-def _heat_map(
-    run: Run,
-    series: Mapping[int, Sequence[tuple[float, float]]],
-    title: str,
-    unit: str,
-    highest: float | None,
-) -> Figure:
+def _draw_lines(axes: Axes, run: Run, series: Series, unit: str, is_batch: bool) -> None:
+    lost = {rank for event in run.events if event.kind == "loss" for rank in event.ranks}
+    for rank, points in series.items():
+        xs, ys = zip(*points, strict=True)
+        last = "lost" if rank in lost else f"{ys[-1]:.0f}" + "%" * (not is_batch)
+        axes.plot(
+            *(xs, ys),
+            **rank_style(rank),
+            label=f"{run.ranks[rank]}: {last}",
+            drawstyle="steps-post" if is_batch else "default",
+            markevery=1 if is_batch else max(1, len(xs) // 12),
+        )
+    finish_axes(axes, "", unit)
+    if not is_batch:
+        axes.set_ylim(top=104)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+
+
+def _draw_heat_map(axes: Axes, run: Run, series: Series, unit: str, is_batch: bool) -> None:
     """Draw many ranks' values as colors, a row a rank."""
     import numpy as np
 
-    figure = new_figure(title, run, 5.5)
-    axes = figure.subplots()
     ranks = sorted(series)
     low = min(points[0][0] for points in series.values())
     high = max(points[-1][0] for points in series.values())
@@ -163,41 +141,127 @@ def _heat_map(
     for row, rank in enumerate(ranks):
         xs, ys = (np.array(values) for values in zip(*series[rank], strict=True))
         known = columns <= xs[-1]
-        cells[row, known] = ys[np.searchsorted(xs, columns[known], side="right") - 1]
+        places = np.searchsorted(xs, columns[known], side="right") - 1
+        cells[row, known] = np.where(places < 0, np.nan, ys[places])
     image = axes.imshow(
         cells,
         aspect="auto",
         cmap="cividis",
         vmin=0,
-        vmax=highest,
+        vmax=None if is_batch else 100,
         extent=(low, max(high, low + 1e-9), len(ranks) - 0.5, -0.5),
-        interpolation="nearest" if len(ranks) <= MAX_ROWS else "antialiased",
+        interpolation="nearest",
     )
-    figure.colorbar(image, ax=axes, label=unit, pad=0.01)
-    is_step = highest is None
-    axes.set_xlabel("step" if is_step else TIME)
+    axes.figure.colorbar(image, ax=axes, label=unit, pad=0.01)
     axes.set_ylabel(f"rank ({len(ranks):,} of them; blank: not training)")
     ticks = sorted({round(i * (len(ranks) - 1) / 10) for i in range(11)})
     axes.set_yticks(ticks, [str(ranks[i]) for i in ticks])
-    mark_changes([axes], run, lambda change: change.step if is_step else change.at_sec)
+
+
+def step_times(run: Run, plan: PlanChange | None = None) -> dict[str, dict[str, float]]:
+    """Return the mean seconds of each phase of a step, by rank or, of many ranks, by kind.
+
+    Args:
+        run: the run.
+        plan: with which the steps were trained; None for all steps.
+    """
+    intervals = [i for i in run.intervals if i.seconds and i.phases]
+    if plan is not None:
+        later = [other.step for other in run.plans if other.step > plan.step]
+        end = min(later, default=math.inf)
+        intervals = [i for i in intervals if plan.step < i.step - i.steps / 2 <= end]
+    by_kind = len({rank for i in intervals for rank in i.ranks}) > _MAX_BARS
+    sums: dict[str, dict[str, float]] = {}
+    counts: dict[str, int] = {}
+    for interval in intervals:
+        for place, rank in enumerate(interval.ranks):
+            info = run.ranks[rank]
+            label = f"{info.kind or 'all'}: mean of its ranks" if by_kind else str(info)
+            _add(sums.setdefault(label, {}), interval, place)
+            counts[label] = counts.get(label, 0) + interval.steps
+    return {
+        label: {name: seconds / counts[label] for name, seconds in found.items()}
+        for label, found in sums.items()
+    }
+
+
+def _add(sums: dict[str, float], interval: Interval, place: int) -> None:
+    """Add the seconds that a rank spent on each phase, and on what is none of them."""
+    own = {name: interval.phases[name][place] for name in PHASES if name in interval.phases}
+    known = {name: seconds for name, seconds in own.items() if not math.isnan(seconds)}
+    rest = (interval.step_time_sec or 0.0) - sum(known.values())
+    for name, seconds in (*known.items(), ("other", max(0.0, rest))):
+        sums[name] = sums.get(name, 0.0) + seconds * interval.steps
+
+
+def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the times with the first plan and with the last one, by a title."""
+    if len(run.plans) < 2:
+        found = {"all steps": step_times(run)}
+    else:
+        first, last = run.plans[0], run.plans[-1]
+        found = {
+            f"steps {first.step + 1} to {run.plans[1].step}": step_times(run, first),
+            f"steps {last.step + 1} to {run.steps}": step_times(run, last),
+        }
+    return {title: times for title, times in found.items() if times}
+
+
+def draw_step_times(run: Run) -> Figure | None:
+    """Draw what each rank spent a step's time on, with the first plan and with the last one."""
+    periods = _periods(run)
+    if not periods:
+        return None
+    heights = [len(times) + 0.6 for times in periods.values()]
+    height = 1.5 + 0.3 * sum(heights) + 0.4 * len(periods)
+    figure = new_figure("What a step's time is spent on", emulated=run.emulated, height=height)
+    panels = figure.subplots(len(periods), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for axes, (title, times) in zip(panels[:, 0], periods.items(), strict=True):
+        _draw_bars(axes, times)
+        axes.set_title(title, loc="left")
+    panels[-1, 0].set_xlabel("mean time per step (ms)")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return figure
 
 
-def _ends(run: Run, series: Mapping[int, Sequence[tuple[float, float]]], form: str) -> list[End]:
-    losses = [event for event in run.events if event.kind == "loss"]
-    lost = {rank for loss in losses for rank in loss.ranks}
-    ends = []
-    for rank, points in series.items():
-        style, value = palette.rank_style(rank), points[-1][1]
-        last = "lost" if rank in lost else form.format(value)
-        text = f"{run.ranks.get(rank, f'rank {rank}')}: {last}"
-        ends.append(End(value, text, style.color, style.line, style.marker))
-    return ends
+def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw a bar for each label, made of a part for each phase."""
+    left = [0.0] * len(times)
+    longest = 1e3 * max(sum(parts.values()) for parts in times.values())
+    for name, fill in FILLS.items():
+        widths = [1e3 * parts.get(name, 0.0) for parts in times.values()]
+        if not any(widths):
+            continue
+        bars = axes.barh(
+            *(range(len(times)), widths),
+            left=left,
+            height=0.74,
+            color=fill.color,
+            hatch=fill.hatch,
+            edgecolor=MUTED,
+            linewidth=0.6,
+            label=_NAMES.get(name, name),
+        )
+        shown = [f"{width:.3g}" if width > 0.05 * longest else "" for width in widths]
+        box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+        for text in axes.bar_label(bars, shown, label_type="center", fontsize=SMALL):
+            text.set_bbox(box if text.get_text() else None)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(times)), list(times))
+    axes.invert_yaxis()
+    axes.tick_params(left=False)
 
 
-def _list(values: Mapping[int, float], form: str) -> str:
-    shown = [f"rank {rank} {form.format(value)}" for rank, value in list(values.items())[:8]]
-    if len(values) > 8:
-        low, high = min(values.values()), max(values.values())
-        return f"{len(values)} ranks, {form.format(low)} to {form.format(high)}"
-    return ", ".join(shown)
+def describe_step_times(run: Run) -> str:
+    """Describe that figure in words."""
+    texts = []
+    for title, times in _periods(run).items():
+        waits = [1e3 * parts.get("wait", 0.0) for parts in times.values()]
+        step = 1e3 * max(sum(parts.values()) for parts in times.values())
+        texts.append(
+            f"{title}: {step:.0f} ms per step, of which ranks wait {min(waits):.0f} to "
+            f"{max(waits):.0f} ms"
+        )
+    known = "; ".join(texts) or "not known"
+    return f"What each rank spends a step's time on: {known}."
