@@ -12,9 +12,9 @@ without waiting, and a wait for an answer can be given up.
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,11 +22,11 @@ from mpi4py import MPI
 
 from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.mpi.store_server import (
+    DEPARTED,
     LOST,
     NO_REPLY,
     OK,
     REJECTED,
-    TIMED_OUT,
     Fields,
     StoreServer,
     pack,
@@ -40,6 +40,7 @@ from kaitian_mpi.runtime.ulfm import is_revoked, may_be_loss, track_comm
 _MAX_NAP_SEC = 5e-3
 _MARGIN_SEC = 5.0  # for the server's answer after a request's own limit
 _UNANSWERED = b"unanswered"
+_CLOSED = "the store is closed: a rank is lost"
 
 
 def _never() -> bool:
@@ -71,53 +72,9 @@ class StoreLink:
         The status is `_UNANSWERED` some seconds after the limit, or when `until` returned True.
         """
         if self._server is not None:
-            return self._ask_here(self._server, operation, fields, limit_sec)
-        return self._ask_by_message(operation, fields, limit_sec, until)
-
-    def tell(self, operation: str, fields: Fields) -> Fields:
-        """Send a request that needs no answer, before this rank's later ones; return the status."""
-        if self._server is not None:
-            return self._ask_here(self._server, operation, fields, 0.0)
-        if self.is_closed:
-            return (LOST,)
-        self._send(operation, NO_REPLY, fields, 0.0)
-        return (OK,)
-
-    def close(self) -> None:
-        """Disconnect; rank 0 stops the server once every other rank has done so or is lost.
-
-        Blocks on rank 0 only. Safe to call again.
-        """
-        if self.is_closed:
-            return
-        if not is_revoked(self.comm):
-            try:
-                self.tell("depart", (b"%d" % self.comm.rank,))
-            except MPI.Exception as error:
-                if not may_be_loss(error):
-                    raise
-        self.is_closed = True
-        if self._server is not None:
-            self._server.close()
-        self.comm.Free()
-
-    def _ask_here(
-        self, server: StoreServer, operation: str, fields: Fields, limit_sec: float
-    ) -> Fields:
-        replied = threading.Event()
-        replies: list[Fields] = []
-
-        def reply(result: Fields) -> None:
-            replies.append(result)
-            replied.set()
-
-        server.submit(operation.encode(), fields, limit_sec, reply)
-        replied.wait()
-        return replies[0]
-
-    def _ask_by_message(
-        self, operation: str, fields: Fields, limit_sec: float, until: Callable[[], bool]
-    ) -> Fields:
+            replied: Future[Fields] = Future()
+            self._server.submit(operation.encode(), fields, limit_sec, replied.set_result)
+            return replied.result()
         if self.is_closed:
             return (LOST,)
         self._drop_late_replies()
@@ -134,6 +91,33 @@ class StoreLink:
             self._unanswered.add(tag)
             return (_UNANSWERED,)
         return self._receive(tag, status)
+
+    def tell(self, operation: str, fields: Fields) -> bytes:
+        """Send a request that needs no answer, before this rank's later ones; return the status."""
+        if self._server is not None:
+            return self.ask(operation, fields, 0.0)[0]
+        if self.is_closed:
+            return LOST
+        self._send(operation, NO_REPLY, fields, 0.0)
+        return OK
+
+    def close(self) -> None:
+        """Disconnect; rank 0 stops the server once every other rank has done so or is lost.
+
+        Blocks on rank 0 only. Safe to call again.
+        """
+        if self.is_closed:
+            return
+        if not is_revoked(self.comm):
+            try:
+                self.tell("set", (DEPARTED + b"%d" % self.comm.rank, b""))
+            except MPI.Exception as error:
+                if not may_be_loss(error):
+                    raise
+        self.is_closed = True
+        if self._server is not None:
+            self._server.close()
+        self.comm.Free()
 
     def _send(self, operation: str, reply_tag: int, fields: Fields, limit_sec: float) -> None:
         request = pack((operation.encode(), b"%d" % reply_tag, str(limit_sec).encode(), *fields))
@@ -202,15 +186,17 @@ class MPIStore(dist.Store):
 
         None if `until` stops the wait for the server's answer.
         """
-        return [int(rank) for rank in self._ask("departed", until=until)]
+        return [
+            int(key.removeprefix(DEPARTED))
+            for key in self._ask("items", DEPARTED, until=until)[::2]
+        ]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key. As with torch's TCPStore, the server may do it a moment later."""
         self._tell("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        with _explained(key):
-            return self._ask("get", self._prefix + key)[0]
+        return self._ask("get", self._prefix + key)[0]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, 0 if new, and return its new value.
@@ -236,12 +222,10 @@ class MPIStore(dist.Store):
         Raises:
             DistStoreError: they are not set within the timeout.
         """
-        with _explained(", ".join(keys)):
-            self._ask("wait", *self._placed(keys), timeout=timeout)
+        self._ask("wait", *self._placed(keys), timeout=timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        with _explained(", ".join(keys)):
-            return list(self._ask("get", *self._placed(keys)))
+        return list(self._ask("get", *self._placed(keys)))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = zip(self._placed(keys), values, strict=True)
@@ -251,10 +235,10 @@ class MPIStore(dist.Store):
         return bool(self._ask("delete", self._prefix + key)[0])
 
     def num_keys(self) -> int:
-        return int(self._ask("count", self._prefix)[0])
+        return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        return [key.decode()[len(self._prefix) :] for key in self._ask("list", self._prefix)]
+        return list(self.items(""))
 
     def items(self, prefix: str, until: Callable[[], bool] = _never) -> dict[str, bytes]:
         """Return the keys that begin with `prefix`, without it, and their values.
@@ -290,9 +274,8 @@ class MPIStore(dist.Store):
         return [self._prefix + key for key in keys]
 
     def _tell(self, operation: str, *arguments: str | bytes) -> None:
-        (status,) = self.link.tell(operation, tuple(map(_as_bytes, arguments)))
-        if status == LOST:
-            raise _lost()
+        if self.link.tell(operation, tuple(map(_as_bytes, arguments))) == LOST:
+            raise RankLostError(_CLOSED)
 
     def _ask(
         self,
@@ -301,26 +284,24 @@ class MPIStore(dist.Store):
         timeout: timedelta | None = None,
         until: Callable[[], bool] = _never,
     ) -> Fields:
-        fields = tuple(_as_bytes(argument) for argument in arguments)
+        fields = tuple(map(_as_bytes, arguments))
         limit_sec = (timeout or self._timeout).total_seconds()
         status, *result = self.link.ask(operation, fields, limit_sec, until)
-        if status == _UNANSWERED and until is _never:
+        if status == OK or (status == _UNANSWERED and until is not _never):
+            return tuple(result)
+        if status == LOST:
+            raise RankLostError(_CLOSED)
+        if status == _UNANSWERED:
             raise dist.DistStoreError(
                 f"rank 0, which serves the store, has not answered within {limit_sec:g} s; it may "
                 "be in a call that does not let Python run, such as mpi4py's first comm.allreduce"
             )
-        if status == TIMED_OUT:
-            raise dist.DistStoreError(f"not set by any rank within {limit_sec:g} s")
+        keys = fields if operation in ("get", "wait") else fields[:1]
+        names = ", ".join(key.decode().removeprefix(self._prefix) for key in keys)
+        reason = f"not set by any rank within {limit_sec:g} s"
         if status == REJECTED:
-            key = fields[0].decode()[len(self._prefix) :] if fields else ""
-            raise dist.DistStoreError(f"store {operation} of key {key}: {result[0].decode()}")
-        if status == LOST:
-            raise _lost()
-        return tuple(result)
-
-
-def _lost() -> RankLostError:
-    return RankLostError("the store is closed: a rank is lost")
+            reason = result[0].decode()
+        raise dist.DistStoreError(f"store key {names}: {reason}")
 
 
 def _as_bytes(argument: str | bytes) -> bytes:
@@ -329,11 +310,3 @@ def _as_bytes(argument: str | bytes) -> bytes:
     if isinstance(argument, bytes | bytearray | memoryview):
         return bytes(argument)
     raise TypeError(f"a store holds str or bytes, not {type(argument).__name__}")
-
-
-@contextmanager
-def _explained(keys: str) -> Iterator[None]:
-    try:
-        yield
-    except dist.DistStoreError as error:
-        raise dist.DistStoreError(f"store key {keys}: {error}") from None

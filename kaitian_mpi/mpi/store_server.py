@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpi4py import MPI
 
@@ -18,6 +18,7 @@ from kaitian_mpi.runtime.ulfm import have_failed, is_enabled, is_revoked, may_be
 
 OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
 NO_REPLY = -1  # in place of the tag of a reply
+DEPARTED = b"\0departed/"  # the keys, hidden from users, that ranks set as they disconnect
 
 Fields = tuple[bytes, ...]
 
@@ -82,23 +83,19 @@ class Table:
     def _delete(self, key: bytes) -> Fields:
         return (b"1" if self._values.pop(key, None) is not None else b"",)
 
-    def _list(self, prefix: bytes) -> Fields:
-        return tuple(key for key in self._values if key.startswith(prefix))
-
     def _items(self, prefix: bytes) -> Fields:
-        return tuple(
-            itertools.chain.from_iterable((k, self._values[k]) for k in self._list(prefix))
+        found = (
+            (key, value)
+            for key, value in self._values.items()
+            if key.startswith(prefix) and key.startswith(DEPARTED) == prefix.startswith(DEPARTED)
         )
-
-    def _count(self, prefix: bytes) -> Fields:
-        return (b"%d" % len(self._list(prefix)),)
+        return tuple(itertools.chain.from_iterable(found))
 
     def _wait(self, *_: bytes) -> Fields:
         return ()
 
 
-@dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A `get` or `wait` request whose keys are not all set yet."""
 
     operation: bytes
@@ -122,7 +119,6 @@ class StoreServer:
         self._table = Table()
         self._pending: list[_Pending] = []
         self._replies: list[tuple[MPI.Request, bytes]] = []
-        self._departed: set[int] = set()
         self._lock = threading.Lock()
         self._lost = False
         self._stop = threading.Event()
@@ -152,20 +148,12 @@ class StoreServer:
                 self._pending.append(_Pending(operation, arguments, deadline, reply))
                 return
             try:
-                result = self._execute(operation, arguments)
+                result = self._table.apply(operation, arguments)
             except Exception as error:  # caused by one rank's request, and reported to that rank
                 reply((REJECTED, str(error).encode()))
                 return
             reply((OK, *result))
             self._reply_to_pending()
-
-    def _execute(self, operation: bytes, arguments: Fields) -> Fields:
-        if operation == b"depart":
-            self._departed.add(int(arguments[0]))
-            return ()
-        if operation == b"departed":
-            return tuple(b"%d" % rank for rank in sorted(self._departed))
-        return self._table.apply(operation, arguments)
 
     def _reply_to_pending(self) -> None:
         waiting: list[_Pending] = []
@@ -183,7 +171,10 @@ class StoreServer:
         with self._lock:
             if self._lost or not self._thread.is_alive():
                 return True
-            others = set(range(self._comm.size)) - self._departed - {self._comm.rank}
+            departed = {
+                int(key[len(DEPARTED) :]) for key in self._table.apply(b"items", (DEPARTED,))[::2]
+            }
+        others = set(range(self._comm.size)) - departed - {self._comm.rank}
         return not others or (is_enabled() and have_failed(self._comm, others))
 
     def _serve(self) -> None:

@@ -21,7 +21,10 @@ def test_every_rank_knows_every_rank(world):
 def test_ranks_with_different_versions_of_this_package_do_not_start(world, monkeypatch):
     own = kaitian_mpi.__version__
     if world.rank == 1:
-        monkeypatch.setattr(kaitian_mpi, "__version__", "0.0")
+        versions = {"kaitian-mpi": "0.0"}
+        monkeypatch.setattr(
+            "kaitian_mpi.preflight.collect._version", lambda name: versions.get(name, "")
+        )
     message = rf"the version of kaitian-mpi differs between ranks: {own} on ranks 0, 2, 0.0 on rank"
     with pytest.raises(AgreedError, match=message):
         join_world(world.comm)
