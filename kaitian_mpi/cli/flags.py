@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from kaitian_mpi.cli.config_file import read_config_file
 from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.supervise.environments import read_toml
 
 # The sections of --help, and their flags by the fields' names. A setting that is in none of them is
 # a flag, too, but --help leaves it out.
@@ -116,11 +116,56 @@ def parse_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     settings = {**in_file, **given, **by_set}
     if table or "set" in in_file:
         settings["set"] = {**in_file.get("set", {}), **table}
-    _check_one_task(settings)
-    _check_optimizer(settings)
+    _check_combinations(settings)
     own_defaults = _TASK_DEFAULTS if task else {}
     own_defaults |= _ADAMW_DEFAULTS if settings.get("optimizer") == "adamw" else {}
     return Parsed({**own_defaults, **settings}, others, frozenset(by_set))
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return the settings in a file of `--config`, by the fields' names.
+
+    A key is a flag's name without `--`, with `-` or `_` between its words; `set` is a table.
+
+    Raises:
+        UserError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
+    """
+    known = FIELDS.keys() - {"config"}
+    settings: dict[str, Any] = {}
+    for key, value in read_toml("--config", path).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise UserError(
+                f"--config {path}: there is no setting {key!r}{_hint(name, known)}; write a flag "
+                "of kaitian-train without its --"
+            )
+        if name in settings:
+            raise UserError(f"--config {path}: {key} is set twice; keep one of them")
+        if needed := wrong_type(FIELDS[name], value):
+            raise UserError(f"--config {path}: {key} must be {needed}, not {value!r}")
+        settings[name] = value
+    for key, value in settings.get("set", {}).items():
+        if not key.isidentifier():
+            raise UserError(f"--config {path}: set: {key!r} cannot be the name of an argument")
+        if not _is_json(value):
+            raise UserError(
+                f"--config {path}: set: {key} is a date or time, which a run's config.json cannot "
+                "hold; put it in quotes"
+            )
+    return settings
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _sort_set(given: Mapping[str, str], has_task: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,50 +179,34 @@ def _sort_set(given: Mapping[str, str], has_task: bool) -> tuple[dict[str, Any],
     for key, text in given.items():
         name = key.replace("-", "_")
         if name in of_config:
-            settings[name] = _read_setting(name, text)
+            is_text = isinstance(FIELDS[name].default, str)
+            settings[name] = text if is_text else read_value(f"--set {name}", text)
+            if needed := wrong_type(FIELDS[name], settings[name]):
+                raise UserError(f"--set {name} must be {needed}, not {text!r}")
         elif has_task and key.isidentifier():
             table[key] = read_value(f"--set {key}", text)
         else:
-            close = difflib.get_close_matches(name, of_config, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(
-                f"--set {key}: there is no such setting{hint}; an argument of your own function "
-                "requires --task"
+                f"--set {key}: there is no such setting{_hint(name, of_config)}; an argument of "
+                "your own function requires --task"
             )
     return settings, table
 
 
-def _read_setting(name: str, text: str) -> Any:
-    """Return the value of a setting given by --set.
-
-    Raises:
-        UserError: it is of the wrong type.
-    """
-    if isinstance(FIELDS[name].default, str):
-        return text
-    value = read_value(f"--set {name}", text)
-    if needed := wrong_type(FIELDS[name], value):
-        raise UserError(f"--set {name} must be {needed}, not {text!r}")
-    return value
-
-
-def _check_one_task(given: Mapping[str, Any]) -> None:
-    """Check that the flags given are those of one form: a task or a model."""
-    clash = [flag_name(name) for name in given if name in OF_IMAGES]
-    if given.get("task") and clash:
+def _check_combinations(given: Mapping[str, Any]) -> None:
+    """Check that the flags given are those of one form, a task or a model, and of the optimizer."""
+    of_images = ", ".join(flag_name(name) for name in given if name in OF_IMAGES)
+    if given.get("task") and of_images:
         raise UserError(
-            f"{', '.join(clash)} cannot be combined with --task; set it in the task's own code, "
+            f"{of_images} cannot be combined with --task; set it in the task's own code, "
             "with --set for its arguments"
         )
     if not given.get("task") and given.get("set"):
         raise UserError("set in --config holds the arguments of a task's function; add task")
-
-
-def _check_optimizer(given: Mapping[str, Any]) -> None:
-    of_sgd = [flag_name(name) for name in ("momentum", "nesterov") if name in given]
+    of_sgd = ", ".join(flag_name(name) for name in ("momentum", "nesterov") if name in given)
     if given.get("optimizer") == "adamw" and of_sgd:
         raise UserError(
-            f"{', '.join(of_sgd)} cannot be combined with --optimizer adamw, which has no momentum "
+            f"{of_sgd} cannot be combined with --optimizer adamw, which has no momentum "
             "of this kind; remove one of them"
         )
 
@@ -219,10 +248,9 @@ def read_value(name: str, text: str) -> Any:
         )
     try:
         read = tomllib.loads(f"value = {text}")
-        json.dumps(read)  # config.json cannot hold dates
-    except (tomllib.TOMLDecodeError, RecursionError, TypeError):
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
-    return read["value"] if len(read) == 1 else text
+    return read["value"] if len(read) == 1 and _is_json(read) else text
 
 
 def _add_flag(group: argparse._ActionsContainer, field: dataclasses.Field[Any]) -> argparse.Action:

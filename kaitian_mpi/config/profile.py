@@ -10,7 +10,9 @@ from kaitian_mpi.errors import UserError
 
 MAX_STEPS = 1000
 """The most steps: torch's profiler keeps all of them in memory, some MB each."""
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_MAX_RANK = 1 << 20
+_SPAN = r"\d{1,9}(?:-\d{1,9})?"
+_WINDOW = re.compile(rf"(all|{_SPAN}(?:,\s*{_SPAN})*)\s*@\s*({_SPAN})")
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,7 @@ class ProfileWindow:
             UserError: it has not.
         """
         if missing := sorted(rank for rank in self.ranks or () if rank >= size):
-            raise UserError(
-                f"--profile names rank {missing[0]}, but the job has only "
-                + (f"ranks 0 to {size - 1}" if size > 1 else "rank 0")
-            )
+            raise UserError(f"--profile names rank {missing[0]}; the highest is rank {size - 1}")
 
 
 def parse_profile(text: str) -> ProfileWindow:
@@ -50,30 +49,19 @@ def parse_profile(text: str) -> ProfileWindow:
     Raises:
         UserError: it is not of this form.
     """
-    ranks, _, steps = text.partition("@")
-    window = _parse_range(steps)
-    if window is None or window[0] < 1 or not _has_ranks(ranks):
+    found = _WINDOW.fullmatch(text.strip())
+    ranks, steps = found.groups() if found else ("", "0")
+    first, last = _span(steps)
+    spans = [] if ranks in ("", "all") else [_span(each) for each in ranks.split(",")]
+    is_wrong = any(low > high or high > _MAX_RANK for low, high in spans) or first > last
+    if not ranks or is_wrong or first < 1:
         raise out_of_range("profile", text, "RANKS@STEPS, such as 0,3@50-60, 1-3@50 or all@50")
-    first, last = window
     if last - first >= MAX_STEPS:
         raise out_of_range("profile", text, f"at most {MAX_STEPS} steps")
-    if ranks == "all":
-        return ProfileWindow(None, first, last)
-    spans = [_parse_range(each) for each in ranks.split(",")]
-    chosen = frozenset(rank for span in spans if span for rank in range(span[0], span[1] + 1))
-    return ProfileWindow(chosen, first, last)
+    chosen = frozenset(rank for low, high in spans for rank in range(low, high + 1))
+    return ProfileWindow(None if ranks == "all" else chosen, first, last)
 
 
-def _has_ranks(text: str) -> bool:
-    spans = [_parse_range(each) for each in text.split(",")]
-    return text == "all" or all(span and span[1] - span[0] < 1 << 20 for span in spans)
-
-
-def _parse_range(text: str) -> tuple[int, int] | None:
-    """Return the first and the last number of `7` or `7-9`; None if it is neither."""
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
-        return None
-    first = int(found[1])
-    last = first if found[2] is None else int(found[2])
-    return (first, last) if first <= last else None
+def _span(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)

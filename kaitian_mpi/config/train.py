@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config.training import TrainingConfig
-from kaitian_mpi.config.values import LOG_LEVELS, out_of_range, setting
+from kaitian_mpi.config.values import ABOVE_ZERO, BELOW_ONE, LOG_LEVELS, setting
 from kaitian_mpi.errors import UserError
 
 OF_IMAGES = frozenset(
@@ -20,6 +20,8 @@ OF_IMAGES = frozenset(
     )
 )
 """The fields of image classification, which a task has in its own code."""
+MODELS = ("mobilenetv2", "resnet18", "cnn")
+DATASETS = ("digits", "cifar10", "mnist", "synthetic")
 
 
 def _metadata_of(config: type, name: str) -> Mapping[str, Any]:
@@ -71,7 +73,10 @@ class TrainConfig(TrainingConfig):
     )
     data_dir: str = setting("", "folder with the dataset's official files", metavar="DIR")
     val_split: float = setting(
-        0.2, "fraction of the training set held out if the dataset has no test set"
+        0.2,
+        "fraction of the training set held out if the dataset has no test set",
+        least=ABOVE_ZERO,
+        most=BELOW_ONE,
     )
     augment: str = setting(
         "auto",
@@ -119,8 +124,8 @@ class TrainConfig(TrainingConfig):
         "0.01 unless given",
         ("sgd", "adamw"),
     )
-    lr: float = setting(0.05, "peak learning rate")
-    momentum: float = setting(0.9, "momentum of SGD")
+    lr: float = setting(0.05, "peak learning rate", least=ABOVE_ZERO)
+    momentum: float = setting(0.9, "momentum of SGD", most=BELOW_ONE)
     nesterov: bool = setting(True, "use Nesterov momentum")
     weight_decay: float = setting(
         5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
@@ -128,10 +133,14 @@ class TrainConfig(TrainingConfig):
     clip_norm: float = setting(
         0.0, "largest norm of the whole gradient, which is scaled down to it; 0: no limit"
     )
-    label_smoothing: float = setting(0.0, "label smoothing of the cross-entropy, from 0 to below 1")
+    label_smoothing: float = setting(
+        0.0, "label smoothing of the cross-entropy, from 0 to below 1", most=BELOW_ONE
+    )
     schedule: str = setting("cosine", "learning rate after the warmup", ("cosine", "constant"))
     warmup: float = setting(
-        0.25, "fraction of all steps over which the learning rate warms up from near 0"
+        0.25,
+        "fraction of all steps over which the learning rate warms up from near 0",
+        most=BELOW_ONE,
     )
 
     log_level: str = setting(
@@ -144,16 +153,17 @@ class TrainConfig(TrainingConfig):
         "", "folder for results; default runs/<model or task>-<date>-<time>", metavar="DIR"
     )
 
-    def _check_ranges(self) -> None:
-        super()._check_ranges()
-        for name in ("momentum", "label_smoothing", "warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise out_of_range(name, getattr(self, name), "a number from 0 to below 1")
-        if not 0 < self.val_split < 1:
-            raise out_of_range("val_split", self.val_split, "a fraction between 0 and 1")
-
     def _check_names(self) -> None:
         super()._check_names()
+        for flag, name, known in (
+            ("model", self.model, MODELS),
+            ("dataset", self.dataset, DATASETS),
+        ):
+            if name not in known and ":" not in name:
+                raise UserError(
+                    f"--{flag}: there is no {flag} {name!r}; give {', '.join(known)} or "
+                    "module:factory"
+                )
         if self.nesterov and self.momentum == 0:
             raise UserError("--nesterov requires --momentum above 0; set it, or give --no-nesterov")
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from kaitian_mpi.config.profile import parse_profile
 from kaitian_mpi.config.values import (
+    ABOVE_ZERO,
     MAY_DIFFER,
     PATHS,
-    RANGES,
     flag_name,
     out_of_range,
+    outside,
     setting,
     wrong_type,
 )
@@ -35,23 +36,29 @@ class TrainingConfig:
         ".safetensors; a run that is resumed has its own",
         metavar="FILE",
     )
-    workers: int = setting(0, "data-loading processes per rank; 0: load in the rank itself")
+    workers: int = setting(
+        0, "data-loading processes per rank; 0: load in the rank itself", most=1024
+    )
 
-    global_batch_size: int = setting(256, "samples per step over all ranks")
+    global_batch_size: int = setting(256, "samples per step over all ranks", least=1)
     batch_policy: str = setting(
         "global",
         "global: divide --global-batch-size among the ranks; paper: each rank takes "
         "round(--batch-size x score), so the global batch grows with the devices",
         ("global", "paper"),
     )
-    batch_size: int = setting(64, "samples per step of the fastest rank, with --batch-policy paper")
+    batch_size: int = setting(
+        64, "samples per step of the fastest rank, with --batch-policy paper", least=1
+    )
     balance: str = setting(
         "adaptive",
         "adaptive: benchmark the ranks, size their batches for the shortest step, and adjust "
         "while training; static: benchmark only; off: equal batches, no benchmark",
         ("adaptive", "static", "off"),
     )
-    benchmark_seconds: float = setting(10.0, "time limit of the benchmark, in seconds")
+    benchmark_seconds: float = setting(
+        10.0, "time limit of the benchmark, in seconds", least=ABOVE_ZERO
+    )
     benchmark_cache: str = setting(
         "",
         "folder in which benchmark results are cached, by host, device, model and versions",
@@ -83,7 +90,9 @@ class TrainingConfig:
         ("fp32", "bf16"),
     )
     relay_memory_mb: int = setting(
-        32, "host memory for buffers between an accelerator and MPI, per process group, in MB"
+        32,
+        "host memory for buffers between an accelerator and MPI, per process group, in MB",
+        least=1,
     )
     wire: str = setting(
         "fp32",
@@ -104,7 +113,7 @@ class TrainingConfig:
         "devices, if there are several; a kind that differs by more than rounding ends the job",
     )
 
-    epochs: int = setting(10, "passes over the training set")
+    epochs: int = setting(10, "passes over the training set", least=1)
     max_steps: int = setting(0, "stop after this many steps; 0: no limit besides --epochs")
     precision: str = setting(
         "fp32",
@@ -144,7 +153,7 @@ class TrainingConfig:
         "a state of up to this many MB is copied in memory, and written while training goes on; a "
         "larger one is written without a copy, and training waits",
     )
-    keep_checkpoints: int = setting(3, "number of checkpoints to keep, besides the best")
+    keep_checkpoints: int = setting(3, "number of checkpoints to keep, besides the best", least=1)
     spares: int = setting(
         0, "number of spare ranks: the last ones stand by, each ready to replace a lost rank"
     )
@@ -157,9 +166,11 @@ class TrainingConfig:
         "keep the state in each host's memory (/dev/shm) under this name, to restart from when a "
         "host is lost; kaitian-supervise sets this itself",
     )
-    snapshot_every: int = setting(10, "steps between these snapshots")
+    snapshot_every: int = setting(10, "steps between these snapshots", least=1)
 
-    seed: int = setting(0, "seed of weights, sample order, augmentation and dropout")
+    seed: int = setting(
+        0, "seed of weights, sample order, augmentation and dropout", most=2**48 - 1
+    )
     run_dir: str = setting("", "folder for results; without it, nothing is written", metavar="DIR")
     export: str = setting(
         "",
@@ -221,16 +232,9 @@ class TrainingConfig:
                 object.__setattr__(self, field.name, value)
             if choices and value not in choices:
                 raise out_of_range(field.name, value, f"one of {', '.join(choices)}")
-            if needed := wrong_type(field, value):
+            if needed := wrong_type(field, value) or outside(field, value):
                 raise out_of_range(field.name, value, needed)
-        self._check_ranges()
         self._check_names()
-
-    def _check_ranges(self) -> None:
-        for name, (least, most, needed) in RANGES.items():
-            value = getattr(self, name, least)  # not every setting is one of Training's
-            if not least <= value <= most:  # false for NaN
-                raise out_of_range(name, value, needed)
 
     def _check_names(self) -> None:
         if self.sync_bn and self.micro_batch_size:
@@ -240,25 +244,17 @@ class TrainingConfig:
             )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
-        for name in ("tensorboard", "wandb", "mlflow"):
+        for name in ("tensorboard", "wandb", "mlflow", "timeline", "profile"):
             if getattr(self, name) and self.choose_folder() is None:
-                raise UserError(
-                    f"{flag_name(name)} requires --run-dir, which stores the ID needed to resume"
-                )
+                raise UserError(f"{flag_name(name)} requires --run-dir, where it is kept")
         if self.wandb and not re.fullmatch(r"([\w.-]+/)?[^/\\#?%:\s]{1,128}", self.wandb):
             raise out_of_range(
                 "wandb", self.wandb, r"a project's name without / \ # ? % : or spaces"
             )
         if self.resume == "auto" and not self.run_dir:
             raise UserError("--resume auto requires --run-dir, the folder of the run to resume")
-        if self.timeline and self.choose_folder() is None:
-            raise UserError(
-                "--timeline requires --run-dir, the folder in which timeline.json is written"
-            )
         if self.profile:
             parse_profile(self.profile)
-            if self.choose_folder() is None:
-                raise UserError("--profile requires --run-dir, the folder in which it is written")
         if self.timeline_every and not self.timeline:
             raise UserError("--timeline-every requires --timeline")
         if self.export and Path(self.export).suffix != ".safetensors":

@@ -15,8 +15,9 @@ TRAIN = ("kaitian-train", "--model", "cnn")
 
 
 BEFORE_MPI = {
-    "--epochs 0": "--epochs must be a whole number from 1 to",
-    "--log-interval inf": "--log-interval must be from 0 to 1e9 seconds, not inf",
+    "--epochs 0": "--epochs must be a whole number, at least 1",
+    "--log-interval inf": "--log-interval must be a number, at least 0 and at most 1e9, not inf",
+    "--model nosuch": "--model: there is no model 'nosuch'; give mobilenetv2",
     "--export model.pt": "--export must be a file named *.safetensors, not 'model.pt'; the run",
     "--no-such-flag": "unrecognized arguments: --no-such-flag; see kaitian-train --help",
 }
@@ -28,7 +29,6 @@ BEFORE_TORCH = {
 }
 LATER = {
     "--dataset cifar10 --data-dir .": "data_batch_1",
-    "--model nosuch": "--model: there is no model 'nosuch'; give mobilenetv2",
     "--model planted:nosuch": "module planted has no attribute 'nosuch'",
     "--model planted:not_a_model": "it must return a torch.nn.Module",
     "--devices cuda:7,cuda:7": "asks for cuda:7, but",

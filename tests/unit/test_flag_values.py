@@ -82,13 +82,13 @@ def test_out_of_range_numbers_are_one_line_errors(command, flag, name):
 @pytest.mark.parametrize("flag", ["--lr", "--weight-decay", "--log-interval"])
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e30"])
 def test_values_that_are_not_finite_are_rejected(flag, value):
-    with pytest.raises(UserError, match=f"{flag} must be .* (to|at most) 1e"):
+    with pytest.raises(UserError, match=f"{flag} must be .* at most 1e"):
         parse_config("kaitian-train", [f"{flag}={value}"])
 
 
 def test_seeds_are_limited_to_what_torch_accepts_on_every_rank():
     assert parse_config("kaitian-train", [f"--seed={2**48 - 1}"]).seed == 2**48 - 1
-    with pytest.raises(UserError, match=r"--seed must be .* to 2\^48 - 1, not 281474976710656"):
+    with pytest.raises(UserError, match=r"--seed must be .*, not 281474976710656"):
         parse_config("kaitian-train", [f"--seed={2**48}"])
 
 

@@ -207,7 +207,7 @@ def test_a_missing_package_is_named_with_how_to_install_it():
 
 @pytest.mark.parametrize("setting", [{"tensorboard": True}, {"wandb": "a"}, {"mlflow": "a"}])
 def test_what_continues_a_run_needs_its_folder(setting):
-    with pytest.raises(UserError, match="requires --run-dir, which stores the ID"):
+    with pytest.raises(UserError, match="requires --run-dir"):
         TrainingConfig(**setting)
     TrainingConfig(**setting, run_dir="somewhere")
     TrainConfig(**setting)  # makes a folder by itself

@@ -456,5 +456,5 @@ def test_a_profile_needs_a_run_folder_and_ranks_of_the_job():
     with pytest.raises(UserError, match="--profile requires --run-dir"):
         TrainingConfig(profile="0@5")
     parse_profile("all@5").check_ranks(1)
-    with pytest.raises(UserError, match="names rank 3, but the job has only ranks 0 to 1"):
+    with pytest.raises(UserError, match="names rank 3; the highest is rank 1"):
         parse_profile("0,3@5").check_ranks(2)
