@@ -62,7 +62,9 @@ _BAR = 0.86
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """Return the events of a timeline, whose closing bracket may be missing."""
     text = path.read_text()
-    events: list[dict[str, Any]] = json.loads(text if text.endswith("]\n") else text + "]")
+    events: list[dict[str, Any]] = json.loads(
+        text if text.endswith("]\n") else text.removesuffix(",\n") + "]"
+    )
     return events
 
 

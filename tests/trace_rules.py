@@ -11,7 +11,7 @@ _ROUNDING_US = 0.002
 def read_trace(path: Path) -> list[dict]:
     """Return the events of a file; its closing bracket may be missing."""
     text = path.read_text()
-    return json.loads(text if text.endswith("]\n") else text + "]")
+    return json.loads(text if text.endswith("]\n") else text.removesuffix(",\n") + "]")
 
 
 def spans_of(trace: list[dict]) -> list[dict]:

@@ -105,7 +105,7 @@ def open_sinks(
     """Return the sinks of the rank that writes the files."""
     timeline: list[MetricsSink] = []
     if recorder.current is not None:
-        from kaitian_mpi.observe.timeline.sink import TimelineSink
+        from kaitian_mpi.observe.timeline.trace_file import TimelineSink
 
         timeline = [TimelineSink(recorder.current)]
     path = "" if isinstance(folder, NoFolder) else str(folder.path)

@@ -11,16 +11,16 @@ import numpy as np
 
 from kaitian_mpi.mpi.exchange import gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.timeline.chrome import (
-    SEPARATOR,
-    ChromeLanes,
-    process_lines,
-    run_lines,
-    status_lines,
-)
 from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset, RoundTrip, estimate_offset
 from kaitian_mpi.observe.timeline.recorder import Event, Recorder
-from kaitian_mpi.observe.timeline.timeline_file import TimelineFile
+from kaitian_mpi.observe.timeline.trace_file import (
+    ChromeLanes,
+    TimelineFile,
+    encode,
+    process_events,
+    run_events,
+    status_events,
+)
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import wait_request
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -49,14 +49,15 @@ class Timeline(StepObserver):
         self._world, self._recorder, self._state = world, recorder, state
         self._nodes = [info.node for info in world.infos]
         self._lanes = ChromeLanes(world.info.world_rank)
-        self._is_named = False
+        name = f"{world.info}, emulated" if world.info.emulated else str(world.info)
+        self._naming = process_events(world.info.world_rank, name, world.info.world_rank)
         self._shared_at = time.monotonic()
         self._last_step = state.progress.step
         self._next_step = self._last_step + _FIRST_STEPS
         self._file: TimelineFile | None = None
         if world.rank == 0 and folder is not None:
             self._file = self._open(folder)
-        self._align()
+        align_clocks(world.comm, self._nodes, recorder.clock, recorder.now)
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Gather the events in the file, if that is due after this step."""
@@ -78,11 +79,10 @@ class Timeline(StepObserver):
         """Gather the events in the file."""
         began = time.monotonic()
         enter_phase("sharing the timeline", waits=True, limited=False)
-        self._align()
-        lines = SEPARATOR.join(self._lines())
-        by_rank = gather_bytes(self._world.comm, lines, root=0)
+        align_clocks(self._world.comm, self._nodes, self._recorder.clock, self._recorder.now)
+        by_rank = gather_bytes(self._world.comm, self._lines(), root=0)
         if self._file is not None:
-            self._file.append(by_rank)
+            self._file.append(b"".join(by_rank))
         self._schedule(began)
 
     def _open(self, folder: Path) -> TimelineFile:
@@ -95,22 +95,19 @@ class Timeline(StepObserver):
             clock.align(now, Offset(time.time() - file.origin - now, 0.0))
         return file
 
-    def _align(self) -> None:
-        align_clocks(self._world.comm, self._nodes, self._recorder.clock, self._recorder.now)
-
-    def _lines(self) -> list[bytes]:
+    def _lines(self) -> bytes:
         """Return this rank's events as lines of the file."""
-        info, recorder = self._world.info, self._recorder
-        lines: list[bytes] = []
-        if not self._is_named:
-            name = f"{info}, emulated" if info.emulated else str(info)
-            lines += process_lines(info.world_rank, name, info.world_rank)
-            self._is_named = True
+        rank, recorder = self._world.info.world_rank, self._recorder
         dropped, recorder.dropped = recorder.dropped, 0
-        lines += status_lines(info.world_rank, recorder.now(), recorder.clock, dropped)
-        events = recorder.take() + self._device_events()
-        lines += self._lanes.lines(events, recorder.clock)
-        return lines + run_lines(recorder.take_run_events(), recorder.clock)
+        naming, self._naming = self._naming, []
+        return encode(
+            [
+                *naming,
+                *status_events(rank, recorder.now(), recorder.clock, dropped),
+                *self._lanes.trace(recorder.take() + self._device_events(), recorder.clock),
+                *run_events(recorder.take_run_events(), recorder.clock),
+            ]
+        )
 
     def _device_events(self) -> list[Event]:
         recorder = self._recorder

@@ -17,7 +17,7 @@ from kaitian_mpi.observe.timeline.recorder import (
     start_recording,
     stop_recording,
 )
-from kaitian_mpi.observe.timeline.timeline_file import NAME
+from kaitian_mpi.observe.timeline.trace_file import NAME
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.timeline import Timeline, align_clocks

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MAX_ALIGNMENTS = 1000
-_MIN_DRIFT_SEC = 5.0
 
 
 class RoundTrip(NamedTuple):
@@ -54,16 +53,6 @@ class AlignedClock:
         """Whether there is an offset."""
         return bool(self._times)
 
-    @property
-    def drift(self) -> float | None:
-        """The change of the offset between the last two alignments, in seconds per second.
-
-        None if there was only one, or too little time between them to tell drift from error.
-        """
-        if len(self._times) < 2 or self._times[-1] - self._times[-2] < _MIN_DRIFT_SEC:
-            return None
-        return self._slope(len(self._times) - 1)
-
     def align(self, time: float, offset: Offset) -> None:
         """Add the offset that holds at a time of this rank's clock, later than those before."""
         # Long events, such as an evaluation, began several alignments before they are written.
@@ -78,10 +67,7 @@ class AlignedClock:
         after = bisect_right(self._times, time)
         if after in (0, len(self._times)):
             return time + self._offsets[max(0, after - 1)]
-        elapsed = time - self._times[after - 1]
-        return time + self._offsets[after - 1] + self._slope(after) * elapsed
-
-    def _slope(self, after: int) -> float:
-        """Return the drift between alignment number `after` and the one before it."""
-        elapsed = self._times[after] - self._times[after - 1]
-        return (self._offsets[after] - self._offsets[after - 1]) / elapsed if elapsed else 0.0
+        (since, until), (first, second) = (
+            values[after - 1 : after + 1] for values in (self._times, self._offsets)
+        )
+        return time + first + (second - first) * (time - since) / (until - since)

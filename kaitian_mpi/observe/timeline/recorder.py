@@ -10,10 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kaitian_mpi.observe.timeline.clock import AlignedClock
 from kaitian_mpi.runtime.watchdog import on_phase
+
+if TYPE_CHECKING:
+    from kaitian_mpi.devices.protocol import Mark
 
 Item = TypeVar("Item")
 
@@ -66,24 +69,8 @@ class RunEvent(NamedTuple):
 
     time: float
     """By this rank's clock, in seconds."""
-    name: str
-    value: float | None = None
-    """The value of a counter; None for an event at this time."""
-    rank: int | None = None
-    """The world rank whose counter it is; None for the run's own."""
-    args: Mapping[str, Any] = {}
-
-
-class Mark(Protocol):
-    """A point of a device's stream; see `devices.protocol.Mark`."""
-
-    def is_reached(self) -> bool:
-        """Return whether the device has reached it."""
-        ...
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Return the seconds from an earlier mark to this one."""
-        ...
+    trace: Mapping[str, Any]
+    """The event of the file, without its time."""
 
 
 class DeviceSpan(NamedTuple):
@@ -143,7 +130,10 @@ class Recorder:
     def enter_phase(self, phase: str, step: int | None) -> None:
         """End the main thread's phase and begin the next."""
         now = self.now()
-        self._end_phase(now)
+        if self._phase is not None:
+            name, start, ended = self._phase
+            self.add(MAIN, name, start, now, {} if ended is None else {"step": ended})
+            self._phase = None
         self._phases_since_step = self._phases_since_step + 1 if step is None else 0
         # Ranks may enter unlike numbers of phases between steps, but record the same collectives.
         self.is_recording = step is None or self._sampling.includes(step)
@@ -164,24 +154,21 @@ class Recorder:
             end: its end, by `now`.
             args: what else to show for it, in types that JSON has.
         """
-        if len(self._events) < self._capacity:
-            self._events.append(Event(lane, name, start, end, args or {}))
-        else:
-            self.dropped += 1
+        self._keep(self._events, Event(lane, name, start, end, args or {}))
 
     def add_device_span(
         self, lane: str, name: str, start: Mark, end: Mark, args: Mapping[str, Any] | None = None
     ) -> None:
         """Record work of the device between two marks, whose times are read later."""
-        if len(self._device_spans) < self._capacity:
-            self._device_spans.append(DeviceSpan(lane, name, start, end, args or {}))
-        else:
-            self.dropped += 1
+        self._keep(self._device_spans, DeviceSpan(lane, name, start, end, args or {}))
 
     def add_run_event(self, event: RunEvent) -> None:
         """Record something that concerns the whole run."""
-        if len(self._run_events) < self._capacity:
-            self._run_events.append(event)
+        self._keep(self._run_events, event)
+
+    def _keep(self, kept: deque[Item], item: Item) -> None:
+        if len(kept) < self._capacity:
+            kept.append(item)
         else:
             self.dropped += 1
 
@@ -261,16 +248,6 @@ class Recorder:
             if start <= end:  # not so for a phase that this rank skipped in the step
                 taken.append(Event(span.lane, span.name, start, end, span.args))
         return taken
-
-    def end_phase(self) -> None:
-        """End the main thread's phase without beginning another."""
-        self._end_phase(self.now())
-
-    def _end_phase(self, now: float) -> None:
-        if self._phase is not None:
-            name, start, step = self._phase
-            self.add(MAIN, name, start, now, {} if step is None else {"step": step})
-            self._phase = None
 
 
 def _taken(events: deque[Item]) -> list[Item]:
