@@ -34,7 +34,7 @@ LATER = {
     "--devices cuda:7,cuda:7": "asks for cuda:7, but",
     "--model planted:differing": "the model differs between ranks:",
     "--model planted:raise_error": "its parameters are (); add num_classes",
-    "--init nosuch.pt": "--init: there is no file nosuch.pt on rank 0's host",
+    "--init nosuch.pt": "--init nosuch.pt: No such file or directory",
     "--init used/config.json": "--init used/config.json: it has no weights (it holds",
     "--export nowhere/model.safetensors": "there is no folder ",
     "--run-dir used": "--run-dir used: the folder has the results of another run",

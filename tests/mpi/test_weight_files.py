@@ -73,7 +73,7 @@ def test_every_rank_starts_from_a_file_that_rank_0_alone_can_read(world, tmp_pat
 def test_a_run_that_is_resumed_does_not_load_the_file_again(world, folder):
     path = folder / "start.pt"
     settings = {"init": str(path), "run_dir": str(folder / "run"), "resume": "auto"}
-    with pytest.raises(AgreedError, match=f"--init: there is no file {path} on rank 0"):
+    with pytest.raises(AgreedError, match=f"--init {path}: No such file or directory"):
         train(make_task(), **settings)
     if world.rank == 0:
         torch.save(make_task(seed=1).model.state_dict(), path)
@@ -95,10 +95,10 @@ def test_a_run_that_is_resumed_does_not_load_the_file_again(world, folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "--init: there is no file .*start.pt on rank 0's host"),
+        (None, "--init .*start.pt: No such file .*on rank 0's host"),
         (
             make_task(size=3).model.state_dict(),
-            r"'2.weight' has shape \(3, 8\), the model's has \(2",
+            "the weights do not fit: .*size mismatch for 2.weight",
         ),
     ],
 )
@@ -189,6 +189,6 @@ def test_a_model_that_cannot_be_exported_leaves_no_folder(world, folder, target)
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         data=[1],
     )
-    with pytest.raises(AgreedError, match=r"'weight' is a strided tensor of type torch\.comp"):
+    with pytest.raises(AgreedError, match=r"a .safetensors file cannot hold .*complex128"):
         train(task, run_dir=str(folder / "run"), export=target)
     assert not (folder / "run").exists()

@@ -125,12 +125,14 @@ def sparse():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (complex128, "'weight' is a strided tensor of type torch.complex128, which a"),
-        (sparse, "'adjacent' is a sparse_coo tensor of type torch.float32, which a .safet"),
+        (complex128, "complex128"),
+        (sparse, "sparse"),
     ],
 )
 def test_a_model_that_does_not_fit_the_format_is_rejected_before_training(make, message):
-    with pytest.raises(UserError, match=f"--export m.safetensors: {message}") as caught:
+    with pytest.raises(
+        UserError, match=f"--export m.safetensors: a .*cannot hold.*{message}"
+    ) as caught:
         check_exportable(TrainConfig(export="m.safetensors"), make())
     assert "\n" not in str(caught.value)
     check_exportable(TrainConfig(), make())
@@ -147,8 +149,8 @@ def alone(monkeypatch):
     ("path", "why"),
     [
         ("folder.safetensors", "Is a directory; name a file"),
-        ("nowhere/m.safetensors", "there is no folder .*nowhere; create it"),
-        ("file/m.safetensors", "there is no folder .*file; create it"),
+        ("nowhere/m.safetensors", "No such file or directory; name a file in a folder"),
+        ("file/m.safetensors", "Not a directory; name a file in a folder"),
         (f"{'m' * 300}.safetensors", "File name too long; name a file"),
     ],
 )

@@ -102,44 +102,33 @@ def test_extra_state_may_be_missing_and_is_restored_where_it_is_not(tmp_path):
     assert model.seen == 7
 
 
+UNFIT = "the weights do not fit: .*"
 WRONG = {
     "another head": (
         lambda: Language(7).state_dict(),
-        r"'embedding.weight' has shape \(7, 4\), the model's has \(5, 4\) \(1 more do not fit",
+        f"{UNFIT}mismatch for embedding.weight",
     ),
     "another architecture": (
         lambda: nn.Linear(3, 3).state_dict(),
-        r"the model does not have 'weight' and 1 more, and the file lacks "
-        r"'embedding.weight' and 5 more; give weights of this very model",
+        f"{UNFIT}has no 'weight'.* lacks 'embedding.weight'.*; give weights of this very model",
     ),
     "both tied weights missing": (
         lambda: without("embedding.weight", "head.weight"),
-        "the file lacks 'embedding.weight' and 1 more",
+        f"{UNFIT}the file lacks 'embedding.weight'; the file lacks 'head.weight'",
     ),
-    "complex": (
-        lambda: changed(norm__weight=lambda state: state["norm.weight"] * 1j),
-        "'norm.weight' has type torch.complex64, the model's has torch.float32",
-    ),
-    "a count that is not whole": (
-        lambda: changed(norm__num_batches_tracked=lambda state: torch.tensor(1.5)),
-        "'norm.num_batches_tracked' has type torch.float32, the model's has torch.int64",
-    ),
-    "no tensor": (lambda: changed(norm__weight=lambda state: 3), "the weights do not fit .*norm"),
+    "no tensor": (lambda: changed(norm__weight=lambda state: 3), f"{UNFIT}norm"),
     "sparse": (
         lambda: changed(norm__weight=lambda state: state["norm.weight"].to_sparse()),
-        "the weights do not fit .*norm.weight",
+        f"{UNFIT}norm.weight",
     ),
     "two models": (
         lambda: {"model": some(), "state_dict": some()},
-        "it has 'model' and 'state_dict'; save the weights",
+        "it has no weights .it has both 'model' and 'state_dict'",
     ),
     "a whole module": (Language, "it has no weights .it holds more than tensors and plain"),
-    "a list": (lambda: [torch.ones(1)], "it holds a list without tensors by name; give what torch"),
-    "nothing": (dict, "it holds a dict without tensors by name"),
-    "a name of two lines": (
-        lambda: some() | {"a\nb": torch.ones(1)},
-        r"the model does not have 'a\\nb'",
-    ),
+    "a list": (lambda: [torch.ones(1)], "it has no weights .it holds a list without tensors by"),
+    "nothing": (dict, "it has no weights .it holds a dict without tensors by name"),
+    "a name of two lines": (lambda: some() | {"a\nb": torch.ones(1)}, rf"{UNFIT}no 'a\\nb'"),
 }
 
 
