@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,14 +15,14 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
 
-_COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
-_MAX_ROWS = 1 << 16  # 32 MB
-_PART_BYTES = 16 << 20
 # What rounding may do. In 200 steps, CPUs of unlike vector instructions differ by up to 4e-7 in the
 # norm, and by 5e-5 in an element that RMSprop once divided by almost nothing.
 _UNITS_PER_STEP = 4.0
 _MOST = 0.2
 _MOST_OF_ELEMENT = 0.02
+
+Print = tuple[tuple[str, ...], int]
+"""How a rank rounds, and the checksum of its tensors."""
 
 
 def repair_divergence(world: World, state: State, sinks: Sinks | None = None) -> list[int]:
@@ -38,10 +38,12 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
         The world ranks that differed by more than rounding.
     """
     tensors = state.replicas()
-    prints = gather_values(world.comm, (fingerprint(tensors), len(list(_parts(tensors)))))
+    gathered = gather_values(world.comm, (fingerprint(tensors), len(tensors)))
+    prints = [(info.rounding, bits) for info, (bits, _) in zip(world.infos, gathered, strict=True)]
     healthy, agreeing = 0, list(range(world.size))
-    if len({bits for bits, _ in prints}) > 1:
-        healthy, agreeing = _find_majority(world, state, tensors, prints)
+    if len({bits for _, bits in prints}) > 1:
+        counts = [count for _, count in gathered]
+        healthy, agreeing = _find_majority(world, state, tensors, prints, counts)
     step = state.progress.step
     state.equal_at_step = step
     different = [rank for rank in range(world.size) if rank not in agreeing]
@@ -64,19 +66,19 @@ def _find_majority(
     world: World,
     state: State,
     tensors: Sequence[torch.Tensor],
-    prints: Sequence[tuple[int, int]],
+    prints: Sequence[Print],
+    counts: Sequence[int],
 ) -> tuple[int, list[int]]:
     """Return a rank that most others agree with, and these with itself. Collective."""
-    kinds = [info.rounding for info in world.infos]
-    own = list(zip(kinds, (bits for bits, _ in prints), strict=True))
+    kind, _ = own = prints[world.rank]
     best: tuple[int, list[int]] = 0, []
-    for rank in by_frequency(own):
-        agrees = own[world.rank] == own[rank]
-        if len(set(kinds)) > 1:
-            receives = kinds[world.rank] != kinds[rank]
-            same = _take_rounding(world, state, tensors, rank, prints[rank][1], receives)
-            agrees = agrees or same
-        votes = alike(own, gather_values(world.comm, agrees))
+    for rank in by_frequency(prints):
+        agrees = own == prints[rank]
+        if len({kind for kind, _ in prints}) > 1:
+            receives = kind != prints[rank][0]
+            fits = _take_rounding(world, state, tensors, rank, counts[rank], receives)
+            agrees = agrees or fits
+        votes = alike(prints, gather_values(world.comm, agrees))
         if len(votes) > len(best[1]):
             best = rank, votes
         if 2 * len(votes) > world.size:
@@ -84,13 +86,13 @@ def _find_majority(
     return best
 
 
-def alike(own: Sequence[tuple[tuple[str, ...], int]], agree: Sequence[bool]) -> list[int]:
+def alike(prints: Sequence[Print], agree: Sequence[bool]) -> list[int]:
     """Return the ranks that agree but those that differ from most others of their kind."""
     ranks = [rank for rank, yes in enumerate(agree) if yes]
     bits: dict[tuple[str, ...], int] = {}
-    for place in by_frequency([own[rank] for rank in ranks]):
-        bits.setdefault(*own[ranks[place]])
-    return [rank for rank in ranks if own[rank][1] == bits[own[rank][0]]]
+    for place in by_frequency([prints[rank] for rank in ranks]):
+        bits.setdefault(*prints[ranks[place]])
+    return [rank for rank in ranks if prints[rank][1] == bits[prints[rank][0]]]
 
 
 def _take_rounding(
@@ -109,19 +111,15 @@ def _take_rounding(
     Returns:
         Whether it received tensors, and all of them differed by rounding at most.
     """
-    parts = list(_parts(tensors))
-    fits = receives and len(parts) == count
+    fits = receives and len(tensors) == count
+    steps = state.progress.step - state.equal_at_step
     for index in range(count):
-        own = parts[index] if world.rank == source or fits else []
-        sent = broadcast_state(world.comm, own, source, receives)
-        fits = fits and len(own) == len(sent)
-        for mine, other in zip(own, sent or [], strict=False):
-            steps = state.progress.step - state.equal_at_step
-            if not differs_by_rounding(mine, other, steps):
-                fits = False
-                continue
+        mine = tensors[index] if world.rank == source else None
+        other = broadcast_state(world.comm, mine, source, receives)  # one at a time
+        fits = fits and differs_by_rounding(tensors[index], other, steps)
+        if fits:
             with state.lock:
-                mine.copy_(other)
+                tensors[index].copy_(other)
     return fits
 
 
@@ -162,38 +160,9 @@ def by_frequency(values: Sequence[object]) -> list[int]:
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a checksum of some tensors, for bitwise comparison.
-
-    The tensors' bits are summed as integers on their device; then the sums are hashed.
-    """
+    """Return a checksum of some tensors, for bitwise comparison."""
     checksum = 0
     for tensor in tensors:
-        sums = _sums_of_bits(tensor).cpu().numpy().tobytes()
-        checksum = zlib.crc32(sums, checksum)
+        flat = tensor.detach().cpu().contiguous().flatten()
+        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
     return checksum
-
-
-def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.contiguous().flatten()
-    size = flat.element_size()
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(size, 8)]
-    bits = flat.view(whole)
-    body = bits[: bits.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    rest = bits[body.numel() :].to(torch.int64)
-    # In pieces, for on CPUs each is copied as integers of 64 bits.
-    sums = (piece.sum(0, dtype=torch.int64) for piece in body.split(_MAX_ROWS))
-    return torch.cat([sum(sums, bits.new_zeros(_COLUMNS, dtype=torch.int64)), rest])
-
-
-def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut a list of tensors into lists of a few megabytes, or of one large tensor."""
-    part: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        part.append(tensor)
-        size += tensor.nbytes
-        if size >= _PART_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part

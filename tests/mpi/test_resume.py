@@ -326,30 +326,19 @@ def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
     assert capsys.readouterr().out.count(refused) == (world.rank == 0)
 
 
-def test_resuming_from_a_file_abandons_later_checkpoints(world, folder):
+def test_a_file_is_resumed_in_a_new_folder_and_leaves_its_own_as_it_is(world, folder):
     run(world, folder, checkpoint_every=2)
-    if world.rank == 0:
-        shutil.copytree(folder, folder.with_name("other"))
-    old = weights_in(folder)
-    checkpoints = folder / "checkpoints"
-    third = str(checkpoints / "step-00000004.pt")
-    run(world, folder, resume=third, lr=1e-5, max_steps=6)
-    assert steps_in(folder) == list(range(1, 7))
-    aside = {path.name[:13] for path in (checkpoints / "abandoned-1").glob("*.pt")}
-    assert aside == {f"step-{step:08d}" for step in (5, 6, 8, 10)}
-    run(world, folder, lr=1e-5)
-    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
-    assert (weights_in(folder) - old).abs().max() > 1e-4
-    # From a checkpoint of another folder, only in a new one.
-    last = str(max(checkpoints.glob("step-*.pt")))
-    with pytest.raises(AgreedError, match=r"other has checkpoints of its own; name a new --run-"):
-        run(world, folder.with_name("other"), resume=last)
-    new = folder.with_name("new")
-    expected = newest(folder)["model"]["0.weight"]
-    run(world, new, resume=last, epochs=1)
-    assert torch.equal(newest(new)["model"]["0.weight"], expected)
-    left = {path.name[:13] for path in (new / "checkpoints").glob("step-*.pt")}
-    assert left == {f"step-{2 * STEPS:08d}"}
+    before = contents(world, folder)
+    fourth, new = folder / "checkpoints" / "step-00000004.pt", folder.with_name("new")
+    with pytest.raises(AgreedError, match=r"run has other checkpoints; name a new --run-dir"):
+        run(world, folder, resume=str(fourth))
+    run(world, new, resume=str(fourth), lr=1e-5, max_steps=6)
+    assert steps_in(new) == [5, 6]
+    run(world, new, resume=str(max(new.glob("checkpoints/step-*.pt"))), lr=1e-5)
+    assert steps_in(new) == [*range(5, 2 * STEPS + 1)]
+    assert (weights_in(folder) - weights_in(new)).abs().max() > 1e-4
+    assert contents(world, folder) == before
+    assert (new / "checkpoints" / "step-00000004.pt").exists()
 
 
 def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):

@@ -337,24 +337,6 @@ def test_skipped_later_checkpoints_do_not_count_towards_keep(two, ignored):
     assert names(two.folder)[2:] == ["step-00000130.json", "step-00000130.pt"]
 
 
-def test_later_checkpoints_are_set_aside_not_deleted(two):
-    two.keep = 9
-    two.write(small(130), {"step": 130})
-    first = two.folder / "step-00000100.pt"
-    assert two.holds(first)
-    assert not two.holds(two.folder / "mine.pt")
-    assert not two.holds(two.folder.parent / "step-00000100.pt")
-    aside = two.set_later_aside(first)
-    assert aside == two.folder / "abandoned-1"
-    found = two.newest_good()
-    assert_same((found.path, found.state), (first, small(100)))
-    assert CheckpointFiles(aside, keep=9).steps() == [120, 130]
-    assert_same(CheckpointFiles(aside, keep=9).newest_good().state, small(130))
-    assert two.set_later_aside(first) is None
-    two.write(small(110), {"step": 110})
-    assert two.set_later_aside(first) == two.folder / "abandoned-2"
-
-
 def fill_disk_after(monkeypatch, size):
     """Let os.write accept only so many bytes in total."""
     real, left = os.write, [size]

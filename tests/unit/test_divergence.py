@@ -97,7 +97,7 @@ def test_any_flipped_bit_in_the_weights_changes_the_fingerprint(dtype):
     assert len(seen) > 100
 
 
-def test_a_flipped_bit_in_the_momentum_changes_the_fingerprint():
+def test_other_momentum_or_another_order_changes_the_fingerprint():
     state = make_state()
     before = fingerprint(state)
     momenta = [of["momentum_buffer"] for of in state.optimizers[0].state.values()]
@@ -106,46 +106,16 @@ def test_a_flipped_bit_in_the_momentum_changes_the_fingerprint():
         flip(momentum, -1, 0)
         assert fingerprint(state) != before
         flip(momentum, -1, 0)
-    assert fingerprint(state) == before
-
-
-def test_swapped_tensors_change_the_fingerprint():
-    state = make_state()
-    before = fingerprint(state)
-    one, other = state.model[0].weight, state.model[1].weight
-    with torch.no_grad():
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
-    assert fingerprint(state) != before
-
-
-def test_swapped_elements_change_the_fingerprint():
-    state = make_state()
-    before = fingerprint(state)
     weights = state.model[0].weight.detach().view(-1)
-    for distance in (1, 2, 4, 8, 16, 32, 64):
-        weights[[0, distance]] = weights[[distance, 0]]
-        assert fingerprint(state) != before
-        weights[[0, distance]] = weights[[distance, 0]]
-    assert fingerprint(state) == before
-
-
-def test_positive_and_negative_zero_have_different_fingerprints():
-    state = make_state()
-    with torch.no_grad():
-        state.model[0].bias.zero_()
-    before = fingerprint(state)
-    with torch.no_grad():
-        state.model[0].bias[3] = -0.0
+    weights[[0, 1]] = weights[[1, 0]]
     assert fingerprint(state) != before
-
-
-def test_a_large_tensor_is_summed_in_pieces(monkeypatch):
-    state = make_state()
-    before = fingerprint(state)
-    monkeypatch.setattr(divergence, "_MAX_ROWS", 1)
+    weights[[0, 1]] = weights[[1, 0]]
     assert fingerprint(state) == before
+    one, other = state.model[0].weight.detach(), state.model[1].weight.detach()
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+    assert fingerprint(state) != before
 
 
 def random_tensor(dtype=torch.float32):

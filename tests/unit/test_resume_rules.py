@@ -19,7 +19,7 @@ from kaitian_mpi.train.checkpoint.metadata import (
     RunMetadata,
     compare_flags,
 )
-from kaitian_mpi.train.checkpoint.resume import is_over, results_until
+from kaitian_mpi.train.checkpoint.resume import is_over
 from kaitian_mpi.train.measure.plan import Profile
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.summary import Summary
@@ -109,14 +109,6 @@ def test_no_change_and_a_setting_newer_than_the_checkpoint():
 )
 def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate(done, flags, over):
     assert is_over(TrainConfig(**flags), asdict(Progress(0, **done))) is over
-
-
-def test_results_of_later_steps_belong_to_the_abandoned_run():
-    summary = Summary(steps=10, val_loss=0.5)
-    assert results_until(10, summary) == results_until(12, summary) == summary
-    assert results_until(9, summary) == Summary()
-    assert results_until(9, Summary()) == Summary()
-    assert results_until(0, Summary.from_json({"steps": "7"})) == Summary()
 
 
 def test_summary_round_trip():

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import math
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import json_bytes, replacing, sync_folder
+from kaitian_mpi.observe.files import json_bytes, replacing
 from kaitian_mpi.observe.folder_lock import saving_in
 from kaitian_mpi.observe.folders import SHM, is_private, make_private, snapshot_folder
 from kaitian_mpi.observe.tensor_files import (
@@ -176,36 +176,29 @@ class CheckpointFiles:
                 f"checkpoint {path} cannot be used: {error}; name another one"
             ) from error
 
+    def adopt(self, path: Path, step: int) -> None:
+        """Copy the checkpoint of a .pt file, of this step, into this folder, which has none.
+
+        Raises:
+            OSError: the disk is full or faulty.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with saving_in(self.folder):
+            for suffix in ("pt", "json"):
+                with (
+                    path.with_suffix(f".{suffix}").open("rb") as file,
+                    replacing(self._path(_Name(step), suffix), sync=True) as copy,
+                ):
+                    shutil.copyfileobj(file, copy)
+
+    def newest(self) -> Path | None:
+        """Return the .pt file of the newest checkpoint, intact or not; None if there is none."""
+        names = self._names("json")
+        return self._path(names[-1]) if names else None
+
     def steps(self) -> list[int]:
         """Return the steps that have checkpoints, intact or not, oldest first."""
         return sorted({name.step for name in self._names("json")})
-
-    def holds(self, path: Path) -> bool:
-        """Return whether a .pt file is one of these checkpoints."""
-        is_named = _FILE_NAME.fullmatch(path.name) is not None
-        return is_named and path.resolve().parent == self.folder.resolve()
-
-    def set_later_aside(self, path: Path) -> Path | None:
-        """Move the checkpoints that are later than one of these to a folder beside them.
-
-        Returns:
-            The folder; None if there were none.
-
-        Raises:
-            OSError: they cannot be moved.
-        """
-        later = [name for name in self._names("pt", "json") if name > _name_of(path.name)]
-        if not later:
-            return None
-        numbers = itertools.count(1)
-        folder = next(f for n in numbers if not (f := self.folder / f"abandoned-{n}").exists())
-        folder.mkdir()
-        for name in later:
-            for suffix in ("json", "pt"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(self._path(name, suffix), folder / f"{name}.{suffix}")
-        sync_folder(self.folder)
-        return folder
 
     def _path(self, name: _Name, suffix: str = "pt") -> Path:
         return self.folder / f"{name}.{suffix}"

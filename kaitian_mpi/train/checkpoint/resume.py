@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -85,7 +86,8 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
                 "--epochs or --max-steps",
             )
             return replace(earlier, summary=summary, is_finished=True)
-        summary = results_until(earlier.progress["step"], summary)
+        if summary.steps is None or summary.steps > earlier.progress["step"]:
+            summary = Summary()  # of steps that are trained again
         earlier = replace(earlier, invalidated=invalidated, summary=summary)
     describe_start(config, world, setup.folder)
     return earlier
@@ -161,11 +163,6 @@ def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     return progress["is_done"] and is_at_end
 
 
-def results_until(step: int, summary: Summary) -> Summary:
-    """Return a summary, or an empty one if it is of a later step than the run resumes from."""
-    return summary if summary.steps is not None and summary.steps <= step else Summary()
-
-
 def resume(
     config: TrainingConfig,
     setup: Setup,
@@ -200,7 +197,7 @@ def resume(
     print_rank_0(world, f"resuming from step {state.progress.step} ({earlier.name})")
     if config.resume not in ("", "auto"):
         with agree_on_errors(world.comm):
-            _begin_branch(config, world, setup.path)
+            _begin_branch(config, world, setup.path, state.progress.step)
     return replace(earlier, file=None)
 
 
@@ -278,7 +275,7 @@ def restore(
             state.residuals.load_state_dict(of_ranks["residuals"])
 
 
-def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None) -> None:
+def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None, step: int) -> None:
     """Have `--resume auto` continue from the checkpoint that the user named. Not collective.
 
     Raises:
@@ -286,21 +283,16 @@ def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None)
     """
     if name := snapshots_name(config.snapshots, os.environ):
         remove_private(snapshot_files(name).folder)
-    if world.rank != 0 or run_folder is None:
-        return
-    path, files = Path(config.resume), _files(config, run_folder)
-    try:
-        if files.holds(path):
-            if aside := files.set_later_aside(path):
-                print_rank_0(world, f"the run's later checkpoints are now in {aside}")
-        elif not files.steps():
-            checkpoint = CheckpointFiles.load(path)
-            files.write(checkpoint.state, checkpoint.description)
-    except OSError as error:
-        raise UserError(
-            f"--resume: {files.folder} cannot be written: {error.strerror}; make room there, or "
-            "name another --run-dir"
-        ) from error
+    if world.rank == 0 and run_folder is not None:
+        files = _files(config, run_folder)
+        try:
+            if not files.steps():
+                files.adopt(Path(config.resume), step)
+        except OSError as error:
+            raise UserError(
+                f"--resume: {files.folder} cannot be written: {error.strerror}; make room there, "
+                "or name another --run-dir"
+            ) from error
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -330,10 +322,11 @@ def _on_disk(config: TrainingConfig, run_folder: Path | None, resume: str) -> Ch
             raise UserError(
                 f"--resume: there is no file {path}; give auto or a checkpoint's .pt file"
             )
-        if files is not None and files.steps() and not files.holds(path):
+        newest = files.newest() if files is not None else None
+        if newest is not None and not filecmp.cmp(newest, path, shallow=False):
             raise UserError(
-                f"--resume {path}: {run_folder} has checkpoints of its own; name a new --run-dir, "
-                "or give --resume auto to continue the run that is there"
+                f"--resume {path}: {run_folder} has other checkpoints; name a new "
+                "--run-dir, or give --resume auto to continue the run that is there"
             )
         return CheckpointFiles.load(path)
     except OSError as error:
