@@ -13,11 +13,16 @@ import torch.distributed as dist
 
 from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.deferred_free import free_unused_comms
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.job_store import finished_ranks, job_store
 from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
-from kaitian_mpi.mpi.topology import shared_devices, split_into_groups, subset, translate_ranks
+from kaitian_mpi.mpi.topology import (
+    free_unused_comms,
+    shared_devices,
+    split_into_groups,
+    subset,
+    translate_ranks,
+)
 from kaitian_mpi.mpi.world import World, current_world
 from kaitian_mpi.runtime.launcher import read_launch
 

@@ -24,10 +24,9 @@ from kaitian_mpi.distributed.point_to_point import ENDED, Mailbox
 from kaitian_mpi.distributed.relay.relay import Relay
 from kaitian_mpi.distributed.store_barrier import MonitoredBarrier
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.deferred_free import free_when_unused
-from kaitian_mpi.mpi.messages import ANY_SOURCE
+from kaitian_mpi.mpi.nonblocking import ANY_SOURCE
 from kaitian_mpi.mpi.store import MPIStore
-from kaitian_mpi.mpi.topology import GroupComms, OwnDeviceCheck
+from kaitian_mpi.mpi.topology import GroupComms, OwnDeviceCheck, free_when_unused
 from kaitian_mpi.observe.timeline.collectives import GroupLabel
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.ulfm import is_revoked

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 
 _MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
-_LENGTH_BYTES = 8
 _MAX_FAULTS = 4
 SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
 """The advice for settings that differ between ranks."""
-_SMALL_BYTES = 256  # what is no longer is sent together with its length
 
 
 def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
@@ -31,25 +29,18 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     from mpi4py import MPI
 
     own = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-    packet = np.zeros(_LENGTH_BYTES + _SMALL_BYTES, dtype=np.uint8)
-    packet[:_LENGTH_BYTES] = np.array([own.size], dtype=np.int64).view(np.uint8)
-    small = own[:_SMALL_BYTES]
-    packet[_LENGTH_BYTES : _LENGTH_BYTES + small.size] = small
     # When a rank dies, MPI may leave its part unfilled and report it only in the next call.
-    packets = np.full((comm.size, packet.size), 0xFF, dtype=np.uint8)
+    lengths = np.full(comm.size, -1, dtype=np.int64)
     # Ranks may come minutes apart, as after loading their data.
-    wait_request(comm.Iallgather(packet, packets))
-    lengths = packets[:, :_LENGTH_BYTES].copy().view(np.int64)[:, 0].tolist()
-    if min(lengths) < 0:
+    wait_request(comm.Iallgather(np.array([own.size], dtype=np.int64), lengths))
+    if lengths.min() < 0:
         raise CollectiveError("the values of a rank did not arrive")
-    if max(lengths) <= _SMALL_BYTES:
-        contents = packets[:, _LENGTH_BYTES:]
-        parts = [row[:length].tobytes() for row, length in zip(contents, lengths, strict=True)]
-    else:
-        gathered = np.zeros(sum(lengths), dtype=np.uint8)
-        wait_request(comm.Iallgatherv((own, MPI.BYTE), (gathered, lengths, MPI.BYTE)))
-        parts = _parts(gathered, lengths)
-    return [json.loads(part) for part in parts]
+    gathered = np.zeros(lengths.sum(), dtype=np.uint8)
+    wait_request(comm.Iallgatherv((own, MPI.BYTE), (gathered, lengths.tolist(), MPI.BYTE)))
+    try:
+        return [json.loads(part) for part in _parts(gathered, lengths.tolist())]
+    except ValueError as error:
+        raise CollectiveError("the values of a rank did not arrive") from error
 
 
 def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:

@@ -1,10 +1,8 @@
-"""Nonblocking collectives on tensors in host memory.
+"""Nonblocking collectives and messages of tensors in host memory.
 
-They save the barrier that a blocking collective needs before it to avoid spinning. Moving data is
-as fast this way at nearly any length, reducing it only at short ones.
-
-Every function is collective over `comm`. Tensors are contiguous, on the CPU, and must not be
-changed until the request completes.
+The collectives save the barrier that a blocking one needs before it to avoid spinning. Moving data
+is as fast this way at nearly any length, reducing it only at short ones. All ranks of `comm` call
+them. Tensors are contiguous, on the CPU, and must not be changed until the request completes.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from kaitian_mpi.mpi.datatypes import (
     as_unit_buffer,
 )
 
+ANY_SOURCE = MPI.ANY_SOURCE
 _SHORT_BYTES = 64 << 10
 
 
@@ -94,3 +93,46 @@ def _by_rank(
     pieces = list(itertools.pairwise(offsets))
     kinds = [absolute_type(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]
     return MPI.BOTTOM, [int(end > start) for start, end in pieces], [0] * len(pieces), kinds
+
+
+class Transfer:
+    """A send or receive in progress. Keeps its buffer alive until MPI is done with it."""
+
+    def __init__(self, request: MPI.Request, buffer: torch.Tensor, *, is_receive: bool) -> None:
+        self._request = request
+        self._buffer = buffer
+        self._status = MPI.Status()
+        self._is_done = False
+        self.is_receive = is_receive
+
+    @property
+    def source(self) -> int:
+        """The sender's rank; only after a completed receive."""
+        return self._status.Get_source()
+
+    def done(self) -> bool:
+        """Return whether MPI is done with the buffer; lets MPI make progress."""
+        # A second test would clear the status.
+        self._is_done = self._is_done or bool(self._request.Test(self._status))
+        return self._is_done
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether a completed receive was cancelled, and so got no message."""
+        return self._status.Is_cancelled()
+
+    def cancel(self) -> None:
+        """Cancel a receive that no message has matched."""
+        self._request.Cancel()
+
+
+def start_send(comm: MPI.Comm, buffer: torch.Tensor, target: int, tag: int) -> Transfer:
+    """Start sending a contiguous host tensor."""
+    request = comm.Isend(as_raw_buffer(buffer), target, tag)
+    return Transfer(request, buffer, is_receive=False)
+
+
+def start_receive(comm: MPI.Comm, buffer: torch.Tensor, source: int, tag: int) -> Transfer:
+    """Start receiving into a contiguous host tensor; `ANY_SOURCE` accepts any sender."""
+    request = comm.Irecv(as_raw_buffer(buffer), source, tag)
+    return Transfer(request, buffer, is_receive=True)

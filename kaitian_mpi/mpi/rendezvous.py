@@ -39,19 +39,30 @@ def world_with_size_check(size: int | None) -> World:
     """
     check_world_size(size)
     world = get_or_join_world()
-    _check_size(world.size if size is None else size, world.size)
+    check_world_size(size, world.size)
     return world
 
 
-def check_world_size(size: int | None) -> None:
-    """Check the world size given to torch before MPI starts, which waits for all ranks.
+def check_world_size(size: int | None, ranks: int = 0) -> None:
+    """Check the world size given to torch; before MPI starts, which waits for all ranks, as well.
 
     Raises:
         UserError: mpirun started a different number of ranks.
     """
-    launched = read_launch(os.environ).world_size
-    if size is not None and launched > 1 and current_world() is None:
-        _check_size(size, launched)
+    if not ranks and current_world() is None:
+        launched = read_launch(os.environ).world_size
+        ranks = launched if launched > 1 else 0
+    if not ranks or size in (None, ranks):
+        return
+    if ranks == 1:
+        raise UserError(
+            f"the world size is {size}, but MPI has only this rank: mpirun did not start it; "
+            f"start the job with mpirun -np {size} instead of another launcher"
+        )
+    raise UserError(
+        f"the world size is {size}, but mpirun started {ranks} ranks; "
+        f'pass world_size={ranks}, or omit it with init_method="mpi://"'
+    )
 
 
 def rendezvous(
@@ -71,27 +82,9 @@ def rendezvous(
         UserError: MPI's world size differs from the script's, or, without mpirun, from WORLD_SIZE.
     """
     if size is None and read_launch(os.environ).world_size == 1:
-        size = _size_of_other_launcher()
+        # By e.g. torchrun, under which each rank would be a job of one.
+        given = os.environ.get("WORLD_SIZE", "")
+        size = int(given) if given.isdigit() and int(given) > 1 else None
     world = world_with_size_check(size)
     store = open_rendezvous_store(timeout or DEFAULT_TIMEOUT)
     yield store, world.rank if rank is None else rank, world.size
-
-
-def _size_of_other_launcher() -> int | None:
-    """Return the world size set by e.g. torchrun, under which each rank would be a job of one."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdigit() and int(size) > 1 else None
-
-
-def _check_size(given: int, ranks: int) -> None:
-    if given == ranks:
-        return
-    if ranks == 1:
-        raise UserError(
-            f"the world size is {given}, but MPI has only this rank: mpirun did not start it; "
-            f"start the job with mpirun -np {given} instead of another launcher"
-        )
-    raise UserError(
-        f"the world size is {given}, but mpirun started {ranks} ranks; "
-        f'pass world_size={ranks}, or omit it with init_method="mpi://"'
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.runtime import tags
-from kaitian_mpi.runtime.ulfm import track_comm
+from kaitian_mpi.runtime.polling import keep_alive
+from kaitian_mpi.runtime.ulfm import may_be_loss, track_comm
 
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
 _log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_waiting: list[tuple[MPI.Request, GroupComms]] = []  # communicators to free
 
 
 @dataclass(frozen=True)
@@ -258,3 +262,44 @@ def _split(
     for comm in (group, *([lane] if in_lane else [])):
         track_comm(comm)
     return GroupComms(world, groups, group, lane if in_lane else None, messages, lanes, by_host)
+
+
+def free_when_unused(comms: GroupComms) -> None:
+    """Free communicators once every rank has called this for them. Does not block.
+
+    So ranks may destroy their groups in any order, one may destroy a group that others keep, and
+    none hangs because of another. Each rank starts a nonblocking barrier and tests it when it next
+    creates or destroys a group. Communicators that some rank keeps until the end are never freed.
+    """
+    from mpi4py import MPI
+
+    free_unused_comms()
+    try:
+        request = comms.messages.Ibarrier()
+    except MPI.Exception as error:
+        if not may_be_loss(error):
+            raise
+        return
+    with _lock:
+        _waiting.append((request, comms))
+
+
+def free_unused_comms() -> None:
+    """Free the communicators that no rank uses any more. Not collective, does not block."""
+    with _lock:
+        _waiting[:] = [(request, comms) for request, comms in _waiting if _is_kept(request, comms)]
+
+
+def _is_kept(request: MPI.Request, comms: GroupComms) -> bool:
+    from mpi4py import MPI
+
+    try:
+        if not request.Test():
+            return True
+    except MPI.Exception as error:
+        if not may_be_loss(error):
+            raise
+        keep_alive(request, comms)
+        return False
+    comms.free()
+    return False

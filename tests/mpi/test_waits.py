@@ -13,8 +13,8 @@ import torch.distributed as dist
 from kaitian_mpi.distributed import point_to_point
 from kaitian_mpi.distributed.collectives import arrivals
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
-from kaitian_mpi.mpi import deferred_free
 from kaitian_mpi.mpi import store as mpi_store
+from kaitian_mpi.mpi import topology
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=60)
@@ -54,8 +54,8 @@ def test_groups_may_be_destroyed_in_any_order(world):
     assert add() == world.size
     own = {id(group.comms) for group in groups}
     deadline = time.monotonic() + SOON_SEC
-    while own & {id(comms) for _, comms in deferred_free._waiting}:  # not yet freed
-        deferred_free.free_unused_comms()
+    while own & {id(comms) for _, comms in topology._waiting}:  # not yet freed
+        topology.free_unused_comms()
         assert time.monotonic() < deadline
 
 
