@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading, duration
+from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
 
 _MAX_WIDTH = 120
@@ -66,7 +66,7 @@ class LiveProgress(MetricsSink):
         if time.monotonic() >= self._next_draw:
             self._draw()
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Figures) -> None:
         """Draw the results of an evaluation."""
         self._held_out = dict(evaluated.values)
         self._draw()

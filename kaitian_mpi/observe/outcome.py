@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading, duration
+from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
 
 _MIN_SHOWN = 0.005
@@ -106,7 +106,7 @@ class Outcome(MetricsSink):
         self._use.add(reading)
         self._reading = reading
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Figures) -> None:
         """Keep the last results."""
         self._held_out = evaluated.values
 

@@ -1,4 +1,4 @@
-"""What sinks receive: readings, evaluations, the script's own figures, and events."""
+"""What sinks receive: readings, results and the script's own figures, and events."""
 
 from __future__ import annotations
 
@@ -50,30 +50,17 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """The results of an evaluation on the held-out samples."""
+class Figures:
+    """The results of an evaluation, or what the script logs."""
 
     step: int
     """The number of steps done."""
     epoch: int
-    """The epoch that it follows, from 0."""
+    """From 0; of an evaluation, the one that it follows."""
     time: float
     """In seconds since 1970."""
     values: Mapping[str, float]
-    """The means by name, such as `loss` and `accuracy`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logged:
-    """What the script gave `Training.log` after the last reading, sent when the run ends."""
-
-    step: int
-    """The number of steps done."""
-    epoch: int
-    """From 0."""
-    time: float
-    """In seconds since 1970."""
-    values: Mapping[str, float]
+    """By name, such as `loss` and `accuracy`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +110,9 @@ def of_reading(reading: Reading) -> dict[str, float]:
         seconds = getattr(reading, f"{phase}_time_sec")
         for rank, value in zip(reading.ranks, seconds or [], strict=bool(seconds)):
             found[f"time/{phase}/rank_{rank}"] = value
-    return found | _own(reading.logged)
+    return found | of_logged(reading.logged)
 
 
-def of_evaluation(evaluated: Evaluated) -> dict[str, float]:
-    """Return an evaluation's numbers, such as `accuracy/validation`."""
-    return {f"{name}/validation": value for name, value in evaluated.values.items()}
-
-
-def of_logged(logged: Logged) -> dict[str, float]:
-    """Return the script's own figures."""
-    return _own(logged.values)
-
-
-def _own(values: Mapping[str, float]) -> dict[str, float]:
+def of_logged(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the script's own figures by the names that other programs show."""
     return {f"logged/{name}": value for name, value in values.items()}

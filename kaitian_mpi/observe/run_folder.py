@@ -21,7 +21,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.files import describe_failure, json_bytes, read_json, replacing
 from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
-from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
+from kaitian_mpi.observe.reading import Event, Figures, Reading
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.tensor_files import write_tensors
 
@@ -292,11 +292,11 @@ class RunFolderSink(MetricsSink):
         }
         self._folder.append("metrics.jsonl", kept)
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Figures) -> None:
         """Append a line to metrics.jsonl."""
         self._append_values(evaluated, "validation")
 
-    def on_logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Figures) -> None:
         """Append a line to metrics.jsonl."""
         self._append_values(logged, "logged")
 
@@ -304,7 +304,7 @@ class RunFolderSink(MetricsSink):
         """Append a line to events.jsonl."""
         self._folder.append(_HISTORY, dataclasses.asdict(event))
 
-    def _append_values(self, content: Evaluated | Logged, name: str) -> None:
+    def _append_values(self, content: Figures, name: str) -> None:
         line = dataclasses.asdict(content)
         line[name] = line.pop("values")
         self._folder.append("metrics.jsonl", line)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading
+from kaitian_mpi.observe.reading import Event, Figures, Reading
 
 _log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ class MetricsSink:
     def on_reading(self, reading: Reading) -> None:
         """Receive a reading; one comes every `--log-interval` seconds."""
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Figures) -> None:
         """Receive the results of an evaluation."""
 
-    def on_logged(self, logged: Logged) -> None:
+    def on_logged(self, logged: Figures) -> None:
         """Receive what the script logged after the last reading; earlier ones hold their own."""
 
     def on_event(self, event: Event) -> None:
@@ -45,19 +45,30 @@ class MetricsSink:
         """
 
 
-class KeepsJson(Protocol):
-    """What a sink that continues a run needs from a run folder."""
+class _Forwarding(MetricsSink):
+    """Passes on everything by the name of the method, to be called somewhere else."""
 
-    path: Path
+    def on_reading(self, reading: Reading) -> None:
+        """Pass on a reading."""
+        self._forward("on_reading", reading)
 
-    def read(self, name: str) -> dict[str, Any]:
-        """Return a JSON file's content; empty if it is missing or invalid."""
+    def on_evaluation(self, evaluated: Figures) -> None:
+        """Pass on the results of an evaluation."""
+        self._forward("on_evaluation", evaluated)
 
-    def write(self, name: str, content: Any) -> None:
-        """Write a JSON file atomically."""
+    def on_logged(self, logged: Figures) -> None:
+        """Pass on the script's own figures."""
+        self._forward("on_logged", logged)
+
+    def on_event(self, event: Event) -> None:
+        """Pass on an event."""
+        self._forward("on_event", event)
+
+    def _forward(self, method: str, argument: Any) -> None:
+        raise NotImplementedError
 
 
-class Sinks:
+class Sinks(_Forwarding):
     """Several sinks; one that raises is no longer used, and never ends the training.
 
     Empty on a rank that does not write the files. No method is collective.
@@ -68,22 +79,6 @@ class Sinks:
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
-
-    def on_reading(self, reading: Reading) -> None:
-        """Give a reading to all sinks."""
-        self._each(lambda sink: sink.on_reading(reading))
-
-    def on_evaluation(self, evaluated: Evaluated) -> None:
-        """Give the results of an evaluation to all sinks."""
-        self._each(lambda sink: sink.on_evaluation(evaluated))
-
-    def on_logged(self, logged: Logged) -> None:
-        """Give the script's own figures to all sinks."""
-        self._each(lambda sink: sink.on_logged(logged))
-
-    def on_event(self, event: Event) -> None:
-        """Give an event to all sinks."""
-        self._each(lambda sink: sink.on_event(event))
 
     def event(
         self,
@@ -104,33 +99,35 @@ class Sinks:
             at: when it happened, in seconds since 1970; None: now.
             details: JSON values by name.
         """
-        if self._sinks:
-            when = time.time() if at is None else at
-            self.on_event(
-                Event(
-                    step=step, time=when, kind=kind, text=text, ranks=list(ranks), details=details
-                )
-            )
+        when = time.time() if at is None else at
+        self.on_event(
+            Event(step=step, time=when, kind=kind, text=text, ranks=list(ranks), details=details)
+        )
 
     def close(self, finished: bool) -> None:
         """Close all sinks; later calls of any method do nothing."""
-        self._each(lambda sink: sink.close(finished))
+        self._forward("close", finished)
         self._sinks = []
 
-    def _each(self, call: Callable[[MetricsSink], None]) -> None:
+    def _forward(self, method: str, argument: Any) -> None:
         for sink in list(self._sinks):
             try:
-                call(sink)
+                getattr(sink, method)(argument)
             except Exception as error:
                 self._sinks.remove(sink)
-                _log.warning(
-                    "%s failed and receives no more metrics; training continues: %s: %s",
-                    *(type(sink).__name__, type(error).__name__, error),
-                )
-                _log.debug("its traceback:", exc_info=True)
+                _warn_of_failure(type(sink).__name__, error)
 
 
-class BackgroundSink(MetricsSink):
+def _warn_of_failure(name: str, error: Exception) -> None:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    _log.warning(
+        "%s failed and receives no more metrics; training continues: %s: %s",
+        *(name, type(error).__name__, reason),
+    )
+    _log.debug("its traceback:", exc_info=error)
+
+
+class BackgroundSink(_Forwarding):
     """Passes everything on to another sink, which a thread creates and calls, in order.
 
     While that sink is busy, up to `MAX_WAITING` calls wait; beyond that, the oldest are dropped.
@@ -155,78 +152,42 @@ class BackgroundSink(MetricsSink):
         """
         self._name, self._make = name, make
         self._patience_sec = {True: finish_sec, False: failed_sec}
-        self._changed = threading.Condition()
-        self._waiting: deque[Callable[[MetricsSink], None]] = deque()
-        self._lost = 0
-        self._finished: bool | None = None
-        self._is_over = False
+        self._waiting: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_WAITING)
+        self._has_lost = False
         self._thread = threading.Thread(target=self._work, name=f"metrics-{name}", daemon=True)
         self._thread.start()
 
-    def on_reading(self, reading: Reading) -> None:
-        """Pass on a reading."""
-        self._put(lambda sink: sink.on_reading(reading))
-
-    def on_evaluation(self, evaluated: Evaluated) -> None:
-        """Pass on the results of an evaluation."""
-        self._put(lambda sink: sink.on_evaluation(evaluated))
-
-    def on_logged(self, logged: Logged) -> None:
-        """Pass on the script's own figures."""
-        self._put(lambda sink: sink.on_logged(logged))
-
-    def on_event(self, event: Event) -> None:
-        """Pass on an event."""
-        self._put(lambda sink: sink.on_event(event))
-
     def close(self, finished: bool) -> None:
         """Wait for the remaining calls, for a limited time."""
-        deadline = time.monotonic() + self._patience_sec[finished]
-        with self._changed:
-            self._finished = finished
-            self._changed.notify()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._forward("close", finished)
+        self._thread.join(self._patience_sec[finished])
         if self._thread.is_alive():
             _log.warning(
                 "%s did not accept the last metrics within %.0f s; they may be missing there",
                 *(self._name, self._patience_sec[finished]),
             )
 
-    def _put(self, call: Callable[[MetricsSink], None]) -> None:
-        with self._changed:
-            if self._is_over:
+    def _forward(self, method: str, argument: Any) -> None:
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait((method, argument))
                 return
-            if len(self._waiting) == MAX_WAITING:
-                self._waiting.popleft()
-                self._lost += 1
-                if self._lost == 1:
-                    _log.warning(
-                        "%s cannot keep up: the oldest metrics that wait for it are dropped",
-                        self._name,
-                    )
-            self._waiting.append(call)
-            self._changed.notify()
+            with contextlib.suppress(queue.Empty):  # the thread may just have taken them all
+                self._waiting.get_nowait()
+                self._warn_of_loss()
 
-    def _next(self) -> Callable[[MetricsSink], None] | None:
-        """Return the next call, once there is one; None when the sink should be closed."""
-        with self._changed:
-            while not self._waiting and self._finished is None:
-                self._changed.wait()
-            return self._waiting.popleft() if self._waiting else None
+    def _warn_of_loss(self) -> None:
+        if not self._has_lost:
+            _log.warning(
+                "%s cannot keep up: the oldest metrics that wait for it are dropped", self._name
+            )
+        self._has_lost = True
 
     def _work(self) -> None:
         try:
-            sink = self._make()
-            while (call := self._next()) is not None:
-                call(sink)
-            sink.close(bool(self._finished))
+            sink, method = self._make(), ""
+            while method != "close":
+                method, argument = self._waiting.get()
+                getattr(sink, method)(argument)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            _log.warning(
-                "%s failed and receives no more metrics; training continues: %s: %s",
-                *(self._name, type(error).__name__, lines[0]),
-            )
-            _log.debug("its traceback:", exc_info=True)
-        with self._changed:
-            self._is_over = True
-            self._waiting.clear()
+            _warn_of_failure(self._name, error)

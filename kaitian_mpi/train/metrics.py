@@ -11,7 +11,7 @@ import torch
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.reading import Logged, Reading
+from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.clock import StepClock, StepTimes
@@ -116,7 +116,7 @@ class Metrics(StepObserver):
         if self._logged:
             progress, values = self._state.progress, dict(self._logged)
             step, epoch = progress.step, progress.epoch
-            self._sinks.on_logged(Logged(step=step, epoch=epoch, time=time.time(), values=values))
+            self._sinks.on_logged(Figures(step=step, epoch=epoch, time=time.time(), values=values))
             self._logged.clear()
 
     def _add_times(self, times: StepTimes) -> None:

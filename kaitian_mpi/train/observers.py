@@ -9,7 +9,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
-from kaitian_mpi.observe.reading import Evaluated
+from kaitian_mpi.observe.reading import Figures
 from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime import startup_clock
@@ -132,7 +132,7 @@ class RunRecord(StepObserver):
         print_rank_0(self._world, result_line(*where, result.means))
         if result.means:
             now, step = time.time(), progress.step
-            evaluated = Evaluated(step=step, epoch=epoch, time=now, values=result.means)
+            evaluated = Figures(step=step, epoch=epoch, time=now, values=result.means)
             run.sinks.on_evaluation(evaluated)
         run.setup.folder.save_model(run.state.weights())
         steps = max(1, self._metrics.steps)

@@ -16,7 +16,7 @@ from kaitian_mpi.observe import progress
 from kaitian_mpi.observe.live import LiveProgress
 from kaitian_mpi.observe.outcome import Outcome
 from kaitian_mpi.observe.progress import PlainProgress, open_progress
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading, duration
+from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
 
 
@@ -56,7 +56,7 @@ INFOS = [info(rank) for rank in range(64)]
 
 
 def evaluated(**values):
-    return Evaluated(step=12, epoch=1, time=0.0, values=values)
+    return Figures(step=12, epoch=1, time=0.0, values=values)
 
 
 def shown(*calls, width=100, height=21, encoding="utf-8"):
@@ -184,7 +184,7 @@ def outcome(*readings, events=(), folder="run", values=None):
     sink.on_event(event("start", step=0, time=100.0))
     for each in readings:
         sink.on_reading(each)
-    sink.on_evaluation(Evaluated(step=40, epoch=3, time=0.0, values=values or {"accuracy": 0.75}))
+    sink.on_evaluation(Figures(step=40, epoch=3, time=0.0, values=values or {"accuracy": 0.75}))
     for each in events:
         sink.on_event(each)
     return sink.lines(

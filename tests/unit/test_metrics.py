@@ -9,10 +9,10 @@ import pytest
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.progress import PlainProgress
-from kaitian_mpi.observe.reading import Evaluated, Event, Logged, Reading, of_reading
+from kaitian_mpi.observe.reading import Event, Figures, Reading, of_reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks
-from kaitian_mpi.train.sinks import check_own_sinks, check_package
+from kaitian_mpi.train.sinks import check_own_sinks, import_tracker
 
 
 def reading(step=7, **others):
@@ -89,8 +89,8 @@ def test_the_run_folder_has_everything_but_forecasts(tmp_path):
     sinks = Sinks([RunFolderSink(DiskFolder(tmp_path))])
     sinks.on_reading(reading(forward_time_sec=None))
     sinks.on_reading(reading(8, logged={"perplexity": 2.0}))
-    sinks.on_evaluation(Evaluated(step=8, epoch=1, time=1.6e9, values={"accuracy": 0.5}))
-    sinks.on_logged(Logged(step=8, epoch=2, time=1.7e9, values={"mine": 1.0}))
+    sinks.on_evaluation(Figures(step=8, epoch=1, time=1.6e9, values={"accuracy": 0.5}))
+    sinks.on_logged(Figures(step=8, epoch=2, time=1.7e9, values={"mine": 1.0}))
     sinks.event("loss", 8, "rank 1 is lost", [1], at=1.8e9, remaining=[0, 2])
     read, with_own, evaluation, own = map(
         json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -175,8 +175,8 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
     assert sink.seen == []  # it still blocks
     release.set()
     wait_until(lambda: True in sink.seen)
-    # The oldest of those that waited are dropped.
-    assert [each.step for each in sink.seen[:-1]] == [0, *range(11, MAX_WAITING + 11)]
+    # The oldest of those that waited are dropped; the end waits like them.
+    assert [each.step for each in sink.seen[:-1]] == [0, *range(12, MAX_WAITING + 11)]
     assert [record.getMessage() for record in caplog.records] == [
         "it cannot keep up: the oldest metrics that wait for it are dropped",
         "it did not accept the last metrics within 0 s; they may be missing there",
@@ -198,11 +198,10 @@ def test_a_failing_background_sink_is_no_longer_used(caplog):
 
 
 def test_a_missing_package_is_named_with_how_to_install_it():
-    with pytest.raises(UserError, match=r"^--wandb: the package no_such is not .*\[no_such\]'"):
-        check_package("--wandb", "no_such")
-    with pytest.raises(UserError, match=r"--it: the package json cannot be imported: ModuleNotF"):
-        check_package("--it", "json", "json.no_such")
-    check_package("--it", "json", "json.decoder")
+    missing = r"^--wandb: the package wandb is not installed.*ModuleNotF.*pip install .*\[wandb\]'"
+    with pytest.raises(UserError, match=missing):
+        import_tracker("--wandb", "wandb", "json.no_such")
+    import_tracker("--it", "json", "json.decoder")
 
 
 @pytest.mark.parametrize("setting", [{"tensorboard": True}, {"wandb": "a"}, {"mlflow": "a"}])

@@ -9,11 +9,14 @@ import pytest
 from test_metrics import reading
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.mlflow import MlflowSink
-from kaitian_mpi.observe.reading import Evaluated, Event, Logged
+from kaitian_mpi.observe.reading import Event, Figures
 from kaitian_mpi.observe.run_folder import DiskFolder
-from kaitian_mpi.observe.tensorboard import TensorBoardSink
-from kaitian_mpi.observe.wandb import WandbSink, check_login
+from kaitian_mpi.observe.trackers import (
+    MlflowSink,
+    TensorBoardSink,
+    WandbSink,
+    check_wandb_login,
+)
 from kaitian_mpi.runtime.polling import wait_until
 
 BLOCK, WHOLE, LAST = 32768, 1, 4  # of LevelDB's log format
@@ -28,10 +31,8 @@ def train(sink, steps, epoch=0, losses=None):
     for step in steps:
         sink.on_reading(reading(step, epoch=epoch, loss=(losses or {}).get(step, float(step))))
     last = steps[-1]
-    sink.on_evaluation(
-        Evaluated(step=last, epoch=epoch, time=1.5e9, values={"accuracy": last / 10})
-    )
-    sink.on_logged(Logged(step=last, epoch=epoch, time=1.5e9, values={"of my own @5": 2.5}))
+    sink.on_evaluation(Figures(step=last, epoch=epoch, time=1.5e9, values={"accuracy": last / 10}))
+    sink.on_logged(Figures(step=last, epoch=epoch, time=1.5e9, values={"of my own @5": 2.5}))
 
 
 def scalars_in(folder):
@@ -121,7 +122,7 @@ def rows_in(path):
 
 def test_weights_and_biases_offline(offline):
     hooks = sys.exit, sys.excepthook
-    check_login()  # needs no key
+    check_wandb_login()  # needs no key
     sink = WandbSink("us/project", {"lr": 0.1}, offline)
     train(sink, [1, 2])
     train(sink, [1, 2, 3])  # as after a loss
@@ -155,11 +156,11 @@ def test_weights_and_biases_never_prompts_for_a_key(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     wandb.teardown()  # it has read the environment
     with pytest.raises(UserError, match=r"--wandb: no API key found.*WANDB_MODE=offline"):
-        check_login()
+        check_wandb_login()
     monkeypatch.setenv("WANDB_BASE_URL", "https://here")
     wandb.teardown()
     (tmp_path / "netrc").write_text("machine here login user password 123\n")
-    check_login()
+    check_wandb_login()
     wandb.teardown()
 
 

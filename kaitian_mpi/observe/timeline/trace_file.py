@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kaitian_mpi.observe.reading import Evaluated, Event, Reading
+from kaitian_mpi.observe.reading import Event, Figures, Reading
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.clock import AlignedClock
@@ -148,7 +148,7 @@ class TimelineSink(MetricsSink):
                 self._count(reading.time, rank, "batch size", size)
                 self._batch_sizes[rank] = size
 
-    def on_evaluation(self, evaluated: Evaluated) -> None:
+    def on_evaluation(self, evaluated: Figures) -> None:
         """Add the results on the held-out samples."""
         self._mark(evaluated.time, "evaluation", evaluated.step, evaluated.values)
 

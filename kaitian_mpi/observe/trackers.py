@@ -1,0 +1,266 @@
+"""Sinks for TensorBoard, Weights & Biases, and MLflow."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.reading import Event, Figures, Reading, of_logged, of_reading
+from kaitian_mpi.observe.sink import MetricsSink
+
+if TYPE_CHECKING:
+    from kaitian_mpi.observe.run_folder import RunFolder
+
+_log = logging.getLogger(__name__)
+
+_WANDB_ID, _MLFLOW_ID = "wandb.json", "mlflow.json"
+_ONLINE = ("online", "run")
+_SETTINGS: dict[str, Any] = {
+    "console": "off",  # what mpirun's ranks print is not this rank's alone
+    "silent": True,
+    "finish_timeout": 25.0,  # else a process without a network would not end
+    "init_timeout": 20.0,
+    "login_timeout": 1,
+}
+_MAX_METRICS, _MAX_PARAMS = 1000, 100  # in one request to MLflow
+_MAX_PARAM = 500  # characters
+
+
+class _Tracker(MetricsSink):
+    """Logs numbers by name."""
+
+    def on_reading(self, reading: Reading) -> None:
+        """Log a reading's numbers."""
+        self._log(of_reading(reading), reading.step, reading.time)
+
+    def on_evaluation(self, evaluated: Figures) -> None:
+        """Log an evaluation's numbers."""
+        values = {f"{name}/validation": value for name, value in evaluated.values.items()}
+        self._log(values, evaluated.step, evaluated.time)
+
+    def on_logged(self, logged: Figures) -> None:
+        """Log the user's own figures."""
+        self._log(of_logged(logged.values), logged.step, logged.time)
+
+    def _log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardSink(_Tracker):
+    """Writes scalars, and events as text, by torch's writer.
+
+    Each job of a run, and each rank that takes over, adds a file to the folder. Where steps are
+    trained again, TensorBoard itself drops what earlier files have of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def on_event(self, event: Event) -> None:
+        """Write an event as text; at a job's start, have later steps of earlier jobs dropped."""
+        self._open(purge_step=event.step + 1 if event.kind in ("start", "resume") else None)
+        self._writer.add_text(f"events/{event.kind}", event.text, event.step, event.time)
+        self._writer.flush()
+
+    def close(self, finished: bool) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, purge_step: int | None = None) -> None:
+        """Open a file, unless one is open."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+
+    def _log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        self._open()
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, at)
+        self._writer.flush()  # a rank that is killed then leaves all it had
+
+
+def check_wandb_login() -> None:
+    """Check that the user is logged in to Weights & Biases, which would ask while training.
+
+    Raises:
+        UserError: no API key is configured.
+    """
+    import wandb
+
+    with _own_hooks():
+        settings = wandb.setup().settings
+    token = getattr(settings, "identity_token_file", None)
+    host = urlparse(settings.base_url).hostname or ""
+    if settings.mode in _ONLINE and not (settings.api_key or token or _is_in_netrc(host)):
+        raise UserError(
+            "--wandb: no API key found, which Weights & Biases needs; run 'wandb login', set "
+            "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on disk"
+        )
+
+
+def _is_in_netrc(host: str) -> bool:
+    try:
+        return host in netrc.netrc(os.environ.get("NETRC")).hosts
+    except OSError:
+        return False
+    except netrc.NetrcParseError:  # wandb will say what is wrong with it
+        return True
+
+
+@contextmanager
+def _own_hooks() -> Iterator[None]:
+    """Restore the exit and exception hooks, which wandb replaces: our errors stay one line."""
+    hooks = sys.exit, sys.excepthook
+    try:
+        yield
+    finally:
+        sys.exit, sys.excepthook = hooks  # type: ignore[misc]
+
+
+class WandbSink(_Tracker):
+    """Logs to one run of a Weights & Biases project; a resumed run is continued there.
+
+    Steps that are trained again keep their first values: Weights & Biases accepts no step before
+    the last one.
+    """
+
+    def __init__(self, project: str, config: Mapping[str, Any], folder: RunFolder) -> None:
+        """Start or continue the run; on disk only, if Weights & Biases cannot be reached.
+
+        Args:
+            project: its name, as `ENTITY/PROJECT` if the entity is not the user's default.
+            config: the settings.
+            folder: the run folder, where the run's id is kept.
+        """
+        import wandb
+
+        known = folder.read(_WANDB_ID)
+        run_id = known.get("id") if known.get("project") == project else None
+        if not isinstance(run_id, str) or not run_id.isalnum():
+            run_id = secrets.token_hex(8)
+            folder.write(_WANDB_ID, {"id": run_id, "project": project})
+        entity, _, name = project.rpartition("/")
+        fields = wandb.Settings.model_fields
+        what = {
+            **{"id": run_id, "entity": entity or None, "project": name, "resume": "allow"},
+            **{"dir": str(folder.path), "name": folder.path.name, "config": dict(config)},
+            "settings": wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in fields}),
+        }
+        with _own_hooks():
+            try:
+                self._run = wandb.init(**what)
+            except wandb.errors.Error as error:
+                reason = str(error).partition("\n")[0]
+                _log.warning(
+                    "Weights & Biases: %s; the run is kept on disk, for 'wandb sync'", reason
+                )
+                # The other id stays reserved.
+                self._run = wandb.init(**{**what, "id": secrets.token_hex(8), "mode": "offline"})
+        is_online = self._run.settings.mode in _ONLINE
+        kept = f"run {self._run.id} in {folder.path}/wandb"
+        _log.info("Weights & Biases: %s", self._run.url if is_online else kept)
+
+    def on_event(self, event: Event) -> None:
+        """Keep the last event of each kind in the run's summary."""
+        self._run.summary[f"event/{event.kind}"] = event.text
+
+    def close(self, finished: bool) -> None:
+        """End the run, and wait until it is uploaded or saved."""
+        self._run.finish(exit_code=0 if finished else 1)
+
+    def _log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        if step >= self._run.step:
+            self._run.log(dict(values), step=step)
+
+
+def prepare_mlflow() -> None:
+    """Allow MLflow's file store and turn its telemetry off; called before it is imported."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+
+
+class MlflowSink(_Tracker):
+    """Logs to one run of an MLflow experiment; a resumed run is continued there.
+
+    The server is that of MLFLOW_TRACKING_URI, or else files in the working directory. Steps that
+    are trained again keep their first values: MLflow would show both.
+    """
+
+    def __init__(self, experiment: str, config: Mapping[str, Any], folder: RunFolder) -> None:
+        """Start or continue the run.
+
+        Args:
+            experiment: its name; it is created if there is none.
+            config: the settings.
+            folder: the run folder, where the run's id is kept.
+        """
+        prepare_mlflow()
+        from mlflow.tracking import MlflowClient
+
+        uri = _tracking_uri()
+        self._client = MlflowClient(uri)
+        where = {"experiment": experiment, "tracking_uri": uri}
+        known = folder.read(_MLFLOW_ID)
+        self._run_id, self._last_step = str(known.pop("run_id", "")), -1
+        if known != where or not self._is_continued():
+            self._run_id = self._begin(experiment, config, folder.path.name)
+            folder.write(_MLFLOW_ID, {**where, "run_id": self._run_id})
+
+    def close(self, finished: bool) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run_id, "FINISHED" if finished else "FAILED")
+
+    def _begin(self, experiment: str, config: Mapping[str, Any], name: str) -> str:
+        from mlflow.entities import Param
+
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        run_id: str = self._client.create_run(number, run_name=name).info.run_id
+        params = [Param(key, str(value)[:_MAX_PARAM]) for key, value in config.items()]
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(run_id, params=params[first : first + _MAX_PARAMS])
+        return run_id
+
+    def _is_continued(self) -> bool:
+        """Reopen the run and learn which step was its last; return False if it is not there."""
+        try:
+            self._client.update_run(self._run_id, status="RUNNING")
+            history = self._client.get_metric_history(self._run_id, "loss/train")
+        except Exception:  # which one depends on the kind of store
+            return False
+        self._last_step = max((metric.step for metric in history), default=-1)
+        return True
+
+    def _log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        from mlflow.entities import Metric
+
+        if step <= self._last_step:
+            return
+        allowed = {re.sub(r"[^\w\-. /]", "_", name): float(v) for name, v in values.items()}
+        metrics = [Metric(name, value, int(at * 1000), step) for name, value in allowed.items()]
+        for first in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics[first : first + _MAX_METRICS])
+
+
+def _tracking_uri() -> str:
+    """Return where MLflow keeps runs: as it is configured, or else files, never a network."""
+    import mlflow
+
+    has_database = all(find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
+    if os.environ.get("MLFLOW_TRACKING_URI") or has_database:  # mlflow-skinny has none
+        return str(mlflow.get_tracking_uri())
+    return (Path.cwd() / "mlruns").as_uri()
