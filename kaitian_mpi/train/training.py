@@ -54,6 +54,10 @@ from kaitian_mpi.train.task import Task
 Result = TypeVar("Result")
 
 _open: list[Training] = []
+_OUT_OF_MEMORY = (
+    "{} is out of memory. Set a smaller micro_batch_size, or leave it to the benchmark (balance "
+    "adaptive, micro_batch_size 0); or a smaller global batch, precision bf16, or other devices"
+)
 
 
 @dataclass
@@ -128,7 +132,7 @@ class Training:
         self._device = world.device_kind
         self._run: Run | None = None
         self._loop: Loop | None = None
-        self._saving: Saving | None = None
+        self._saving: Saving
         self._open_step: _OpenStep | None = None
         self._last_step: Step | None = None
         self._logged: dict[str, float] = {}
@@ -206,9 +210,10 @@ class Training:
                 if not step.is_finished and self._loop is step.loop:
                     step.loop.undo()
                 raise
-            self._open_step = None
-            if not self._recover_open_step(step):
-                _check_finished(step)
+            try:
+                self._end_open_step()
+            finally:
+                self._open_step = None
 
     @property
     def model(self) -> nn.Module:
@@ -216,7 +221,7 @@ class Training:
 
         Collective only if it is the first use of the training.
         """
-        return self._started.setup.task.model
+        return self._prepared().setup.task.model
 
     @property
     def world(self) -> World:
@@ -230,7 +235,7 @@ class Training:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and a loss in the training's precision."""
-        return self._started.state.computation.autocast()
+        return self._prepared().state.computation.autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradient of this rank's share, and sum it over the ranks, in the open form.
@@ -324,8 +329,8 @@ class Training:
 
         Does nothing after the first call.
         """
-        if self._open_step is not None and not self._is_closed:
-            self._recover_open_step(self._open_step)
+        if not self._is_closed:
+            self._recover_open_step()
         while not (self._is_closed or self._is_done or self._run is None):
             self._guarded(self._stop)
         self._end()
@@ -333,35 +338,31 @@ class Training:
     def _start(self) -> Run:
         """Check that the training is open; at its first use, prepare the first step."""
         self._check_open()
-        if self._run is None:
-            self._has_begun = True
-            try:
-                set_quiet(self._config.quiet)
-                self._device.pace.go_to(0)
-                self._device.calls.pause()  # the loop has the pace of its steps
-                self._owns_watchdog = _watch_process(self._config)
-                if self._config.timeline:
-                    start_recording(Recorder(Sampling(self._config.timeline_every)))
-                self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
-            except BaseException:
-                self._end()
-                raise
-            self._is_done = self._run.is_finished
-        return self._run
+        return self._prepared()
 
-    @property
-    def _started(self) -> Run:
-        return self._start() if self._run is None else self._run
+    def _prepared(self) -> Run:
+        if self._run is not None:
+            return self._run
+        self._check_open()
+        self._has_begun = True
+        try:
+            set_quiet(self._config.quiet)
+            self._device.pace.go_to(0)
+            self._device.calls.pause()  # the loop has the pace of its steps
+            self._owns_watchdog = _watch_process(self._config)
+            if self._config.timeline:
+                start_recording(Recorder(Sampling(self._config.timeline_every)))
+            self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
+        except BaseException:
+            self._end()
+            raise
+        self._is_done = self._run.is_finished
+        return self._run
 
     @property
     def _current_loop(self) -> Loop:
         assert self._loop is not None
         return self._loop
-
-    @property
-    def _current_saving(self) -> Saving:
-        assert self._saving is not None
-        return self._saving
 
     def _next_share(self) -> Sequence[MicroBatch] | None:
         """Return this rank's share of the next step; None if the run is done.
@@ -377,7 +378,7 @@ class Training:
 
     def _advance(self) -> Sequence[MicroBatch] | None:
         loop = self._ready_loop()
-        if loop is not None and self._current_saving.save_for_restart():
+        if loop is not None and self._saving.save_for_restart():
             loop.close()
             self._end_standby(is_active=True)
             return None
@@ -391,7 +392,7 @@ class Training:
         if self._loop is None:
             world = self._membership.wait_until_active()
             if world is not None:
-                self._loop, self._saving = begin_loop(self._started, world, self._logged)
+                self._loop, self._saving = begin_loop(self._prepared(), world, self._logged)
         return self._loop
 
     def _train(self, share: Sequence[MicroBatch]) -> Step:
@@ -410,7 +411,7 @@ class Training:
         """Write the results, and release the ranks on standby."""
         if loop is not None:
             loop.close()
-            self._current_saving.write_results()
+            self._saving.write_results()
             loop.run_finished()
         self._end_standby(is_active=loop is not None)
 
@@ -424,7 +425,7 @@ class Training:
                 self._advance()
                 return
             loop.undo()
-            self._current_saving.save_and_stop()
+            self._saving.save_and_stop()
             loop.close()
         self._end_standby(is_active)
 
@@ -434,7 +435,7 @@ class Training:
         Raises:
             AgreedError: the error by which the active ranks have ended; raised on all ranks.
         """
-        membership, run = self._membership, self._started
+        membership, run = self._membership, self._prepared()
         if is_active:
             membership.commit()
         membership.end_standby()
@@ -501,8 +502,9 @@ class Training:
         if self._is_closed:
             return
         self._is_closed = True
-        if error is not None:
-            self._explain(error)
+        world = self._membership.all_ranks
+        if error is not None and world.device_kind.is_out_of_memory(error):
+            error.add_note(_OUT_OF_MEMORY.format(world.info))
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close(together=False)
@@ -523,16 +525,6 @@ class Training:
         unregister_close(self.close)
         if self in _open:
             _open.remove(self)
-
-    def _explain(self, error: BaseException) -> None:
-        world = self._membership.all_ranks
-        if world.device_kind.is_out_of_memory(error):
-            error.add_note(
-                f"{world.info} is out of memory. Set a smaller micro_batch_size, or leave it to "
-                "the benchmark (balance adaptive, micro_batch_size 0); or a smaller global batch, "
-                "precision bf16, or other devices; see 'A device that is too small' in "
-                "docs/balance.md"
-            )
 
     def _enter_script(self) -> None:
         """Begin the phase of the script's own code, which may last."""
@@ -574,13 +566,11 @@ class Training:
             step.failure = error
             return None
 
-    def _recover_open_step(self, step: _OpenStep) -> bool:
-        """Regroup if a rank was lost in a step of the open form; return whether one was."""
-        failure, step.failure = step.failure, None
-        if failure is None:
-            return False
-        self._recover(failure)
-        return True
+    def _recover_open_step(self) -> None:
+        """Regroup if a rank was lost in a step of the open form."""
+        step, self._open_step = self._open_step, None
+        if step is not None and step.failure is not None:
+            self._recover(step.failure)
 
     def _end_open_step(self) -> None:
         """Regroup if a rank was lost in a step of the open form, before what comes next.
@@ -588,16 +578,13 @@ class Training:
         Raises:
             UserError: the step is not finished.
         """
-        if self._open_step is not None:
-            _check_finished(self._open_step)
-            self._recover_open_step(self._open_step)
-
-
-def _check_finished(step: _OpenStep) -> None:
-    if not step.is_finished:
-        raise UserError(
-            "call training.backward(loss) and training.step() for each batch before what comes next"
-        )
+        step = self._open_step
+        if step is not None and step.failure is None and not step.is_finished:
+            raise UserError(
+                "call training.backward(loss) and training.step() for each batch before what comes "
+                "next"
+            )
+        self._recover_open_step()
 
 
 def _watch_process(config: TrainingConfig) -> bool:
