@@ -17,7 +17,6 @@ from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 from kaitian_mpi.train.data.loader import steps_ahead
-from kaitian_mpi.train.divergence import repair_divergence
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line
@@ -62,13 +61,13 @@ def _observers(
     run: Run, world: World, loop: Loop, plan: Plan, logged: dict[str, float]
 ) -> Iterator[StepObserver]:
     """Yield what follows each step, in this order, besides saving. Collective."""
-    config, state, folder, sinks = run.config, run.state, run.setup.folder, run.sinks
-    yield BadSteps(config, world, folder, sinks, state, loop.sampler)
-    yield (balancing := make_balancing(config, world, folder, loop, plan, sinks))
+    config, state, sinks = run.config, run.state, run.sinks
+    yield BadSteps(run, world, loop.sampler)
+    yield (balancing := make_balancing(config, world, run.setup.folder, loop, plan, sinks))
     metrics = Metrics(config, world, sinks, loop.clock, state, len(run.setup.train), logged)
     yield metrics
     yield Milestones(run, world)
-    yield WeightCheck(world, state, sinks, config.check_every)
+    yield WeightCheck(run, world)
     if config.profile:
         from kaitian_mpi.train.profiling import ProfiledSteps
 
@@ -166,6 +165,8 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
     if has_lost:
+        from kaitian_mpi.train.divergence import repair_divergence
+
         run.membership.share_history(world)
         repair_divergence(world, state, run.sinks)
     progress = state.progress

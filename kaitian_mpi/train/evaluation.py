@@ -49,7 +49,7 @@ def evaluate(
     """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
 
     Args:
-        task: its metrics; if it has none, its loss.
+        task: its metrics are computed; if it has none, its loss.
         model: the same on every rank.
         data: returns a batch when indexed by a list of sample indices.
         computation: this rank's device and precision.
@@ -78,18 +78,12 @@ def evaluate(
             total[1] += count
         if limit is not None and limit.observe(time.perf_counter() - began) is not None:
             set_phase_limit(limit.limit_sec)
-    _restore(modes)
+    model.train(modes[0][1])
+    for module, was_training in modes:  # some may be kept from training, such as batch norm
+        module.training = was_training
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
     return Evaluation(_means(gather_values(world.comm, totals)))
-
-
-def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Let each module train or not, as before the evaluation."""
-    root, was_training = modes[0]
-    root.train(was_training)
-    for module, was_training in modes:  # some may be kept from training, such as batch norm
-        module.training = was_training
 
 
 def _measure(
@@ -108,18 +102,17 @@ def _measure(
             f"Task: metrics returned a {type(metrics).__name__}; it must return a dict of sums, or "
             "of pairs (sum, count), by name"
         )
-    return {str(name): _pair(str(name), value, len(indices)) for name, value in metrics.items()}
-
-
-def _pair(name: str, value: Any, samples: int) -> tuple[float, float]:
-    total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
-    try:
-        return float(total), float(count)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"Task: metrics returned {name}={value!r}; it must be a sum over the batch, or a pair "
-            "(sum, count), of numbers or tensors of one element"
-        ) from error
+    measured = {}
+    for name, value in metrics.items():
+        pair = value if isinstance(value, tuple) and len(value) == 2 else (value, len(indices))
+        try:
+            measured[str(name)] = float(pair[0]), float(pair[1])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"Task: metrics returned {name}={value!r}; it must be a sum over the batch, or a "
+                "pair (sum, count), of numbers or tensors of one element"
+            ) from error
+    return measured
 
 
 def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -136,7 +136,7 @@ class Membership:
     @property
     def has_changed(self) -> bool:
         """Whether the active ranks differ from all ranks that were started."""
-        return bool(self.losses) or self._standby != Standby()
+        return bool(self.losses) or self.has_standby
 
     @property
     def has_standby(self) -> bool:
@@ -194,9 +194,14 @@ class Membership:
                 ulfm.agree(self.active.comm, False)
         self._regroup(error)
 
-    def may_be_loss(self, error: Exception) -> bool:
-        """Return whether an error may be due to the loss of a rank."""
-        return self._may_be_loss(error, self.active or self.all_ranks)
+    def may_be_loss(self, error: Exception, world: World | None = None) -> bool:
+        """Return whether an error may be due to the loss of a rank: by default, an active one."""
+        if not self.survives or isinstance(error, UserError):
+            return False
+        if ulfm.may_be_loss(error) or isinstance(error, CollectiveError):
+            return True
+        comm = (world or self.active or self.all_ranks).comm
+        return ulfm.loss_detected_within(comm, _DETECTION_SEC)
 
     def commit(self, ok: bool = True) -> None:
         """End a unit of work. Collective over the active ranks.
@@ -229,7 +234,7 @@ class Membership:
             self.active = _activate(self.all_ranks, standby)
             ok, noticed = True, None
         except Exception as error:
-            if not self._may_be_loss(error, self.all_ranks):
+            if not self.may_be_loss(error, self.all_ranks):
                 raise
             ulfm.revoke_all()
             ok, noticed = False, error
@@ -264,7 +269,7 @@ class Membership:
 
         The default process group is then of all ranks again.
         """
-        if self._is_released or self.others_failed or self._standby == Standby():
+        if self._is_released or self.others_failed or not self.has_standby:
             return
         self._is_released = True
         if self.survives:
@@ -293,14 +298,6 @@ class Membership:
         standby = set(range(self.all_ranks.size)).difference(active)
         wake_up(self.all_ranks.comm, standby, word)
 
-    def _may_be_loss(self, error: Exception, world: World) -> bool:
-        """Return whether an error may be caused by the loss of a rank of this world."""
-        if not self.survives or isinstance(error, UserError):
-            return False
-        if ulfm.may_be_loss(error) or isinstance(error, CollectiveError):
-            return True
-        return ulfm.loss_detected_within(world.comm, _DETECTION_SEC)
-
     def _wait_on_standby(self) -> bool:
         """Wait until the others are done or regroup; return whether they are done."""
         comm = self.all_ranks.comm
@@ -310,7 +307,7 @@ class Membership:
             self.others_failed = message.word == _FAILED
             return True
         except Exception as error:
-            if not self._may_be_loss(error, self.all_ranks):
+            if not self.may_be_loss(error, self.all_ranks):
                 raise
         # A rank is lost: an active rank revokes the communicator, unless all of them are lost.
         active = self._standby.active(self.all_ranks.infos)
@@ -337,14 +334,17 @@ class Membership:
             alive = survivors_of(alive)
             lost = [info for info in self.all_ranks.infos if info not in alive.infos]
             if not lost:
-                self._count_false_alarm(noticed_as)
+                self._false_alarms += 1
+                may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.may_be_loss(noticed_as)
+                if not may_pass or self._false_alarms > _MAX_FALSE_ALARMS:
+                    raise noticed_as  # unless an earlier loss may have caused it
             standby = replace_lost(self._standby, alive.infos, lost)
             active, is_released, ok = None, False, True
             try:
                 is_released = any(gather_values(alive.comm, self._is_released))
                 active = _activate(alive, Standby() if is_released else standby)
             except Exception as error:
-                if not self._may_be_loss(error, alive):
+                if not self.may_be_loss(error, alive):
                     raise
                 ok = False
                 ulfm.revoke_all()
@@ -354,13 +354,6 @@ class Membership:
         self._is_released = is_released
         if lost:
             self.losses.append(RankLoss(lost, at, noticed))
-
-    def _count_false_alarm(self, noticed_as: Exception) -> None:
-        """Raise an error mistaken for a loss, unless an earlier loss may have caused it."""
-        self._false_alarms += 1
-        may_pass = isinstance(noticed_as, NotCommittedError) or ulfm.may_be_loss(noticed_as)
-        if not may_pass or self._false_alarms > _MAX_FALSE_ALARMS:
-            raise noticed_as
 
 
 def _activate(world: World, standby: Standby) -> World | None:

@@ -5,39 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.observe.reading import Figures
-from kaitian_mpi.observe.run_folder import RunFolder
-from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.divergence import repair_divergence
 from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.metrics import Metrics
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
-from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
 
 class BadSteps(StepObserver):
     """Records skipped steps, whose gradient is not finite; too many in a row end the run."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        world: World,
-        folder: RunFolder,
-        sinks: Sinks,
-        state: State,
-        sampler: LoadAdaptiveSampler,
-    ) -> None:
-        self._limit = config.max_bad_steps
-        self._world, self._folder, self._sinks = world, folder, sinks
-        self._state, self._sampler = state, sampler
+    def __init__(self, run: Run, world: World, sampler: LoadAdaptiveSampler) -> None:
+        self._run, self._world, self._sampler = run, world, sampler
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Count a step that is skipped.
@@ -45,7 +30,7 @@ class BadSteps(StepObserver):
         Raises:
             AgreedError: too many steps in a row had no finite gradient.
         """
-        progress = self._state.progress
+        run, progress = self._run, self._run.state.progress
         if step.is_finite:
             progress.consecutive_bad_steps = 0
             return
@@ -53,16 +38,17 @@ class BadSteps(StepObserver):
         progress.consecutive_bad_steps += 1
         samples = self._sampler.indices(progress.position - step.samples, step.samples)
         line = {"step": step.number, "epoch": progress.epoch, "samples": samples}
-        self._folder.append("bad_steps.jsonl", line)
+        run.setup.folder.append("bad_steps.jsonl", line)
         text = (
             f"step {step.number} is skipped: its gradient is not finite (bad_steps.jsonl lists its "
             "samples)"
         )
         warn_rank_0(self._world, text)
-        self._sinks.event("bad_step", step.number, text)
-        if self._limit and progress.consecutive_bad_steps >= self._limit:
+        run.sinks.event("bad_step", step.number, text)
+        limit = run.config.max_bad_steps
+        if limit and progress.consecutive_bad_steps >= limit:
             raise AgreedError(
-                f"the gradients of {self._limit} steps in a row were not finite, the last at step "
+                f"the gradients of {limit} steps in a row were not finite, the last at step "
                 f"{step.number}; lower --lr, look at the samples in bad_steps.jsonl, or raise "
                 "--max-bad-steps"
             )
@@ -71,13 +57,16 @@ class BadSteps(StepObserver):
 class WeightCheck(StepObserver):
     """Repairs weights that differ between the ranks, every `--check-every` steps."""
 
-    def __init__(self, world: World, state: State, sinks: Sinks, every: int) -> None:
-        self._world, self._state, self._sinks, self._every = world, state, sinks, every
+    def __init__(self, run: Run, world: World) -> None:
+        self._run, self._world = run, world
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Compare, if that is due after this step."""
-        if self._every and step.number % self._every == 0:
-            repair_divergence(self._world, self._state, self._sinks)
+        every = self._run.config.check_every
+        if every and step.number % every == 0:
+            from kaitian_mpi.train.divergence import repair_divergence
+
+            repair_divergence(self._world, self._run.state, self._run.sinks)
 
 
 class Milestones(StepObserver):

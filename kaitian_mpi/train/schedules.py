@@ -25,13 +25,6 @@ class Schedules:
     """
 
     def __init__(self, task: Task, optimizers: Sequence[Optimizer], total_steps: int) -> None:
-        """Make the schedulers.
-
-        Args:
-            task: its function makes them.
-            optimizers: the optimizers, with this job's settings.
-            total_steps: of the whole run.
-        """
         self._task, self._optimizers = task, list(optimizers)
         self._own_settings = self.settings()
         self._make(total_steps)
@@ -59,7 +52,7 @@ class Schedules:
         total_steps: int,
         steps: int,
     ) -> None:
-        """Continue the schedules of another job, whose optimizers have been loaded.
+        """Continue another job's schedules, from what `states` and `begun_with` were there.
 
         Args:
             states: the other job's `states`.
