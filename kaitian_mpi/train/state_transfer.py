@@ -71,7 +71,7 @@ def check_loadable(value: Any, where: str) -> None:
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
             check_loadable(item, f"{where}[{index}]")
-    elif type(value) not in (*_PLAIN_TYPES, *_TENSOR_TYPES):
+    elif type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise UserError(
             f"{where} is a {kind}, which checkpoints cannot hold; turn it into tensors, numbers "

@@ -33,7 +33,7 @@ LATER = {
     "--model planted:not_a_model": "it must return a torch.nn.Module",
     "--devices cuda:7,cuda:7": "asks for cuda:7, but",
     "--model planted:differing": "the model differs between ranks:",
-    "--model planted:raise_error": "its parameters are (); add num_classes",
+    "--model planted:raise_error": "cannot be called with num_classes=... alone",
     "--init nosuch.pt": "--init nosuch.pt: No such file or directory",
     "--init used/config.json": "--init used/config.json: it has no weights (it holds",
     "--export nowhere/model.safetensors": "there is no folder ",
