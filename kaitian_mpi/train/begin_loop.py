@@ -20,7 +20,8 @@ from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line
-from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_allreduce, record_plan
+from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_plan
+from kaitian_mpi.train.measure.rank_benchmark import record_allreduce
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.metrics import Metrics
 from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord, WeightCheck
@@ -132,11 +133,11 @@ def _choose_allreduce_again(run: Run, world: World) -> None:
         return
     chosen = run.allreduce_algorithm
     request = run.config.allreduce if chosen == "direct" else chosen
-    choice = choose_allreduce(request, world, gradient_buckets(run.setup.task.model))
-    record_allreduce(run.setup, choice.seconds)
+    algorithm, seconds = choose_allreduce(request, world, gradient_buckets(run.setup.task.model))
+    record_allreduce(run.setup, seconds)
     # If only one kind is left, the name of what was used before is kept.
-    if choice.algorithm != "direct" or not run.membership.losses:
-        run.allreduce_algorithm = choice.algorithm
+    if algorithm != "direct" or not run.membership.losses:
+        run.allreduce_algorithm = algorithm
 
 
 def _plan(run: Run, world: World) -> Plan:

@@ -36,8 +36,8 @@ from kaitian_mpi.train.checkpoint.resume import (
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
-from kaitian_mpi.train.measure.plan import is_emulated, record_allreduce
 from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
+from kaitian_mpi.train.measure.rank_benchmark import is_emulated, record_allreduce
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.run import Run
@@ -210,8 +210,8 @@ def select_ranks(
     metadata = earlier.remembered(Invalidated.ALLREDUCE)
     is_same = metadata is not None and metadata.active_places == places
     known = metadata.allreduce_algorithm if metadata is not None and is_same else ""
-    choice = choose_allreduce(known or config.allreduce, world, buckets)
-    record_allreduce(setup, choice.seconds)
+    algorithm, seconds = choose_allreduce(known or config.allreduce, world, buckets)
+    record_allreduce(setup, seconds)
     metadata = earlier.remembered_exclusion(world)
     costs = profiles.costs(world.infos)
     wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
@@ -225,7 +225,7 @@ def select_ranks(
     reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
     for info, reason in reasons.items():
         warn_rank_0(world, excluded_line(info, reason))
-    return choice.algorithm, reasons
+    return algorithm, reasons
 
 
 def make_state(

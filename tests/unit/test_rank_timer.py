@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -133,9 +134,9 @@ def measure(device, most, min_batch=1, ranks=1, **settings):
 
 
 def test_on_a_host_sizes_grow_until_the_cost_model_is_known(monkeypatch):
-    monkeypatch.setitem(globals(), "SAMPLE_SEC", 1e-3)
-    measured = measure(Device(limit=1 << 40), most=10**9)
-    assert measured.batches == [8, 16, 32]
+    monkeypatch.setitem(globals(), "SAMPLE_SEC", 0.05)
+    measured = measure(Device(limit=1 << 40), most=10**9, benchmark_seconds=10.0)
+    assert measured.batches == [2, 4, 8, 16]
     assert measured.largest_micro_batch is None
 
 
@@ -164,7 +165,7 @@ def test_growth_stops_at_an_out_of_memory_error():
 # Seconds of a step and of a sample, as on 4 ranks that share 2 cores.
 @pytest.mark.parametrize(
     ("step_sec", "sample_sec", "ranks", "most_sec"),
-    [(0.003, 0.0009, 2, 1.5), (0.02, 0.028, 4, 5.0)],
+    [(0.003, 0.0009, 2, 0.9), (0.02, 0.028, 4, 3.3)],
     ids=["cnn", "mobilenetv2"],
 )
 def test_the_benchmark_ends_when_it_knows_enough(
@@ -272,7 +273,7 @@ def test_torchs_own_error_on_the_host_is_known():
 
 def test_no_batch_exceeds_the_users_micro_batch():
     measured = measure(Device(limit=1 << 40), most=10**9, micro_batch_size=20)
-    assert measured.batches == [8, 16, 20]
+    assert measured.batches == [2, 4, 8, 16, 20]
 
 
 def test_the_choice_of_layout_and_precision():
@@ -334,7 +335,7 @@ def make_cache(folder, **settings):
 def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
     assert make_cache(tmp_path / "new").read() is None
     make_cache(tmp_path / "new").write(FOUND)
-    assert make_cache(tmp_path / "new").read() == FOUND
+    assert make_cache(tmp_path / "new").read() == replace(FOUND, from_cache=True)
     assert make_cache(tmp_path / "new", precision="bf16").read() is None
     assert make_cache(tmp_path / "new", model="cnn").read() is None
     assert make_cache(tmp_path / "new", global_batch_size=1000).read() is None
@@ -373,7 +374,7 @@ def test_an_unwritable_cache_folder_is_a_user_error(tmp_path):
 def test_results_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
     make_cache(tmp_path).write(FOUND)
     (file,) = tmp_path.glob("*.json")
-    assert make_cache(tmp_path).read() == FOUND
+    assert make_cache(tmp_path).read() is not None
     file.chmod(0o666)
     assert make_cache(tmp_path).read() is None
     file.chmod(0o644)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,13 +56,11 @@ class BenchmarkCache:
             return None
         try:
             cached = json.loads(_read_own(self._file))
-            names = {field.name for field in fields(RankMeasurement)}
-            if cached["key"] != self._key or set(cached["measurement"]) != names:
-                return None
             measured = RankMeasurement(**cached["measurement"])
-            return measured if _is_valid(measured) else None
+            is_valid = cached["key"] == self._key and _is_valid(measured)
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        return replace(measured, from_cache=True) if is_valid else None
 
     def write(self, measured: RankMeasurement) -> None:
         """Write a result atomically.

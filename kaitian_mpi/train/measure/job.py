@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kaitian_mpi.balance.communication import MeasuredAllreduce
+from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.balance.forecast import forecast_subsets, subsets
 from kaitian_mpi.balance.measurements import MeasuredRank, Measurements
 from kaitian_mpi.config import TrainingConfig
@@ -16,8 +17,11 @@ from kaitian_mpi.train.measure.allreduce import (
     measure_allreduce,
 )
 from kaitian_mpi.train.measure.min_batch import find_min_batch
-from kaitian_mpi.train.measure.plan import is_emulated
-from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, scores_of, show_benchmark
+from kaitian_mpi.train.measure.rank_benchmark import (
+    benchmark_ranks,
+    is_emulated,
+    show_benchmark,
+)
 from kaitian_mpi.train.measure.rank_timer import Workload, equal_share
 from kaitian_mpi.train.setup import MakeTask, prepare_without_folder
 
@@ -43,7 +47,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     setup = prepare_without_folder(make_task, config, world)
     config = replace(config, epochs=_LONG, max_steps=0)  # a short training limits its benchmark
     min_batch = find_min_batch(config, world, setup)
-    results = benchmark_ranks(Workload(config, world, setup, min_batch))
+    results = list(benchmark_ranks(Workload(config, world, setup, min_batch)).values())
     buckets = gradient_buckets(setup.task.model)
     choose_allreduce(config.allreduce, world, buckets)
     measured = Measurements(
@@ -55,23 +59,23 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
             MeasuredRank(info.world_rank, info.host, info.kind, info.device, r.cost, r.fit_error)
             for info, r in zip(world.infos, results, strict=True)
         ),
-        allreduces=tuple(_measure_subsets(config, world, buckets)),
+        allreduces=tuple(
+            MeasuredAllreduce(
+                {kind: world.kinds.count(kind) for kind in kinds},
+                measure_allreduce(
+                    config.allreduce,
+                    world,
+                    [rank for rank, kind in enumerate(world.kinds) if kind in kinds],
+                    buckets,
+                ),
+            )
+            for kinds in subsets(tuple(dict.fromkeys(world.kinds)))
+        ),
     )
     planned = forecast_subsets(
         measured.cohorts(), config.global_batch_size, buckets, measured.allreduces
     ).whole
-    scores = scores_of(results, equal_share(config, world.size))
-    show_benchmark(world, results, scores, planned.batch_sizes)
-    return measured
-
-
-def _measure_subsets(
-    config: TrainingConfig, world: World, buckets: list[int]
-) -> list[MeasuredAllreduce]:
-    measured = []
-    for kinds in subsets(tuple(dict.fromkeys(world.kinds))):
-        ranks = [rank for rank, kind in enumerate(world.kinds) if kind in kinds]
-        counts = {kind: world.kinds.count(kind) for kind in kinds}
-        cost = measure_allreduce(config.allreduce, world, ranks, buckets)
-        measured.append(MeasuredAllreduce(counts, cost))
+    share = equal_share(config, world.size)
+    by_rank = scores([result.cost.seconds(share) for result in results])
+    show_benchmark(world, results, by_rank, planned.batch_sizes)
     return measured

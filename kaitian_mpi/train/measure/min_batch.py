@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 
-_WITH_STATISTICS = 2  # required by batch norm over a single value per sample and channel
-
 
 def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
@@ -29,11 +28,6 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     Batch norm over a single value per sample and channel raises for one sample, and similar layers
     return NaN. This is tested with the loss of a copy of the model; if the task has no loss, a
     model with batch norm is taken for such.
-
-    Args:
-        config: the precision, and sizes that must not be smaller.
-        world: the ranks.
-        setup: this rank's task, which is not changed.
 
     Raises:
         AgreedError: the dataset or `--micro-batch-size` is smaller.
@@ -44,21 +38,13 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     own = min_batch_of(setup.task, setup.train, computation)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))
-    samples = len(setup.train)
-    if samples < found:
-        raise AgreedError(
-            f"--dataset has {samples} sample for training, and the model cannot train on a single "
-            "one (it may have batch norm); give it more"
-        )
-    if 0 < config.micro_batch_size < found:
-        raise AgreedError(
-            f"--micro-batch-size must be at least {found}, not {config.micro_batch_size}: the "
-            "model cannot train on a single sample (it may have batch norm)"
-        )
+    why = "the model cannot train on a single sample"
     if found > 1:
-        print_rank_0(
-            world, f"the model cannot train on a single sample: no rank takes fewer than {found}"
-        )
+        print_rank_0(world, f"{why}: no rank takes fewer than {found}")
+    if len(setup.train) < found:
+        raise AgreedError(f"--dataset has {len(setup.train)} sample, but {why}; give it more")
+    if 0 < config.micro_batch_size < found:
+        raise AgreedError(f"--micro-batch-size must be at least {found}: {why}")
     return found
 
 
@@ -73,28 +59,23 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
         computation: how this rank computes.
     """
     if task.loss is None:
-        norms = any(isinstance(module, _BatchNorm) for module in task.model.modules())
-        return _WITH_STATISTICS if norms else 1
+        return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
     with torch.random.fork_rng(devices=[]), torch.no_grad(), local_statistics():
         try:
-            sample = single(0) if (single := getattr(data, "one", None)) else data[[0]]
             trial = copy.deepcopy(task.model).to(computation.device).train()
         except Exception:  # user code may raise anything
             return 1
-        if _works(task, trial, sample, 1, computation):
+        if _works(task, trial, data, [0], computation):
             return 1
-        try:
-            two = data[[0, len(data) - 1]]
-        except Exception:  # as above
-            return 1
-        return _WITH_STATISTICS if _works(task, trial, two, 2, computation) else 1
+        return 2 if _works(task, trial, data, [0, len(data) - 1], computation) else 1
 
 
 def _works(
-    task: Task, model: nn.Module, batch: Any, samples: int, computation: Computation
+    task: Task, model: nn.Module, data: Any, indices: Sequence[int], computation: Computation
 ) -> bool:
     try:
-        weight = task.weigh(batch, samples)
+        batch = data[indices]
+        weight = task.weigh(batch, len(indices))
         loss = computation.loss(task, model, computation.place(batch))
         # The mean of nothing is NaN, whatever the model. A device reports its errors when it is
         # read.

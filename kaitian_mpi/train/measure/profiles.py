@@ -19,15 +19,13 @@ from kaitian_mpi.train.measure.plan import (
     make_plan,
     profile_of,
     profile_unmeasured,
-    write_benchmark,
 )
 from kaitian_mpi.train.measure.rank_benchmark import (
-    RankBenchmark,
     benchmark_ranks,
-    benchmark_some,
     show_benchmark,
+    write_benchmark,
 )
-from kaitian_mpi.train.measure.rank_timer import Workload
+from kaitian_mpi.train.measure.rank_timer import RankMeasurement, Workload
 from kaitian_mpi.train.setup import Setup
 
 _MAX_SEC_OF_NEW_RANKS = 3.0  # while all others wait
@@ -42,7 +40,7 @@ class Profiles:
     """The fewest samples that the model can train on at once."""
     are_remembered: bool = False
     """Whether they come from an earlier job."""
-    measured: Mapping[str, RankBenchmark] = field(default_factory=dict)
+    measured: Mapping[str, RankMeasurement] = field(default_factory=dict)
     """This job's benchmark results, by place; empty if there was no benchmark."""
 
     def costs(self, infos: Sequence[RankInfo]) -> list[RankCost] | None:
@@ -90,10 +88,7 @@ class Profiles:
 
 
 def find_profiles(
-    config: TrainingConfig,
-    world: World,
-    setup: Setup,
-    known: Mapping[str, Profile],
+    config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
 ) -> Profiles:
     """Remember, benchmark or assume what the ranks are like. Collective.
 
@@ -108,34 +103,24 @@ def find_profiles(
     min_batch = find_min_batch(config, world, setup)
     places = [info.place for info in world.infos]
     # The profiles of an earlier job with `--balance off` have no costs.
-    are_remembered = set(places) <= set(known) and (
-        config.balance == "off" or all(known[place].cost for place in places)
-    )
-    if are_remembered:
-        return Profiles(dict(known), min_batch, are_remembered=True)
-    if config.balance == "off" or setup.task.loss is None:
-        return Profiles({place: profile_unmeasured(config) for place in places}, min_batch)
-    new = _on_new_hosts(world, known)
-    if 0 < len(new) < world.size:
-        seconds = min(config.benchmark_seconds, _MAX_SEC_OF_NEW_RANKS)
-        config = replace(config, benchmark_seconds=seconds)
-        names = ", ".join(str(world.infos[rank].world_rank) for rank in new)
-        print_rank_0(world, f"benchmarking only what is new: rank{'s' * (len(new) > 1)} {names}")
-        some = benchmark_some(Workload(config, world, setup, min_batch), new)
-        added = {places[rank]: profile_of(result) for rank, result in some.items()}
-        return Profiles({**known, **added}, min_batch)
-    results = benchmark_ranks(Workload(config, world, setup, min_batch))
-    measured = dict(zip(places, results, strict=True))
-    profiles = {place: profile_of(result) for place, result in measured.items()}
-    write_benchmark(world, setup, results)
-    return Profiles(profiles, min_batch, measured=measured)
-
-
-def _on_new_hosts(world: World, known: Mapping[str, Profile]) -> list[int]:
-    """Return the ranks of the hosts on which any rank's cost is not known."""
-    hosts = {
+    missing = {
         info.host
         for info in world.infos
-        if info.place not in known or known[info.place].cost is None
+        if info.place not in known or (config.balance != "off" and known[info.place].cost is None)
     }
-    return [rank for rank, info in enumerate(world.infos) if info.host in hosts]
+    if not missing:
+        return Profiles(dict(known), min_batch, are_remembered=True)
+    if config.balance == "off" or setup.task.loss is None:
+        return Profiles(dict.fromkeys(places, profile_unmeasured(config)), min_batch)
+    new = [rank for rank, info in enumerate(world.infos) if info.host in missing]
+    if len(new) < world.size:
+        seconds = min(config.benchmark_seconds, _MAX_SEC_OF_NEW_RANKS)
+        config = replace(config, benchmark_seconds=seconds)
+        print_rank_0(world, f"benchmarking only what is new: hosts {', '.join(sorted(missing))}")
+    results = benchmark_ranks(Workload(config, world, setup, min_batch), new)
+    measured = {places[rank]: result for rank, result in results.items()}
+    profiles = {place: profile_of(result) for place, result in measured.items()}
+    if len(new) < world.size:
+        return Profiles({**known, **profiles}, min_batch)
+    write_benchmark(world, setup, list(results.values()))
+    return Profiles(profiles, min_batch, measured=measured)

@@ -1,14 +1,14 @@
-"""Benchmarks the user's model on every rank, and prints the results."""
+"""Benchmarks the user's model on every rank, and shows and writes the results."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 
-from kaitian_mpi.balance.cost_model import RankCost, fit, fit_error, scores
-from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import Table, show_table
@@ -16,56 +16,35 @@ from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier, wa
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.cache import BenchmarkCache
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload
+from kaitian_mpi.train.setup import Setup
+
+_FILE = "benchmark.json"
 
 
-@dataclass(frozen=True)
-class RankBenchmark:
-    """The benchmark results of one rank."""
-
-    measured: RankMeasurement
-    cost: RankCost
-    """The cost model fitted to the measurements, and the memory limit."""
-    fit_error: float
-    """Root mean square of the cost model's relative errors."""
-    from_cache: bool
-    """Whether the result comes from an earlier job."""
-
-
-def benchmark_ranks(workload: Workload) -> list[RankBenchmark]:
+def benchmark_ranks(
+    workload: Workload, ranks: Collection[int] | None = None
+) -> dict[int, RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results.
 
     Args:
         workload: of this rank.
+        ranks: those to time, while the others wait: all or none of each host's; None for all.
 
     Returns:
-        Every rank's result, by rank.
+        The timed ranks' results, by rank.
 
     Raises:
         AgreedError: not even the smallest batch fits in a rank's memory, or the cache cannot be
             written.
     """
-    return list(benchmark_some(workload, range(workload.world.size)).values())
-
-
-def benchmark_some(workload: Workload, ranks: Collection[int]) -> dict[int, RankBenchmark]:
-    """Do as `benchmark_ranks` for some ranks, while the others wait. Collective.
-
-    Args:
-        workload: of this rank.
-        ranks: those to time: all or none of each host's.
-
-    Returns:
-        The timed ranks' results, by rank.
-    """
-    config, world, min_batch = workload.config, workload.world, workload.min_batch
-    is_timed = world.rank in ranks
+    world = workload.world
+    is_timed = ranks is None or world.rank in ranks
     cache = BenchmarkCache(workload)
     own = cache.read() if is_timed else None
     # All or none: ranks that share a host must be timed while the others compute as well.
-    from_cache = all(gather_values(world.comm, own is not None or not is_timed))
-    if not from_cache:
+    if not all(gather_values(world.comm, own is not None or not is_timed)):
         with torch.random.fork_rng(devices=[]):
             own = _measure(world, RankTimer(workload) if is_timed else None)
         with agree_on_errors(world.comm):
@@ -73,50 +52,8 @@ def benchmark_some(workload: Workload, ranks: Collection[int]) -> dict[int, Rank
                 cache.write(own)
     results = gather_values(world.comm, None if own is None else asdict(own))
     return {
-        rank: _evaluate(config, RankMeasurement(**result), from_cache, min_batch)
-        for rank, result in enumerate(results)
-        if result is not None
+        rank: RankMeasurement(**result) for rank, result in enumerate(results) if result is not None
     }
-
-
-def scores_of(results: list[RankBenchmark], share: int) -> list[float]:
-    """Return the ranks' scores, time_min / time_i, for a share of this many samples."""
-    return scores([result.cost.seconds(share) for result in results])
-
-
-def show_benchmark(
-    world: World,
-    results: Sequence[RankBenchmark],
-    scores: Sequence[float],
-    batch_sizes: Sequence[int],
-) -> None:
-    """Print each rank's cost and batch size, on world rank 0."""
-    source = " (from --benchmark-cache)" if results[0].from_cache else ""
-    table = Table(f"benchmark{source}: samples per step sum to {sum(batch_sizes)}")
-    texts = ("group", "computes in")
-    columns = ("rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score")
-    for column in (*columns, "samples/step"):
-        table.add_column(column, justify="left" if column in texts else "right")
-    is_slowed = any(info.slowdown for info in world.infos)
-    if is_slowed:
-        table.add_column("")
-    for rank, result in enumerate(results):
-        model, largest = result.cost, result.cost.largest_micro_batch
-        row = [
-            str(world.infos[rank].world_rank),
-            world.infos[rank].kind,
-            f"{1e3 * model.alpha_sec:.1f} + {1e3 * model.beta_sec:.2f}",
-            f"±{result.fit_error:.0%}",
-            "all" if largest is None else str(largest),
-            f"{result.measured.precision} {result.measured.memory_format}",
-            f"{scores[rank]:.2f}",
-            str(batch_sizes[rank]),
-        ]
-        if is_slowed:
-            slowdown = world.infos[rank].slowdown
-            row.append(f"slowed {slowdown} (emulated)" if slowdown else "")
-        table.add_row(*row)
-    show_table(world, table)
 
 
 def _measure(world: World, timer: RankTimer | None) -> RankMeasurement | None:
@@ -138,12 +75,71 @@ def _measure(world: World, timer: RankTimer | None) -> RankMeasurement | None:
     return measured
 
 
-def _evaluate(
-    config: TrainingConfig, measured: RankMeasurement, from_cache: bool, min_batch: int
-) -> RankBenchmark:
-    model = fit(measured.batches, measured.seconds)
-    limits = (measured.largest_micro_batch, config.micro_batch_size)
-    limit = min((max(limit, min_batch) for limit in limits if limit), default=None)
-    error = fit_error(model, measured.batches, measured.seconds)
-    cost = RankCost(model.alpha_sec, model.beta_sec, limit)
-    return RankBenchmark(measured, cost, error, from_cache)
+def show_benchmark(
+    world: World,
+    results: Sequence[RankMeasurement],
+    scores: Sequence[float],
+    batch_sizes: Sequence[int],
+) -> None:
+    """Print each rank's cost and batch size, on world rank 0."""
+    source = " (from --benchmark-cache)" if results[0].from_cache else ""
+    table = Table(f"benchmark{source}: samples per step sum to {sum(batch_sizes)}")
+    texts = ("group", "computes in", "")
+    columns = ["rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score"]
+    is_slowed = any(info.slowdown for info in world.infos)
+    for column in (*columns, "samples/step", *([""] if is_slowed else [])):
+        table.add_column(column, justify="left" if column in texts else "right")
+    for info, result, score, share in zip(world.infos, results, scores, batch_sizes, strict=True):
+        cost = result.cost
+        row = [
+            str(info.world_rank),
+            info.kind,
+            f"{1e3 * cost.alpha_sec:.1f} + {1e3 * cost.beta_sec:.2f}",
+            f"±{result.fit_error:.0%}",
+            str(cost.largest_micro_batch or "all"),
+            f"{result.precision} {result.memory_format}",
+            f"{score:.2f}",
+            str(share),
+        ]
+        if is_slowed:
+            row.append(f"slowed {info.slowdown} (emulated)" if info.slowdown else "")
+        table.add_row(*row)
+    show_table(world, table)
+
+
+def write_benchmark(world: World, setup: Setup, results: Sequence[RankMeasurement]) -> None:
+    """Write benchmark.json: what was measured on each rank."""
+    share = math.ceil(sum(result.batches[-1] for result in results) / len(results))
+    by_rank = scores([result.cost.seconds(share) for result in results])
+    ranks = [
+        {
+            "rank": info.world_rank,
+            "host": info.host,
+            "device_kind": info.kind,
+            "device": info.device,
+            "alpha_sec": result.cost.alpha_sec,
+            "beta_sec_per_sample": result.cost.beta_sec,
+            "fit_error": result.fit_error,
+            "largest_micro_batch": result.largest_micro_batch,
+            "seconds_by_batch": dict(zip(result.batches, result.seconds, strict=True)),
+            "from_cache": result.from_cache,
+            "memory_bytes": info.memory_bytes,
+            "memory_format": result.memory_format,
+            "precision": result.precision,
+            "score": score,
+            "emulated_slowdown": info.slowdown,
+        }
+        for info, result, score in zip(world.infos, results, by_rank, strict=True)
+    ]
+    setup.folder.write(_FILE, {"ranks": ranks, "emulated": is_emulated(world)})
+
+
+def record_allreduce(setup: Setup, seconds: Mapping[str, float]) -> None:
+    """Add the measured algorithms to benchmark.json: seconds for a step's buckets, by algorithm."""
+    if seconds:
+        setup.folder.write(_FILE, {**setup.folder.read(_FILE), "allreduce_sec": dict(seconds)})
+
+
+def is_emulated(world: World) -> bool:
+    """Return whether any device kind or slowdown of the run is emulated."""
+    return any(info.emulated or info.slowdown for info in world.infos)

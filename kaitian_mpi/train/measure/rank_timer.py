@@ -7,10 +7,18 @@ import itertools
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from kaitian_mpi.balance.cost_model import MAX_CHANGE, is_settled, is_straight
+from kaitian_mpi.balance.cost_model import (
+    MAX_CHANGE,
+    RankCost,
+    fit,
+    fit_error,
+    is_settled,
+    is_straight,
+)
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
@@ -21,17 +29,16 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.measure.memory_gauge import MemoryGauge
 from kaitian_mpi.train.setup import Setup
 
-_PROBE_BATCH = 8
+# The first batch size that is timed: on a host even a few samples keep a core busy.
+_FIRST_ON_HOST, _FIRST_ON_ACCELERATOR = 2, 8
 _MIN_TIMED_SEC = 0.1
+_LONG_STEP_SEC = 0.5  # larger batches cost too much time if the cost is known without them
 _CANDIDATE_ROUNDS = 4
 _CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
-_MAX_ROUNDS = 5
-# Parts of the benchmark's seconds: to compare settings, to find batch sizes, for one step, and to
+_MAX_ROUNDS = 4
+# Parts of the benchmark's seconds: to compare settings, to find batch sizes or for one step, and to
 # load samples before the same ones are used again.
-_CANDIDATE_PART = 0.25
-_GROWTH_PART = 0.25
-_STEP_PART = 0.25
-_LOADING_PART = 0.1
+_PART, _LOADING_PART = 0.25, 0.1
 _MAX_ORDER = 1 << 16  # samples whose order is known; then they come again
 
 
@@ -57,9 +64,23 @@ class RankMeasurement:
     seconds: list[float]
     """The time of a step with each of these batch sizes."""
     largest_micro_batch: int | None
-    """The largest batch that fits in memory; None if the largest possible share does."""
+    """The largest batch that is computed at once; None if the largest possible share is."""
     memory_format: str
     precision: str
+    from_cache: bool = False
+    """Whether the result comes from an earlier job."""
+
+    @cached_property
+    def cost(self) -> RankCost:
+        """The cost model fitted to the measurements, and the memory limit."""
+        line = fit(self.batches, self.seconds)
+        return replace(line, largest_micro_batch=self.largest_micro_batch)
+
+    @property
+    def fit_error(self) -> float:
+        """Root mean square of the cost model's relative errors."""
+        line = replace(self.cost, largest_micro_batch=None)
+        return fit_error(line, self.batches, self.seconds)
 
 
 class RankTimer:
@@ -68,17 +89,17 @@ class RankTimer:
     def __init__(self, workload: Workload) -> None:
         config, setup, min_batch = workload.config, workload.setup, workload.min_batch
         self._config, self._world = config, workload.world
-        self._pace = workload.world.device_kind.pace
+        self._device = workload.world.device_kind
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of unlike sizes come as they do there.
         sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
         self._order = sampler.indices(0, min(len(setup.train), _MAX_ORDER))
         self._max_share = max_share(config)
         self._equal_share = equal_share(config, workload.world.size)
-        self._max_batch = max(
-            min_batch, min(self._max_share, config.micro_batch_size or self._max_share)
-        )
         self._min_batch = min_batch
+        self._max_batch = max(min_batch, config.micro_batch_size or self._max_share)
+        first = _FIRST_ON_HOST if self._device.is_host else _FIRST_ON_ACCELERATOR
+        self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
         self._draw, self._loading_sec = 0, 0.0
         self._smallest = min_batch
@@ -87,7 +108,7 @@ class RankTimer:
     def measure(self) -> RankMeasurement:
         """Time this rank within about `--benchmark-seconds`. Not collective.
 
-        It ends before that when more of it would hardly change the predicted step, or when it has
+        It ends when more of it cannot change the predicted step by more than 3%, or when it has
         taken as long as the training will.
 
         Raises:
@@ -97,41 +118,35 @@ class RankTimer:
         memory = MemoryGauge(self._world)
         self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
         self._optimizers = self._task.make_optimizers(self._copy)
-        self._computation = self._fastest(min(self._max_batch, _PROBE_BATCH))
-        grown = self._grow(memory)
-        batches = list(grown)
-        straight = is_straight(batches, list(grown.values()))
-        # Of a line, its ends are enough.
-        timed = sorted({batches[0], *(() if straight else batches[1:]), batches[-1]})
-        self._smallest = batches[0]
-        rounds: dict[int, list[float]] = {batch: [] for batch in timed}
-        self._time_rounds(rounds)
-        seconds = grown | {batch: statistics.median(times) for batch, times in rounds.items()}
+        self._computation = self._fastest(self._first_batch)
+        times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
+        self._smallest = min(times)
+        self._repeat(times)
+        limits = memory.largest_batch(self._max_share), self._config.micro_batch_size
+        limit = min((max(each, self._min_batch) for each in limits if each), default=None)
         return RankMeasurement(
-            batches,
-            [seconds[batch] for batch in batches],
-            memory.largest_batch(self._max_share),
+            list(times),
+            [statistics.median(each) for each in times.values()],
+            limit,
             self._computation.memory_format,
             self._computation.precision,
         )
 
-    def _time_rounds(self, rounds: dict[int, list[float]]) -> None:
-        """Add a time to each batch size in each round, until the predicted step is settled."""
-        smallest, largest = min(rounds), max(rounds)
-        round_sec = 0.0
+    def _repeat(self, times: dict[int, list[float]]) -> None:
+        """Time the ends of the line again, until the predicted step is settled."""
+        smallest, largest = min(times), max(times)
+        ends = {batch: times[batch] for batch in (smallest, largest)}
+        share, round_sec = max(self._equal_share, smallest), 0.0
         for _ in range(_MAX_ROUNDS):
-            if round_sec:
-                per_sample = min(rounds[largest]) / largest
-                limit_sec = min(self._config.benchmark_seconds, self._training_sec(per_sample))
-                if self._elapsed() + round_sec > limit_sec:
-                    return
+            training_sec = self._training_sec(min(times[largest]) / largest)
+            limit_sec = min(self._config.benchmark_seconds, training_sec)
+            if is_settled(ends, share) or self._elapsed() + round_sec > limit_sec:
+                return
             before = self._elapsed()
             self._draw_again()
-            for batch in rounds:
-                rounds[batch].append(self._mean_step(batch))
+            for batch, seconds in ends.items():
+                seconds.append(self._mean_step(batch))
             round_sec = self._elapsed() - before
-            if is_settled(rounds, max(self._equal_share, smallest)):
-                return
 
     def _training_sec(self, per_sample: float) -> float:
         """Return about how many seconds this rank will train, at so many for a sample."""
@@ -154,13 +169,16 @@ class RankTimer:
         formats = list(MEMORY_FORMATS) if memory_format == "auto" else [memory_format]
         precision = self._config.precision
         precisions = ["fp32", "bf16"] if precision == "auto" else [precision]
-        candidates = [self._compute_in(p, f) for p, f in itertools.product(precisions, formats)]
+        candidates = [
+            Computation(self._world.device, precision, memory_format)
+            for precision, memory_format in itertools.product(precisions, formats)
+        ]
         if len(candidates) == 1:
             return candidates[0]
         try:
             return self._compare(candidates, batch)
         except Exception as error:
-            if not self._world.device_kind.is_out_of_memory(error):
+            if not self._device.is_out_of_memory(error):
                 raise
         # Outside the handler, which would keep references to the tensors that did not fit.
         return self._fastest(self._half(batch)) if batch > self._min_batch else candidates[0]
@@ -169,7 +187,7 @@ class RankTimer:
         """Return the candidate with the fastest step."""
         # On a core shared with other ranks, the candidates differ by less than the wait for the
         # core, which thread CPU time excludes. The minimum ignores the first step, which warms up.
-        clock = time.thread_time if self._world.device_kind.is_host else time.perf_counter
+        clock = time.thread_time if self._device.is_host else time.perf_counter
         costs: list[list[float]] = [[] for _ in candidates]
         for round_number in range(_CANDIDATE_ROUNDS):
             for computation, seconds in zip(candidates, costs, strict=True):
@@ -179,7 +197,7 @@ class RankTimer:
                 seconds.append(clock() - before)
             cheapest = [min(values) for values in costs]
             best, second = sorted(cheapest)[:2]
-            is_late = self._elapsed() > _CANDIDATE_PART * self._config.benchmark_seconds
+            is_late = self._elapsed() > _PART * self._config.benchmark_seconds
             # Either all are about as fast, or one is clearly the fastest.
             is_clear = not _CLOSE * best < second < _CLEAR_LEAD * best
             if round_number and (is_late or is_clear):
@@ -187,15 +205,15 @@ class RankTimer:
         return candidates[cheapest.index(min(cheapest))]
 
     def _grow(self, memory: MemoryGauge) -> dict[int, float]:
-        """Return the seconds of a step by batch size.
+        """Return the seconds of a step by batch size, from small to large.
 
-        The sizes double until memory or time runs out, or larger ones would hardly change the cost
-        model. On an accelerator, the memory of twice the usual share is tried nevertheless.
+        The sizes double up to the usual share, or on an accelerator twice that, and until larger
+        ones would hardly change the cost model; or until memory or time runs out.
         """
-        batch = min(self._max_batch, _PROBE_BATCH)
-        deadline_sec = self._elapsed() + _GROWTH_PART * self._config.benchmark_seconds
-        max_step_sec = _STEP_PART * self._config.benchmark_seconds
-        enough = 0 if self._world.device_kind.is_host else 2 * self._equal_share
+        batch = self._first_batch
+        part_sec = _PART * self._config.benchmark_seconds
+        deadline_sec = self._elapsed() + part_sec
+        enough = self._equal_share * (1 if self._device.is_host else 2)
         grown: dict[int, float] = {}
         while memory.has_room_for(batch):
             seconds = self._try_step(batch, memory)
@@ -206,9 +224,10 @@ class RankTimer:
                 continue
             grown[batch] = seconds
             late = self._elapsed() > min(deadline_sec, self._training_sec(seconds / batch))
-            if batch >= self._max_batch or 2 * seconds > max_step_sec or late:
+            if batch >= self._max_batch or 2 * seconds > part_sec or late:
                 break
-            if batch >= enough and is_straight(list(grown), list(grown.values())):
+            is_large = batch >= enough or (self._device.is_host and seconds > _LONG_STEP_SEC)
+            if is_large and is_straight(list(grown), list(grown.values())):
                 break
             batch = min(2 * batch, self._max_batch)
         if len(grown) > 1:
@@ -223,7 +242,7 @@ class RankTimer:
         try:
             seconds = self._time_step(batch)
         except Exception as error:
-            if not self._world.device_kind.is_out_of_memory(error):
+            if not self._device.is_out_of_memory(error):
                 raise
             memory.record_too_large(batch)
             self._batches.clear()
@@ -238,9 +257,7 @@ class RankTimer:
             raise UserError(
                 f"{info.device} is out of memory for a step of {samples}, its smallest share; "
                 "leave it out (name other devices with --devices, or start fewer ranks on "
-                f"{info.host}), or make the step smaller: precision bf16, smaller samples, "
-                "torch.utils.checkpoint in the model, an optimizer with less state, sync_bn if "
-                "batch norm needs several samples; see 'A device that is too small' in "
+                f"{info.host}), or make the step smaller; see 'A device that is too small' in "
                 "docs/balance.md"
             )
         return max(self._min_batch, batch // 2)
@@ -256,9 +273,6 @@ class RankTimer:
             total += self._time_step(batch)
             steps += 1
         return total / steps
-
-    def _compute_in(self, precision: str, memory_format: str) -> Computation:
-        return Computation(self._world.device, precision, memory_format)
 
     def _samples(self, batch: int) -> Any:
         """Return some samples of the dataset; cached, because loading is not timed."""
@@ -282,7 +296,7 @@ class RankTimer:
         placed = computation.place(self._samples(batch))
         self._world.synchronize()
         start = time.perf_counter()
-        self._pace.start()
+        self._device.pace.start()
         with local_statistics():  # the ranks take unlike numbers of steps
             loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
         if loss.requires_grad:  # not of a batch in which nothing counts
@@ -292,7 +306,7 @@ class RankTimer:
             optimizer.zero_grad()
         computation.scaler.update()
         self._world.synchronize()
-        self._pace.catch_up()
+        self._device.pace.catch_up()
         return time.perf_counter() - start
 
 
