@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import runpy
 import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import devices_of_host
-from kaitian_mpi.cli.script import check_script, run_script
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.devices.visibility import hide_accelerators, narrow_list, visibility_variables
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
-from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from kaitian_mpi.mpi.topology import RankInfo
 
 PROGRAM = "kaitian-run"
@@ -110,18 +115,23 @@ def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, ru
     """
     launch = read_launch(environ)
     size, names = str(len(hosts)), list(dict.fromkeys(hosts))
-    environ["RANK"], environ["WORLD_SIZE"] = str(rank), size
-    environ["LOCAL_RANK"] = str(launch.local_rank)
-    environ["LOCAL_WORLD_SIZE"] = str(launch.local_size)
-    environ["GROUP_RANK"] = str(names.index(hosts[rank]))
-    environ["GROUP_WORLD_SIZE"] = str(len(names))
-    environ["ROLE_NAME"] = "default"
-    environ["ROLE_RANK"], environ["ROLE_WORLD_SIZE"] = str(rank), size
-    # Frameworks that find the first of these do not start processes themselves.
-    environ["TORCHELASTIC_RUN_ID"] = run_id
-    environ["TORCHELASTIC_RESTART_COUNT"] = environ["TORCHELASTIC_MAX_RESTARTS"] = "0"
-    # torchrun's own process serves the store at MASTER_PORT; here rank 0 must.
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_WORLD_SIZE": str(launch.local_size),
+        "GROUP_RANK": str(names.index(hosts[rank])),
+        "GROUP_WORLD_SIZE": str(len(names)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        # Frameworks that find this one do not start processes themselves.
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # torchrun's own process serves the store at MASTER_PORT; here rank 0 must.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
     one_host = launch.local_size == len(hosts)  # its name may not resolve
     environ.setdefault("MASTER_ADDR", "localhost" if one_host else hosts[0])
     environ.setdefault("MASTER_PORT", str(port))
@@ -168,6 +178,74 @@ def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> in
     here = [info for info in infos if info.node == own.node]
     before = [info for info in here if not info.is_on_host or info.local_rank < own.local_rank]
     return len(before)
+
+
+def check_script(script: str, is_module: bool) -> None:
+    """Check that there is a script, or a module, before MPI is started; imports nothing.
+
+    Raises:
+        UserError: there is none.
+    """
+    if is_module:
+        search_first(os.getcwd())
+        names = script.split(".")
+        if not all(names) or importlib.util.find_spec(names[0]) is None:
+            raise no_module(script)
+    elif not os.path.isfile(script):
+        raise UserError(f"there is no script {script}; name the file to run")
+
+
+def no_module(name: str) -> UserError:
+    """Return the error for a module that is not found."""
+    return UserError(
+        f"-m {name}: no module of this name, or a package without a __main__; start it from the "
+        "folder in which `python -m` finds it, or install it"
+    )
+
+
+def search_first(folder: str) -> None:
+    """Have Python look for modules in a folder in place of this command's own, as `python` does."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def run_script(script: str, arguments: Sequence[str], is_module: bool, comm: MPI.Intracomm) -> None:
+    """Run as `python script args…` or `python -m module args…`; `sys.exit(0)` means success.
+
+    Raises:
+        AgreedError: there is no such module on a rank of `comm`.
+    """
+    sys.argv = ["-m" if is_module else script, *arguments]
+    try:
+        if is_module:
+            with agree_on_errors(comm):
+                find_module(script)
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            search_first(str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+
+
+def find_module(name: str) -> None:
+    """Find a module, or a package's `__main__`; imports the packages that it is in.
+
+    Raises:
+        UserError: there is none, though there is the package that it would be in.
+    """
+    for each in (name, f"{name}.__main__"):
+        try:
+            spec = importlib.util.find_spec(each)
+        except ModuleNotFoundError as error:
+            if not f"{each}.".startswith(f"{error.name}."):  # the packages' own imports fail
+                raise
+            spec = None
+        if spec is None:
+            raise no_module(name)
+        if spec.submodule_search_locations is None:
+            return
 
 
 if __name__ == "__main__":

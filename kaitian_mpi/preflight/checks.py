@@ -21,7 +21,6 @@ CHECKS: dict[str, Judge] = {
     "devices": of_hosts.judge_devices,
     "drivers": of_hosts.judge_drivers,
     "vendor packages": of_hosts.judge_vendor_packages,
-    "copies": of_hosts.judge_copies,
     "cores": of_hosts.judge_cores,
     "memory": of_hosts.judge_ram,
     "shared memory": of_hosts.judge_shared_memory,

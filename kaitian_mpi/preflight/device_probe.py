@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kaitian_mpi.devices import Device, known_kinds
+from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.cpu import CGROUP, available_bytes
 from kaitian_mpi.devices.plugin import one_line
@@ -19,8 +18,6 @@ from kaitian_mpi.devices.registry import Kinds
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.facts import Devices, Kind
 
-_COPY_BYTES = 64 << 20
-_COPIES = 5
 _VENDOR_PACKAGE = re.compile(
     r"torch[-_].+|nvidia-(nccl|cuda-runtime|cudnn)\b.*|(intel|oneccl)[-_].*torch.*|.*[-_]pt|triton.*"
 )
@@ -35,7 +32,7 @@ _ASCEND_VERSION = Path("/usr/local/Ascend/driver/version.info")
 def examine_devices(
     devices: str, share: bool, local_rank: int, local_size: int, host: str
 ) -> Devices:
-    """Choose this rank's device as training does, and time its copies.
+    """Choose this rank's device as training does.
 
     Training also knows what the other ranks see; whether there are enough devices is judged later.
 
@@ -67,8 +64,6 @@ def examine_devices(
         name="",
         memory_bytes=0,
         is_host=False,
-        to_host_mb_per_sec=None,
-        to_device_mb_per_sec=None,
         error="",
         ram_bytes=int(psutil.virtual_memory().total),
         ram_free_bytes=available_bytes(CGROUP),
@@ -85,7 +80,7 @@ def examine_devices(
 
 
 def _with_device(facts: Devices, known: Kinds, place: tuple[int, int], host: str) -> Devices:
-    """Choose a rank's device, select it, and time its copies; `place` is its local rank and size.
+    """Choose a rank's device and use it; `place` is its local rank and size.
 
     With `auto`, each rank may see one device, and that its own: then it is this rank's.
     """
@@ -95,7 +90,7 @@ def _with_device(facts: Devices, known: Kinds, place: tuple[int, int], host: str
     choice = choose_device(request, known.counts, *place, host, known.unusable, share=facts.shares)
     device, index = known.devices[choice.kind], choice.index
     device.select(index)
-    out, back = (None, None) if device.is_host else time_copies(device, index)
+    torch.empty(1, device=device.torch_device(index))  # it works
     return replace(
         facts,
         chosen=str(device.torch_device(index)),
@@ -104,31 +99,7 @@ def _with_device(facts: Devices, known: Kinds, place: tuple[int, int], host: str
         name=device.name(index),
         memory_bytes=device.memory_bytes(index),
         is_host=device.is_host,
-        to_host_mb_per_sec=out,
-        to_device_mb_per_sec=back,
     )
-
-
-def time_copies(device: Device, index: int) -> tuple[float, float]:
-    """Return the bandwidths of copies to the host and back, in 10^6 bytes a second.
-
-    The best of some copies of 64 MiB, or of what fits, each way.
-    """
-    free = device.memory_limit_bytes(index, 1)
-    size = max(1 << 20, min(_COPY_BYTES, free // 4))
-    on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.pins_memory)
-    on_device = torch.empty(size, dtype=torch.uint8, device=device.torch_device(index))
-    rates = []
-    for target, source in ((on_host, on_device), (on_device, on_host)):
-        best = float("inf")
-        for _ in range(_COPIES):
-            device.synchronize(index)
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            device.synchronize(index)
-            best = min(best, time.perf_counter() - began)
-        rates.append(size / best / 1e6)
-    return rates[0], rates[1]
 
 
 def vendor_packages() -> dict[str, str]:

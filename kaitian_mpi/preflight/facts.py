@@ -92,9 +92,6 @@ class Devices:
     memory_bytes: int
     is_host: bool
     """Whether it is the CPU, so that nothing is copied to reach host memory."""
-    to_host_mb_per_sec: float | None
-    """Bandwidth of copies from the device to the host memory that MPI uses."""
-    to_device_mb_per_sec: float | None
     error: str
     """Why no device could be chosen or used; empty if one was."""
     ram_bytes: int

@@ -34,8 +34,6 @@ _MORE_SHM = (
 _MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in limits.conf"
 _ROOM = 1 << 30
 _SLOW_MB_PER_SEC = 20.0
-_SLOW_COPIES = 1_000.0  # MB/s: an eighth of the slowest PCIe in use
-_UNEVEN = 4.0
 
 
 def judge_cores(job: JobFacts) -> Iterator[Verdict]:
@@ -151,14 +149,11 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
             assign_devices([devices.seen for devices in known], host)
         except UserError as error:
             yield problem_from(str(error))
-            return
-        chosen = [devices.physical_id for devices in known if devices.physical_id]
-        if len(set(chosen)) < len(chosen):  # training, which knows all that is seen, does better
-            return
+        return
     users: dict[str, list[int]] = {}
     for facts, devices in zip(ranks, known, strict=True):
-        library = next((kind.library for kind in devices.kinds if kind.name == devices.kind), "")
-        if library and devices.physical_id:
+        has_library = any(kind.library for kind in devices.kinds if kind.name == devices.kind)
+        if has_library and devices.physical_id:
             users.setdefault(f"{devices.kind} {devices.physical_id}", []).append(facts.rank)
     for device, sharing in users.items():
         if len(sharing) > 1:
@@ -206,17 +201,3 @@ def judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
                     f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
                     "install the same release: the vendor's libraries may not talk to each other",
                 )
-
-
-def judge_copies(job: JobFacts) -> Iterator[Verdict]:
-    """Copies to and from host memory are about as fast everywhere."""
-    known = [(facts.rank, facts.devices) for facts in job.ranks if facts.devices is not None]
-    speeds = [(rank, of.to_host_mb_per_sec, of.to_device_mb_per_sec) for rank, of in known]
-    copied = [(rank, out, back) for rank, out, back in speeds if out and back]
-    fastest = max((min(out, back) for _, out, back in copied), default=0.0)
-    for rank, out, back in copied:
-        found = f"{ranks_text([rank])}: {out:,.0f} MB/s to the host, {back:,.0f} MB/s back"
-        if min(out, back) < max(_SLOW_COPIES, fastest / _UNEVEN):
-            yield warning(found, "look at the slot's PCIe width, and bind the rank to its socket")
-        else:
-            yield ok(found)

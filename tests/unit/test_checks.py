@@ -27,8 +27,6 @@ ACME = {
     "chosen": "acme:0",
     "kind": "acme",
     "is_host": False,
-    "to_host_mb_per_sec": 12_000.0,
-    "to_device_mb_per_sec": 12_000.0,
 }
 ONE, NAMED = {"acme": ("02:00",)}, {"requested": "acme:0,acme:0"}
 LAUNCHER = Launcher(path="/bin/mpirun", library="Open MPI 5.0.11", started=2, error="")
@@ -182,14 +180,6 @@ WARNINGS = {
             rank_facts(1, "b", devices={**ACME, "packages": {"torch-acme": "2"}}),
         ),
         "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1",
-    ),
-    "slow copies": (
-        job(rank_facts(devices={**ACME, "to_host_mb_per_sec": 700.0})),
-        "rank 0: 700 MB/s to the host, 12,000 MB/s back",
-    ),
-    "copies slower than elsewhere": (
-        job(rank_facts(devices=ACME), rank_facts(1, devices={**ACME, "to_host_mb_per_sec": 2e3})),
-        "rank 1: 2,000 MB/s to the host",
     ),
     "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "1 MiB free, 500 MB/s"),
     "a slow disk": (job(rank_facts(storage={"write_mb_per_sec": 3.0})), "checkpoints take long"),
