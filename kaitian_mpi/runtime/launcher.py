@@ -138,9 +138,7 @@ def _allocated(environ: Mapping[str, str]) -> str:
         if groups > 1:
             return f"a Slurm job of {groups} components"
         return f"a Slurm job of {tasks} tasks" if tasks > 1 else f"a Slurm job of {nodes} nodes"
-    # The other systems count cores, not ranks.
-    hosts = max(_pbs_hosts(environ), len(set(environ.get("LSB_HOSTS", "").split())))
-    hosts = max(hosts, number("NHOSTS") if "PE_HOSTFILE" in environ else 0)
+    hosts = _pbs_hosts(environ)  # PBS counts cores, not ranks
     if hosts > 1:
         return f"a batch job on {hosts} hosts"
     return "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""

@@ -73,8 +73,7 @@ class Slow(nn.Module):
         return self.layer(x.flatten(1))
 
 
-def slow(num_classes):
-    return Slow(num_classes)
+slow = Slow
 
 
 class Steady(Slow):
@@ -90,8 +89,7 @@ class Steady(Slow):
         return super().forward(x)
 
 
-def steady(num_classes):
-    return Steady(num_classes)
+steady = Steady
 
 
 class SlowAndWide(Slow):
@@ -105,8 +103,7 @@ class SlowAndWide(Slow):
         return super().forward(x) + self.table.mean(0)[:10]
 
 
-def slow_and_wide(num_classes):
-    return SlowAndWide(num_classes)
+slow_and_wide = SlowAndWide
 
 
 def where(num_classes):
@@ -127,8 +124,7 @@ class Large(Slow):
         return super().forward(x) + self.table[0, :10] + self.table[-1, :10]
 
 
-def large(num_classes):
-    return Large(num_classes)
+large = Large
 
 
 def differing(num_classes):
@@ -166,8 +162,7 @@ class Exact(nn.Module):
         pass
 
 
-def exact(num_classes):
-    return Exact(num_classes)
+exact = Exact
 
 
 class SlowToEvaluate(Exact):
@@ -179,8 +174,7 @@ class SlowToEvaluate(Exact):
         return super().forward(x)
 
 
-def slow_to_evaluate(num_classes):
-    return SlowToEvaluate(num_classes)
+slow_to_evaluate = SlowToEvaluate
 
 
 class PrintsFirstStep(Exact):
@@ -199,12 +193,10 @@ class DiesInFirstForward(Exact):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_in_first_forward(num_classes):
-    return DiesInFirstForward(num_classes)
+dies_in_first_forward = DiesInFirstForward
 
 
-def prints_first_step(num_classes):
-    return PrintsFirstStep(num_classes)
+prints_first_step = PrintsFirstStep
 
 
 class Hanging(Exact):
@@ -215,8 +207,7 @@ class Hanging(Exact):
             time.sleep(10_000)
 
 
-def hanging(num_classes):
-    return Hanging(num_classes)
+hanging = Hanging
 
 
 def hanging_data():
@@ -257,8 +248,7 @@ class Faulty(Exact):
         return outputs * float("nan") if (self.calls, self.rank) == (3, 1) else outputs
 
 
-def faulty(num_classes):
-    return Faulty(num_classes)
+faulty = Faulty
 
 
 class NeverFinite(Exact):
@@ -269,8 +259,7 @@ class NeverFinite(Exact):
         return outputs * float("nan") if self.calls >= 4 and self.rank == 1 else outputs
 
 
-def never_finite(num_classes):
-    return NeverFinite(num_classes)
+never_finite = NeverFinite
 
 
 class Dropping(nn.Module):
@@ -290,8 +279,7 @@ class Dropping(nn.Module):
         return self.layers(x)
 
 
-def dropping(num_classes):
-    return Dropping(num_classes)
+dropping = Dropping
 
 
 class WrongKernel(torch.autograd.Function):

@@ -6,13 +6,12 @@ docs/install.md.
 
 import os
 import platform
-import re
 import subprocess
 import time
 
 import pytest
 from emulated_hosts import EmulatedHosts, reason_to_skip
-from jobs import EVEN, PLANTED, PYTHON, SCRIPTS, HostsJob, newest_checkpoint, summary_of, weights_in
+from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, newest_checkpoint, summary_of, weights_in
 
 OTHER = os.environ.get("KAITIAN_TEST_OTHER_PYTHON", "")
 pytestmark = [
@@ -78,19 +77,6 @@ def test_they_train_to_the_weights_of_one_python(hosts, other_version, tmp_path,
     assert f"Python: {versions[first]} on ranks 0, 1, {versions[second]} on rank 2" in both.text
     assert "differ from the others'" not in both.text
     assert largest_difference(weights_in(mixed), weights_in(alike)) == 0
-
-
-@pytest.mark.usefixtures("other_version")
-def test_a_script_with_ddp_and_pickled_objects(hosts, tmp_path):
-    script = (f"{SCRIPTS}/kaitian-run", str(PLANTED / "planted_two_pythons.py"))
-    found = {}
-    for name, other in (("alike", PYTHON), ("mixed", OTHER)):
-        folder = tmp_path / name
-        ended = run_job(hosts, folder, *script, str(folder), pythons=(PYTHON, other))
-        found[name] = re.findall(r"^weights (\w+)$", ended.text, re.M)
-    assert len(found["alike"]) == 3
-    assert len(set(found["alike"])) == 1
-    assert found["mixed"] == found["alike"]
 
 
 @pytest.mark.usefixtures("other_version")

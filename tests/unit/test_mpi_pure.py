@@ -76,10 +76,6 @@ def test_tasks_are_those_that_a_launcher_has_started(environ, tasks):
         ({**BATCH, **OPEN_MPI}, ""),
         ({**BATCH, "PMIX_RANK": "0"}, ""),
         ({**BATCH, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # srun -n 1
-        ({"LSB_HOSTS": "a a b b"}, "a batch job on 2 hosts"),
-        ({"LSB_HOSTS": "a a"}, ""),  # cores, perhaps
-        ({"PE_HOSTFILE": "/x", "NHOSTS": "3"}, "a batch job on 3 hosts"),
-        ({"NHOSTS": "3"}, ""),
         ({"K_MPI_JOB_ROLE": "launcher"}, "the launcher of an MPIJob"),
         ({"K_MPI_JOB_ROLE": "worker"}, ""),
         ({"PBS_NODEFILE": "/nowhere"}, ""),
