@@ -94,7 +94,6 @@ def compute_outcome(
     """
     device = computation.device
     is_host = device_of(device).is_host
-    module = torch if is_host else torch.get_device_module(device)
     eager = dtype is not None and "torch._dynamo" in sys.modules  # importing it takes a second
     with (
         torch.random.fork_rng([] if is_host else [device], device_type=device.type),
@@ -105,13 +104,18 @@ def compute_outcome(
             torch.manual_seed(seed)
             model = copy.deepcopy(task.model).to(device=device, dtype=dtype).train()
             placed = computation.place(_prepare(model, batch, dtype, change))
-            before = module.get_rng_state()
+            before = _random_state(device)
             outcome = _compute(task, model, placed, computation, scale)
-            if not torch.equal(before, module.get_rng_state()):
+            if not torch.equal(before, _random_state(device)):
                 return None
             if all(bool(each.isfinite().all()) for each in outcome.gradients.values()):
                 break
     return outcome
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    state = device_of(device).random_state(device.index or 0)
+    return torch.get_rng_state() if state is None else state
 
 
 def _prepare(model: nn.Module, batch: Any, dtype: torch.dtype | None, change: float) -> Any:
