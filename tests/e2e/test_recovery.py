@@ -63,8 +63,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     often = "--checkpoint-every 5 --keep-checkpoints 99 --check-every 5 --timeline".split()
     export = ["--export", "model.safetensors"] if find_spec("safetensors") else []
-    programs = ["--tensorboard"] if find_spec("tensorboard") else []
-    with Job(3, *EXACT, *EVEN, *often, *export, *programs, cwd=folder, fresh=False) as job:
+    with Job(3, *EXACT, *EVEN, *often, *export, cwd=folder, fresh=False) as job:
         job.wait_for(r"step 8/")
         job.kill(0)
         return folder, job.finish()
@@ -134,21 +133,6 @@ def test_events_tell_of_the_loss_and_what_followed(killed):
         ):
             assert sum(phases[:3]) == pytest.approx(phases[3])
             assert min(phases) > 0
-
-
-def test_tensorboard_has_each_step_once_after_the_loss(killed):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, _ = killed
-    found = EventAccumulator(str(folder / "run/tensorboard"), {"scalars": 0}).Reload()
-    read = [line["step"] for line in read_readings(folder / "run")]
-    shown = [each.step for each in found.Scalars("loss/train")]
-    # What rank 0 had not written yet is missing.
-    assert shown == sorted(set(shown))
-    assert set(shown) <= set(read)
-    assert set(shown) >= {step for step in read if step >= summary_of(folder)["steps"] - 1}
-    assert found.Scalars("time/forward/rank_2")
 
 
 def test_timeline_continues_after_the_loss(killed):

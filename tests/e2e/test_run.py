@@ -173,13 +173,6 @@ def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
 
 
 @pytest.mark.any_mpi
-def test_a_missing_script_is_reported_once(mpirun):
-    ended = mpirun(2, "kaitian-run", "nowhere.py", fresh=True)
-    assert ended.code == 2
-    assert ended.err.count("kaitian-run: error: there is no script nowhere.py") == 1
-
-
-@pytest.mark.any_mpi
 def test_an_error_on_a_single_rank_is_reported_by_it(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     ended = mpirun(

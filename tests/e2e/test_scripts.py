@@ -47,15 +47,6 @@ def test_gpt_learns_and_writes_text(mpirun):
     assert len(out.partition("sample: ")[2].rstrip("\n")) > 150
 
 
-def test_gpt_learns_a_given_text(mpirun, tmp_path):
-    (tmp_path / "text.txt").write_text("abcdefgh" * 50)
-    small = "--text text.txt --steps 40 --width 32 --layers 1 --lr 1e-2 --log-every 40".split()
-    out = run_example(mpirun, 1, "gpt.py", *small)
-    assert losses(out)[-1] < 0.1
-    assert number_after("held-out perplexity", out) < 1.1
-    assert "abcdefghabcdefgh" in out
-
-
 def test_boxes_are_found_whatever_number_an_image_has(mpirun):
     out = run_example(mpirun, 2, "ragged_targets.py")
     assert float(re.search(r"size error (\S+) pixels", out)[1]) < 0.4

@@ -1,10 +1,5 @@
-"""The files in examples/cluster: shells accept them, their flags exist, manifests fit the schema.
+"""The files in examples/cluster: shells accept them, and their flags and fields exist."""
 
-`KAITIAN_MPIJOB_CRD=FILE` names the MPI Operator's own definition, `kubeflow.org_mpijobs.yaml`: then
-the manifests are compared with all of it, pods included.
-"""
-
-import os
 import re
 import shlex
 import subprocess
@@ -23,78 +18,12 @@ SCRIPTS = sorted([*FOLDER.glob("*.sbatch"), *FOLDER.glob("*.sh")])
 MANIFESTS = sorted(FOLDER.glob("*.yaml"))
 MPIRUN_OPTIONS = {"hostfile", "with-ft", "bind-to", "x"}
 
-TEXT, COUNT, YES_OR_NO = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-TEMPLATE = {"type": "object", "required": ["spec"], "x-kubernetes-preserve-unknown-fields": True}
-
-
-def one_of(*values):
-    return {"type": "string", "enum": list(values)}
-
-
-def fields(required=(), **properties):
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-REPLICAS = fields(
-    ["replicas", "template"],
-    replicas={"type": "integer", "minimum": 1},
-    restartPolicy=one_of("Never", "OnFailure"),
-    template=TEMPLATE,
-)
-# The fields of kubeflow.org/v2beta1, as its documentation lists them.
-MPIJOB = fields(
-    ["apiVersion", "kind", "metadata", "spec"],
-    apiVersion=one_of("kubeflow.org/v2beta1"),
-    kind=one_of("MPIJob"),
-    metadata=fields(["name"], name=TEXT, namespace=TEXT),
-    spec=fields(
-        ["mpiReplicaSpecs"],
-        slotsPerWorker={"type": "integer", "minimum": 1},
-        runLauncherAsWorker=YES_OR_NO,
-        sshAuthMountPath=TEXT,
-        launcherCreationPolicy=one_of("AtStartup", "WaitForWorkersReady"),
-        mpiImplementation=one_of("OpenMPI", "Intel", "MPICH"),
-        runPolicy=fields(
-            cleanPodPolicy=one_of("None", "Running", "All"),
-            ttlSecondsAfterFinished=COUNT,
-            activeDeadlineSeconds=COUNT,
-            backoffLimit=COUNT,
-            suspend=YES_OR_NO,
-        ),
-        mpiReplicaSpecs=fields(["Launcher", "Worker"], Launcher=REPLICAS, Worker=REPLICAS),
-    ),
-)
-TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
-
-
-def misfits(value, schema, place="") -> list[str]:
-    """Return what is wrong with a value, by the part of JSON Schema that Kubernetes uses."""
-    if schema.get("x-kubernetes-int-or-string"):
-        is_right = isinstance(value, int | str) and not isinstance(value, bool)
-        return [] if is_right else [f"{place}: {value!r} is no number or text"]
-    kind = TYPES.get(schema.get("type", ""))
-    if kind is not None and (
-        not isinstance(value, kind) or (kind is int and isinstance(value, bool))
-    ):
-        return [f"{place}: {value!r} is no {schema['type']}"]
-    found = []
-    if "enum" in schema and value not in schema["enum"]:
-        found.append(f"{place}: {value!r} is not one of {schema['enum']}")
-    if "minimum" in schema and value < schema["minimum"]:
-        found.append(f"{place}: {value!r} is below {schema['minimum']}")
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            found += misfits(item, schema.get("items", {}), f"{place}[{number}]")
-    if isinstance(value, dict):
-        found += [f"{place}: no {name}" for name in schema.get("required", ()) if name not in value]
-        known, others = schema.get("properties", {}), schema.get("additionalProperties")
-        is_open = schema.get("x-kubernetes-preserve-unknown-fields") or not (known or others)
-        for name, item in value.items():
-            if name in known or isinstance(others, dict):
-                found += misfits(item, known.get(name, others), f"{place}.{name}")
-            elif not is_open and place + name not in ("apiVersion", "kind", "metadata"):
-                found.append(f"{place}.{name}: unknown")
-    return found
+# The fields of kubeflow.org/v2beta1 that the manifests use, as its documentation lists them.
+MPIJOB_FIELDS = {
+    *("slotsPerWorker", "runLauncherAsWorker", "sshAuthMountPath", "launcherCreationPolicy"),
+    *("mpiImplementation", "runPolicy", "mpiReplicaSpecs"),
+}
+POLICY_FIELDS = {"cleanPodPolicy", "ttlSecondsAfterFinished", "backoffLimit", "suspend"}
 
 
 def objects():
@@ -142,21 +71,19 @@ def test_the_scripts_start_commands_with_flags_that_exist(name):
         assert launcher.arguments[0] == words[at]
 
 
-@pytest.mark.parametrize("content", list(objects()))
-def test_manifests_have_the_fields_of_their_kinds(content):
-    if content["kind"] == "MPIJob":
-        assert misfits(content, MPIJOB) == []
-    if not (path := os.environ.get("KAITIAN_MPIJOB_CRD")):
-        return
-    definition = yaml.safe_load(Path(path).read_text())
-    (version,) = [v for v in definition["spec"]["versions"] if v["name"] == "v2beta1"]
-    schema = version["schema"]["openAPIV3Schema"]
-    if content["kind"] == "MPIJob":
-        assert misfits(content, schema) == []
-    elif content["kind"] == "StatefulSet":
-        specs = schema["properties"]["spec"]["properties"]["mpiReplicaSpecs"]
-        pods = specs["additionalProperties"]["properties"]["template"]
-        assert misfits(content["spec"]["template"], pods) == []
+@pytest.mark.parametrize(
+    "content", [each for each in objects() if each.values[0]["kind"] == "MPIJob"]
+)
+def test_manifests_have_the_fields_of_an_mpijob(content):
+    assert content["apiVersion"] == "kubeflow.org/v2beta1"
+    spec = content["spec"]
+    assert spec.keys() <= MPIJOB_FIELDS
+    assert spec["runPolicy"].keys() <= POLICY_FIELDS
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert {"Launcher", "Worker"} == spec["mpiReplicaSpecs"].keys()
+    for replicas in spec["mpiReplicaSpecs"].values():
+        assert replicas["replicas"] >= 1
+        assert replicas["template"]["spec"]["containers"]
 
 
 def test_unlike_pods_belong_together():
@@ -179,15 +106,6 @@ def test_unlike_pods_belong_together():
     assert {"name": "ssh", "mountPath": job["spec"]["sshAuthMountPath"]} in container[
         "volumeMounts"
     ]
-
-
-def test_the_schema_finds_mistakes():
-    job = next(yaml.safe_load_all((FOLDER / "mpijob.yaml").read_text()))
-    job["spec"]["slotPerWorker"] = job["spec"].pop("slotsPerWorker")
-    job["spec"]["runPolicy"]["cleanPodPolicy"] = "Al"
-    job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] = "2"
-    del job["spec"]["mpiReplicaSpecs"]["Launcher"]
-    assert len(misfits(job, MPIJOB)) == 4
 
 
 def test_images_copy_what_exists_and_their_shell_is_right():

@@ -4,7 +4,6 @@ The cases are made from the parsers, so that a flag that is added is tried as we
 """
 
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -79,13 +78,6 @@ def test_out_of_range_numbers_are_one_line_errors(command, flag, name):
     assert len(accepted) < len(NUMBERS) / 2
 
 
-@pytest.mark.parametrize("flag", ["--lr", "--weight-decay", "--log-interval"])
-@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e30"])
-def test_values_that_are_not_finite_are_rejected(flag, value):
-    with pytest.raises(UserError, match=f"{flag} must be .* at most 1e"):
-        parse_config("kaitian-train", [f"{flag}={value}"])
-
-
 def test_seeds_are_limited_to_what_torch_accepts_on_every_rank():
     assert parse_config("kaitian-train", [f"--seed={2**48 - 1}"]).seed == 2**48 - 1
     with pytest.raises(UserError, match=r"--seed must be .*, not 281474976710656"):
@@ -121,23 +113,11 @@ def check_before_loading(monkeypatch, **flags):
         ("file/below", "--data-dir: there is no folder .*; name the one that holds the files"),
         ("n" * 300, "--data-dir .*: File name too long; name a folder that can be read"),
         ("link", "--data-dir .*: Too many levels of symbolic links; name a folder that can"),
-        ("closed", "--data-dir .*: Permission denied; name a folder that can be read"),
-        ("closed/below", "--data-dir .*: Permission denied; name a folder that can be read"),
     ],
 )
 def test_an_unreadable_data_folder_is_a_one_line_error(tmp_path, monkeypatch, path, message):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("link")
-    (tmp_path / "closed").mkdir(mode=0)
-    if os.geteuid() == 0:  # root can read everything
-        scandir = os.scandir
-
-        def scan(folder):
-            if "closed" in str(folder):
-                raise PermissionError(13, "Permission denied")
-            return scandir(folder)
-
-        monkeypatch.setattr(os, "scandir", scan)
     with pytest.raises(UserError, match=message) as caught:
         check_before_loading(monkeypatch, dataset="cifar10", data_dir=str(tmp_path / path))
     assert "\n" not in str(caught.value)

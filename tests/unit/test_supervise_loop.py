@@ -159,12 +159,6 @@ def test_a_lost_host_is_excluded_until_it_returns(folder):
     ]
 
 
-def test_every_start_uses_the_same_run_folder(folder):
-    _, world = outcome(folder, Run(step=5), Run(step=6), Run(finished=True))
-    ends = [words[words.index("kaitian-train") + 1 :] for words in world.commands]
-    assert ends == [[f"--run-dir={folder}", "--resume=auto"]] * 3
-
-
 def test_no_hosts_left(folder):
     code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
     assert code == 1
@@ -233,13 +227,6 @@ def test_user_named_snapshots_are_not_removed(folder):
     world = World(folder, Run(1, step=3, signal=signal.SIGTERM))
     assert supervise(make_job(folder, flags="--snapshots beef"), world, 3) == 128 + signal.SIGTERM
     assert (world.saves, world.removed) == ([], [])
-
-
-def test_max_restarts_0_starts_once(folder):
-    code, world = outcome(folder, Run(1, step=1), max_restarts=0)
-    assert code == 1
-    assert world.reports[-1] == "gave up after 1 start; mpirun's last exit code was 1"
-    assert world.probed == []
 
 
 def test_a_user_error_is_passed_on(folder):

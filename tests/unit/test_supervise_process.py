@@ -103,13 +103,6 @@ def test_exit_code_0_without_a_finished_summary_is_restarted(place):
     assert err.endswith("kaitian-supervise: finished after 3 starts\n")
 
 
-def test_the_default_run_folder_name(place):
-    words = ["-np", "1", "kaitian-train", "--model", "my.models:build"]
-    assert run(place, "summary 1 true", *words)[0] == 0
-    (folder,) = (place / "runs").iterdir()
-    assert folder.name.startswith("my.models-build-2")
-
-
 def test_the_run_folder_is_relative_to_the_ranks_working_directory(place):
     script = 'cd there; mkdir -p "$folder"; summary 1 true'
     (place / "there").mkdir()

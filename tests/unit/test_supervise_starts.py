@@ -15,7 +15,7 @@ from kaitian_mpi.runtime.hosts import (
     place_by_slot,
 )
 from kaitian_mpi.supervise.process import environment
-from kaitian_mpi.supervise.starts import Job, list_names, plan_start
+from kaitian_mpi.supervise.starts import Job, plan_start
 
 
 def hosts(**slots):
@@ -216,8 +216,3 @@ def test_the_snapshot_name_is_in_no_command_line():
     assert job.owns_snapshots
     assert not any("beef" in word for word in plan_start(job, frozenset(), False, "new").words)
     assert environment(job)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"
-
-
-def test_long_lists_of_names_are_abbreviated():
-    assert list_names(["a", "b"]) == "a, b"
-    assert list_names([f"n{i}" for i in range(11)]).endswith("n6, n7 and 3 more")
