@@ -129,15 +129,6 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full
     assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
 
 
-def test_no_space_for_the_summary_leaves_the_run_unfinished(tmp_path, memory, full):
-    folder, checkpoints = run_in(tmp_path / "run")
-    folder.write("summary.json", {"finished": False})
-    full("summary.json")
-    with pytest.raises(StorageError, match=r"summary.json could not be written: No space left on"):
-        finish(folder, checkpoints)
-    assert summary_in(tmp_path / "run") == {"finished": False}
-
-
 def test_writing_is_retried_after_the_disk_was_full(tmp_path, memory, full, monkeypatch):
     folder, checkpoints = run_in(tmp_path / "run")
     with monkeypatch.context():
@@ -192,15 +183,6 @@ def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     names = {Path(name).name for name in made}
     assert len(made) == 200
     assert names == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
-
-
-def test_each_unnamed_run_gets_a_new_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    folders = [begin_run(TrainConfig(model="cnn")) for _ in range(3)]
-    names = [f"cnn-20260101-000000{end}" for end in ("", "-2", "-3")]
-    assert [folder.path.name for folder in folders] == names
-    assert all((folder.path / "config.json").stat().st_size for folder in folders)
 
 
 def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
