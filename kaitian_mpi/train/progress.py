@@ -67,11 +67,6 @@ class Progress:
         In the middle, so that neither the first nor the last step has a learning rate of 0.
         Counted in samples, so that a change of the global batch does not move it; or in steps, if
         `--max-steps` ends the run before `--epochs` does.
-
-        Args:
-            config: the run's epochs and steps.
-            samples: in the next step.
-            epoch_samples: in an epoch.
         """
         fraction = (self.samples + samples / 2) / (config.epochs * epoch_samples)
         if config.max_steps:
@@ -86,15 +81,7 @@ def count_steps(
     min_batch: int = 1,
     progress: Progress | None = None,
 ) -> int:
-    """Return the number of steps of a whole run: those that are done plus those that are left.
-
-    Args:
-        config: the run's epochs and steps.
-        samples: samples in an epoch.
-        global_batch_size: samples in each of the steps that are left.
-        min_batch: the fewest samples that a rank can train on.
-        progress: of the steps that are done; None if none are.
-    """
+    """Return the steps of a whole run of so many samples an epoch: those done and those left."""
     done = progress or Progress(0)
     left = 0
     if done.epoch < config.epochs:

@@ -34,7 +34,6 @@ from kaitian_mpi.train.task import Task
 from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.observe.tensor_files import map_tensors
-from kaitian_mpi.train.checkpoint.resume import load_file
 from kaitian_mpi.train.state_transfer import copy_state
 
 WIDTH, LAYERS = 1024, 36
@@ -84,7 +83,7 @@ gc.collect()  # torch 2.8's optimizers are part of a cycle
 
 state = make_state()
 begin()
-load_file(state, checkpoints._snapshot_files.newest_good().file, None)
+state.load_file(checkpoints._snapshot_files.newest_good().file)
 assert state.progress.step == 1
 assert len(state.optimizers[0].state) == LAYERS
 show("load")

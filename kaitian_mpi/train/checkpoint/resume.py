@@ -114,23 +114,30 @@ def find_checkpoint(
             own = _on_disk(config, run_folder, resume)
         if resume == "auto":
             own = _in_memory(config, world, -1 if own is None else own.step) or own
-    candidates = gather_values(world.comm, None if own is None else _describe(own))
-    steps = [-1 if candidate is None else candidate["step"] for candidate in candidates]
+    steps = gather_values(world.comm, -1 if own is None else own.step)
     source = steps.index(max(steps))
     if steps[source] < 0:
         with agree_on_errors(world.comm):
-            if world.rank == 0 and run_folder is not None and resume:
-                _check_empty(_files(config, run_folder))
+            files = _files(config, run_folder) if world.rank == 0 and run_folder else None
+            if damaged := len(files.steps()) if files is not None and resume else 0:
+                raise UserError(
+                    f"--resume auto: none of the {damaged} checkpoints in {run_folder}/checkpoints "
+                    "is intact; restore one of them, or name another --run-dir to start from "
+                    "scratch"
+                )
         if resume:
             where = "without a run folder" if run_folder is None else f"in {run_folder}"
             warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
         return EarlierJob()
-    best = candidates[source]
+    parts = None
+    if own is not None and world.rank == source:
+        parts = own.state["metadata"], own.state["progress"], own.path.name
+    metadata, progress, name = gather_values(world.comm, parts)[source]
     return EarlierJob(
-        RunMetadata.from_json(best["metadata"]),
-        best["progress"],
+        RunMetadata.from_json(metadata),
+        progress,
         own.file if own is not None and world.rank == source else None,
-        f"{best['name']} on {world.infos[source].host}",
+        f"{name} on {world.infos[source].host}",
     )
 
 
@@ -219,31 +226,6 @@ def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, wor
     return state
 
 
-def load_file(
-    state: State, file: TensorFile | None, shares: Sequence[int] | None
-) -> list[dict[str, Any]]:
-    """Load the checkpoint on the rank that has read it; do nothing elsewhere. Not collective.
-
-    Args:
-        state: this rank's, freshly initialized.
-        file: holds the checkpoint's state; None elsewhere.
-        shares: the batch sizes of the ranks that saved it, if other ranks continue: then batch norm
-            gets statistics pooled over all their samples. None if the same ranks continue.
-
-    Returns:
-        The states of the ranks that saved it; [] elsewhere.
-
-    Raises:
-        UserError: the checkpoint is of another model.
-    """
-    if file is None:
-        return []
-    saved = state.load_file(file)["rank_states"]
-    if shares is not None and len(saved) == len(shares):
-        state.load_pooled_statistics(saved, shares)
-    return saved
-
-
 def restore(
     world: World, state: State, earlier: EarlierJob, seed: int, active: Sequence[RankInfo]
 ) -> None:
@@ -252,12 +234,17 @@ def restore(
     Raises:
         AgreedError: the checkpoint is of another model.
     """
-    metadata, saved = earlier.metadata, []
+    metadata = earlier.metadata
     assert metadata is not None
     places = [info.place for info in active]
     are_same_ranks = metadata.active_places == places
+    saved: list[dict[str, Any]] = []
     with agree_on_errors(world.comm):
-        saved = load_file(state, earlier.file, None if are_same_ranks else metadata.batch_sizes)
+        if earlier.file is not None:
+            saved = state.load_file(earlier.file)["rank_states"]
+            shares = metadata.batch_sizes
+            if not are_same_ranks and len(saved) == len(shares):
+                state.load_pooled_statistics(saved, shares)
     source = state.sync_to_latest(world)
     # If the rank that has read the checkpoint were not the source, the run would start at step 0.
     assert state.progress.step == earlier.progress["step"]
@@ -295,16 +282,6 @@ def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None,
             ) from error
 
 
-def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the part of a checkpoint that every rank receives."""
-    return {
-        "step": checkpoint.step,
-        "name": checkpoint.path.name,
-        "metadata": checkpoint.state["metadata"],
-        "progress": checkpoint.state["progress"],
-    }
-
-
 def _files(config: TrainingConfig, run_folder: Path) -> CheckpointFiles:
     return CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
 
@@ -334,14 +311,6 @@ def _on_disk(config: TrainingConfig, run_folder: Path | None, resume: str) -> Ch
             f"--resume: {run_folder}/checkpoints cannot be read: {error.strerror}; make it "
             "readable, or name another --run-dir"
         ) from error
-
-
-def _check_empty(files: CheckpointFiles) -> None:
-    if steps := files.steps():
-        raise UserError(
-            f"--resume auto: none of the {len(steps)} checkpoints in {files.folder} is intact; "
-            "restore one of them, or name another --run-dir to start from scratch"
-        )
 
 
 def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint | None:
