@@ -19,7 +19,7 @@ from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.examination import Examination, Options, examine_machine
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job import Job
-from kaitian_mpi.preflight.post import NoAnswerError
+from kaitian_mpi.preflight.links import NoAnswerError
 from kaitian_mpi.preflight.report import Report, to_json, to_text
 from kaitian_mpi.runtime.abort import (
     abort_job,

@@ -14,8 +14,13 @@ from kaitian_mpi import __version__
 from kaitian_mpi.preflight.collect import collect_mpi
 from kaitian_mpi.preflight.examination import Examination
 from kaitian_mpi.preflight.facts import JobFacts, OtherVersionError, RankFacts
-from kaitian_mpi.preflight.links import links_from, plan_rounds, probe_links
-from kaitian_mpi.preflight.post import NoAnswerError, Post
+from kaitian_mpi.preflight.links import (
+    NoAnswerError,
+    Post,
+    links_from,
+    plan_rounds,
+    probe_links,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI

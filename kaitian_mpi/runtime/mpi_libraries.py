@@ -117,22 +117,12 @@ NETWORK_INTERFACES = "OMPI_MCA_btl_tcp_if_include"
 NETWORK_INTERFACE = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 """The one network interface of libfabric, which MPICH and Intel MPI use."""
 
-SURVIVES, YIELDS = "mpi_ft_enable", "mpi_yield_when_idle"
-"""Open MPI's parameters: whether fault tolerance is on, whether it yields while it waits."""
-COMPONENTS = ("pml", "btl", "mtl", "osc", "coll")
-"""Open MPI's parameters with what it communicates by."""
-DEVICE_AWARE = ("opal_built_with_cuda_support", "opal_built_with_rocm_support")
-"""Open MPI's parameters with whether it can access device memory."""
-
-_SURVIVES = f"OMPI_MCA_{SURVIVES}"  # what `mpirun --with-ft ulfm` sets
-_YIELDS = f"OMPI_MCA_{YIELDS}"
+_SURVIVES = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
+_YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 _ANSWER_SEC, _LONGEST_ANSWER, _KILLED_WITHIN_SEC = 5.0, 1024, 1.0
 _INT_BYTES = 4
-_MPICH_YIELDS_SINCE = (5,)
 _MPICH_REDUCES_SINCE = (4, 3)  # 4.2.1 has not been tried
 _MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
-
-YIELD_ADVICE = f"unset {_YIELDS}, which kaitian-mpi then sets to 1"
 
 EAGER_BYTES = 264 << 10
 """The longest message over TCP, with MPI's header, that is sent without asking the receiver."""
@@ -211,17 +201,6 @@ def survival_advice(library: str) -> str:
     if known and known.survives_since and numbers >= known.survives_since:
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
-
-
-def always_yields(library: str) -> bool:
-    """Return whether a library yields the core while it waits, whatever its settings are.
-
-    Args:
-        library: its name and release.
-    """
-    # MPICH 4.3.2 never calls sched_yield.
-    name, numbers = _name_and_release(library)
-    return name == MPICH.name and numbers >= _MPICH_YIELDS_SINCE
 
 
 def reduces_in_place(library: str) -> bool:

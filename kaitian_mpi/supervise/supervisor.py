@@ -11,7 +11,7 @@ from pathlib import Path
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.observe.files import read_json
 from kaitian_mpi.observe.folders import SHM
-from kaitian_mpi.supervise.host_changes import HostChanges
+from kaitian_mpi.supervise.hosts_file import HostChanges
 from kaitian_mpi.supervise.process import Machine
 from kaitian_mpi.supervise.starts import Job, Start, list_names, plan_start
 from kaitian_mpi.train.summary import NAME, Summary
