@@ -19,7 +19,7 @@ from kaitian_mpi.cli.preflight import devices_of_host
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
-from kaitian_mpi.devices.visibility import hide_accelerators, narrow_list, visibility_variables
+from kaitian_mpi.devices.visibility import hide_accelerators, visibility_variables
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
@@ -50,11 +50,10 @@ def main() -> None:
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         check_script(chosen.script, chosen.module)
-        shown = show_own_devices(os.environ, chosen.devices)  # MPI may start the vendors' drivers
+        show_own_devices(os.environ, chosen.devices)  # MPI may start the vendors' drivers
         comm = initialize_mpi_on(chosen.network_interface)
         devices = devices_of_host(chosen.devices, chosen.device_map, comm)
-        if devices != chosen.devices:
-            shown = show_own_devices(os.environ, devices)
+        show_own_devices(os.environ, devices)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
@@ -64,7 +63,7 @@ def main() -> None:
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by, shown)
+        world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by)
         set_current_world(world)
         os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
         os.environ[GROUP_VARIABLE] = world.relay.group_by
@@ -144,22 +143,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def show_own_devices(environ: Any, devices: str) -> tuple[int, ...]:
-    """Show this rank its own devices only: none to one that uses the CPU.
-
-    Args:
-        environ: the environment to change.
-        devices: `--devices` of this host.
-
-    Returns:
-        By what index `devices` names each device of the rank's kind that is left; empty: all are.
-    """
+def show_own_devices(environ: Any, devices: str) -> None:
+    """Hide all devices from this rank if it uses the CPU by `--devices` of its host."""
     launch, names = read_launch(environ), visibility_variables()
-    ranks = launch.local_rank, launch.local_size
-    environ.update(hide_accelerators(devices, *ranks, names))
-    narrowed, shown = narrow_list(devices, *ranks, environ, names)
-    environ.update(narrowed)
-    return shown
+    environ.update(hide_accelerators(devices, launch.local_rank, launch.local_size, names))
 
 
 def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> int:

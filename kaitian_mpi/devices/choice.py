@@ -35,7 +35,6 @@ def choose_device(
     *,
     inventories: Sequence[Inventory] = (),
     share: bool = False,
-    shown: Sequence[int] = (),
 ) -> Choice:
     """Choose this rank's device.
 
@@ -48,7 +47,6 @@ def choose_device(
         faults: kinds that cannot be used, and why.
         inventories: what each of the host's ranks sees, by local rank; empty: what this one does.
         share: as `--share-device`.
-        shown: what `visibility.narrow_list` leaves, by which the devices are numbered.
 
     Raises:
         UserError: the host does not have the requested device, or has more ranks than devices; or
@@ -67,13 +65,12 @@ def choose_device(
             f"{host}; name one for each, or start fewer ranks there"
         )
     choice = entries[local_rank]
-    index = shown.index(choice.index) if shown else choice.index
-    if choice.kind != "cpu" and index >= counts[choice.kind]:
+    if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
         raise UserError(
             f"--devices {request}: local rank {local_rank} on {host} asks for "
-            f"{choice.kind}:{choice.index}, but {_inventory(counts, host, shown)}"
+            f"{choice.kind}:{choice.index}, but {_inventory(counts, host)}"
         )
-    return Choice(choice.kind, index)
+    return choice
 
 
 def assign_devices(
@@ -163,7 +160,6 @@ def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> 
     return Choice(kind, int(index or 0))
 
 
-def _inventory(counts: Mapping[str, int], host: str, shown: Sequence[int] = ()) -> str:
+def _inventory(counts: Mapping[str, int], host: str) -> str:
     found = [f"{n} {kind}" for kind, n in counts.items() if kind != "cpu" and n]
-    of = f" of the devices {', '.join(map(str, shown))}" if shown else ""
-    return f"{host} has {', '.join(found) if found else 'no accelerator'}{of}"
+    return f"{host} has {', '.join(found) if found else 'no accelerator'}"

@@ -130,7 +130,6 @@ def join_world(
     emulate_slowdown: str = "",
     share_device: bool = False,
     group_by: str = "auto",
-    shown: Sequence[int] = (),
 ) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
@@ -141,7 +140,6 @@ def join_world(
         emulate_slowdown: as `--emulate-slowdown`, likewise.
         share_device: as `--share-device`; also if the environment variable says so.
         group_by: as `--group-by`; `auto`: what the environment variable says.
-        shown: as `choose_device` takes it.
 
     Raises:
         AgreedError: a device is missing, a host has more ranks than devices, two ranks of a group
@@ -152,7 +150,7 @@ def join_world(
     given = given_emulation(emulate_kinds, emulate_slowdown)
     emulation = read_emulation(gather_values(own, given))
     relay = agree_on_settings(own, group_by)
-    device, index, info, shares = _take_device(own, devices, share_device, emulation, shown)
+    device, index, info, shares = _take_device(own, devices, share_device, emulation)
     facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
     gathered = gather_values(own, (asdict(info), facts.to_json()))
     _check_before_job([each for _, each in gathered], own.rank)
@@ -169,7 +167,7 @@ def join_world(
 
 
 def _take_device(
-    comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation, shown: Sequence[int]
+    comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation
 ) -> tuple[Device, int, RankInfo, bool]:
     """Choose this rank's device, and make it the process's current one. Collective.
 
@@ -196,7 +194,6 @@ def _take_device(
             known.unusable,
             inventories=inventories if len(inventories) == launch.local_size else (),
             share=share,
-            shown=shown,
         )
         if request == "auto" and launch.local_rank == 0:
             for fault in known.faults.values():
