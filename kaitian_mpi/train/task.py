@@ -94,10 +94,7 @@ class Task:
             if not callable(value) and not (value is None and name != "optimizer"):
                 raise _wrong(name, "be a function", value)
         if self.loss is not None and self.parity_loss is not None:
-            raise UserError(
-                "Task: loss and parity_loss exclude each other; leave out parity_loss: the loss is "
-                "compared"
-            )
+            raise UserError("Task: leave out parity_loss, since loss itself is compared")
         self._check_data("data", self.data)
         if self.validation is not None:
             self._check_data("validation", self.validation)
@@ -108,15 +105,8 @@ class Task:
                 raise _wrong("extra_state", "have state_dict and load_state_dict", value)
 
     def _check_data(self, name: str, data: Any) -> None:
-        if isinstance(data, IterableDataset):
-            raise _wrong(
-                name,
-                "be a dataset with __len__ and __getitem__, so that any rank can take a sample by "
-                "its index",
-                data,
-            )
         mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        if not mapped or isinstance(data, Mapping | str):
+        if not mapped or isinstance(data, IterableDataset | Mapping | str):
             raise _wrong(name, "be a dataset with __len__ and __getitem__", data)
         if len(data) == 0:
             raise UserError(f"Task: {name} has no samples; give at least 1")
@@ -144,14 +134,10 @@ class Task:
                 )
             for group in optimizer.param_groups:
                 ids = [id(parameter) for parameter in group["params"]]
-                if not own.issuperset(ids):
+                if not own.issuperset(ids) or not seen.isdisjoint(ids):
                     raise UserError(
-                        "Task: the optimizer has parameters that are not the model's; make it of "
-                        "the model that the function is given"
-                    )
-                if not seen.isdisjoint(ids):
-                    raise UserError(
-                        "Task: two optimizers have the same parameter; give it to one of them"
+                        "Task: each parameter of an optimizer must be one of the model that the "
+                        "function is given, and in no other optimizer"
                     )
                 seen.update(ids)
         return list(optimizers)
@@ -207,10 +193,7 @@ class Task:
         except (TypeError, ValueError, RuntimeError):  # of a tensor of several elements
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise UserError(
-                f"Task: weight returned {weight!r}; it must return a number of at least 0: how "
-                "many terms the batch's mean is over"
-            )
+            raise UserError(f"Task: weight returned {weight!r}; return a number of at least 0")
         return value
 
 

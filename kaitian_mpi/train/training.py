@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -120,8 +119,7 @@ class Training:
     ) -> None:
         if _open:
             raise UserError("another Training is open; call close() first")
-        is_task_or_function = isinstance(task, Task) or callable(task)
-        if isinstance(task, nn.Module) or not is_task_or_function:
+        if isinstance(task, nn.Module) or not (isinstance(task, Task) or callable(task)):
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
         config = _make_config(config, settings)
         check_own_sinks(sinks)
@@ -150,11 +148,7 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # sys.exit() leaves a loop as well, and so does closing the generator that it is in.
-        is_left = isinstance(error, GeneratorExit) or (
-            isinstance(error, SystemExit) and not error.code and not _is_raised_inside(trace)
-        )
-        if error is None or is_left:
+        if error is None or isinstance(error, GeneratorExit):  # of a generator that has the loop
             self.close()
         else:
             self._end(error)
@@ -600,16 +594,6 @@ def _watch_process(config: TrainingConfig) -> bool:
     return start_watchdog(setup_limit(config.step_timeout)) is not None
 
 
-def _is_raised_inside(trace: TracebackType | None) -> bool:
-    """Return whether an exception comes from what the training calls, such as the model.
-
-    Then the loop was not left: the other ranks may know nothing of it.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(trace)][1:]
-    package = __name__.partition(".")[0] + "."
-    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
-
-
 def _as_task(task: Task | Callable[[], Task]) -> Task:
     made = task if isinstance(task, Task) else task()
     if not isinstance(made, Task):
@@ -620,15 +604,8 @@ def _as_task(task: Task | Callable[[], Task]) -> Task:
 
 
 def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:
-    names = [field.name for field in fields(TrainingConfig)]
-    for name in settings:
-        if name not in names:
-            raise UserError(f"Training has no setting {name!r}; it has {', '.join(sorted(names))}")
-    if config is None:
-        return TrainingConfig(**settings)
-    if not isinstance(config, TrainingConfig):
-        raise UserError(
-            f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
-            "settings by name, such as Training(task, epochs=3)"
-        )
-    return replace(config, **settings)
+    try:
+        return TrainingConfig(**settings) if config is None else replace(config, **settings)
+    except TypeError as error:
+        names = ", ".join(sorted(field.name for field in fields(TrainingConfig)))
+        raise UserError(f"Training: {error}; the settings are {names}") from error

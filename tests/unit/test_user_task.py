@@ -69,7 +69,7 @@ def test_the_weights_depend_on_the_seed_alone():
         ("positional", {"width": 1}, r"the values of --set do not fit: .*'width'"),
         ("nothing", {}, r"the function returned a NoneType; it must return a kaitian_mpi"),
         ("open_form", {}, r"the Task has no loss; give Task\(loss=\.\.\.\)"),
-        ("two_losses", {}, r"Task: loss and parity_loss exclude each other"),
+        ("two_losses", {}, r"Task: leave out parity_loss"),
         ("raises", {}, r"--task my_tasks:raises: raised OSError: no file; --log-level"),
         ("wrong", {}, r"Task: model must be a torch.nn.Module, not a int"),
         ("number", {}, r"is an object of type int; name a function"),
