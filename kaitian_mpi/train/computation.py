@@ -71,10 +71,11 @@ def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
         UserError: it is no tensor of one element, or none that a gradient can be taken of.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        found = f"a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            found = f"a tensor of shape {list(loss.shape)}"
         raise UserError(
-            f"the loss is a {type(loss).__name__}{shape}; it must be a tensor of one element, the "
-            "mean over the batch"
+            f"the loss is {found}; it must be a tensor of one element, the mean over the batch"
         )
     if needs_gradient and torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(

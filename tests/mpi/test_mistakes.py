@@ -123,7 +123,7 @@ MISTAKES = {
     ),
     "a loss per sample": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean(1)),
-        "the loss is a Tensor of shape [4]; it must be a tensor of one element",
+        "the loss is a tensor of shape [4]; it must be a tensor of one element",
     ),
     "a loss that is a number": (
         lambda: train(loss=lambda model, batch: model(batch).square().mean().item()),

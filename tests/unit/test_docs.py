@@ -35,7 +35,7 @@ MESSAGES = {
         "another Training is open; call close() first",
         "a tensor of shape",
         "Task: weight returned",
-        "Task: the optimizer has parameters that are not the model's",
+        "Task: each parameter of an optimizer must be one of the model",
     ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
 }
