@@ -14,7 +14,6 @@ from kaitian_mpi.runtime.launcher import Launch, prepare_environment
 from kaitian_mpi.runtime.mpi_libraries import (
     MPICH,
     OPEN_MPI,
-    always_yields,
     launched_by,
     reduces_in_place,
     report_to_launcher,
@@ -79,19 +78,6 @@ def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says(
 )
 def test_advice_on_the_loss_of_a_rank_fits_the_library(library, advice):
     assert survival_advice(library).startswith(advice)
-
-
-@pytest.mark.parametrize(
-    ("library", "always"),
-    [
-        ("MPICH 5.0.2", True),
-        ("MPICH 4.3.2", False),
-        ("Open MPI 5.0.11", False),
-        ("Intel MPI", False),
-    ],
-)
-def test_whether_a_library_yields_in_any_case(library, always):
-    assert always_yields(library) == always
 
 
 @pytest.mark.parametrize(
