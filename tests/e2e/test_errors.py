@@ -36,7 +36,7 @@ LATER = {
     "--model planted:raise_error": "cannot be called with num_classes=... alone",
     "--init nosuch.pt": "--init nosuch.pt: No such file or directory",
     "--init used/config.json": "--init used/config.json: it has no weights (it holds",
-    "--export nowhere/model.safetensors": "there is no folder ",
+    "--export nowhere/model.safetensors": "No such file or directory; name a file in a folder",
     "--run-dir used": "--run-dir used: the folder has the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
 }

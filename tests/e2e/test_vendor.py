@@ -1,7 +1,6 @@
 """`kaitian-train` on fake accelerators of another package, beside the CPU."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_a_device_without_running_statistics_is_named_before_it_trains(mpirun):
     )
     assert ended.code == 2, ended.text
     assert "by more than rounding on vendor (rank 0" in ended.err
-    assert re.search(r"running_(mean|var) 1\.0e\+00", ended.err), ended.err
+    assert "the buffers 1.0e+00" in ended.err, ended.err
     assert "Traceback" not in ended.text
 
 
