@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,100 +102,62 @@ def exposed_seconds(
 
 def scale_allreduce(
     measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]
-) -> tuple[AllreduceCost, list[str]]:
+) -> AllreduceCost:
     """Return the cost of an allreduce in a world with other numbers of ranks.
 
     Within a group, the cost of the same kind alone is scaled as a ring's. The groups work
     concurrently, so the slowest counts. The measured extra cost of crossing between groups is added
     unscaled, since only leaders cross. If exactly these ranks were measured, that result is
-    returned. In the place of what was not measured is the slowest of what was.
+    returned.
 
     Args:
         measured: allreduces among one kind alone and between kinds.
         wanted: the number of ranks of each kind, at least 1 each.
 
-    Returns:
-        The cost, and a note for each part that had to be estimated.
-
     Raises:
-        UserError: no allreduce of two ranks or more was measured.
+        UserError: one within a kind, or among these kinds, was not measured.
     """
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):
-            return entry.cost, []
-    notes: list[str] = []
-    inside = _slowest([_inside(measured, kind, ranks, notes) for kind, ranks in wanted.items()])
+            return entry.cost
+    inside = _largest(_inside(measured, wanted))
     if len(wanted) == 1:
-        return inside, notes
-    between = [entry for entry in measured if len(entry.ranks_per_kind) > 1]
-    same = [entry for entry in between if entry.ranks_per_kind.keys() == wanted.keys()]
+        return inside
+    same = [entry for entry in measured if entry.ranks_per_kind.keys() == wanted.keys()]
     if not same:
-        notes.append(_guessed(f"between {', '.join(wanted)}", between))
-    across = _slowest([_crossing(measured, entry) for entry in same or between])
-    cost = AllreduceCost(
-        inside.latency_sec + across.latency_sec, inside.sec_per_byte + across.sec_per_byte
+        raise _not_measured(f"between {', '.join(wanted)}")
+    entry = max(same, key=lambda entry: entry.ranks)
+    then = _largest(_inside(measured, entry.ranks_per_kind))
+    return AllreduceCost(
+        inside.latency_sec + max(0.0, entry.cost.latency_sec - then.latency_sec),
+        inside.sec_per_byte + max(0.0, entry.cost.sec_per_byte - then.sec_per_byte),
     )
-    return cost, notes
 
 
 def _inside(
-    measured: Sequence[MeasuredAllreduce], kind: str, ranks: int, notes: list[str]
-) -> AllreduceCost:
-    """Return the cost of an allreduce within a group of this kind."""
-    if ranks == 1:
-        return FREE
-    known = _alone(measured, kind)
-    if known is not None:
-        return _ring_scaled(known.cost, known.ranks, ranks)
-    several = [entry for entry in measured if entry.ranks > 1]
-    notes.append(_guessed(f"inside {kind}", several))
-    # Of several kinds, a leader each takes part.
-    return _slowest(
-        [
-            _ring_scaled(_crossing(measured, entry), len(entry.ranks_per_kind), ranks)
-            if len(entry.ranks_per_kind) > 1
-            else _ring_scaled(entry.cost, entry.ranks, ranks)
-            for entry in several
-        ]
-    )
+    measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]
+) -> Iterator[AllreduceCost]:
+    """Yield the cost of an allreduce within each group of two ranks or more."""
+    for kind, ranks in wanted.items():
+        alone = [e for e in measured if e.ranks_per_kind.keys() == {kind} and e.ranks > 1]
+        if ranks > 1 and not alone:
+            raise _not_measured(f"inside {kind}")
+        if ranks > 1:
+            known = max(alone, key=lambda entry: entry.ranks)
+            # A ring moves 2(n-1)/n of the bytes.
+            calls = math.log2(ranks) / math.log2(known.ranks)
+            moved = (1 - 1 / ranks) / (1 - 1 / known.ranks)
+            yield AllreduceCost(known.cost.latency_sec * calls, known.cost.sec_per_byte * moved)
 
 
-def _crossing(measured: Sequence[MeasuredAllreduce], entry: MeasuredAllreduce) -> AllreduceCost:
-    """Return the extra cost of crossing over the slowest group's own allreduce."""
-    groups = [(_alone(measured, kind), ranks) for kind, ranks in entry.ranks_per_kind.items()]
-    known = [_ring_scaled(e.cost, e.ranks, ranks) for e, ranks in groups if e is not None]
-    inside = _slowest(known)
-    return AllreduceCost(
-        max(0.0, entry.cost.latency_sec - inside.latency_sec),
-        max(0.0, entry.cost.sec_per_byte - inside.sec_per_byte),
-    )
-
-
-def _alone(measured: Sequence[MeasuredAllreduce], kind: str) -> MeasuredAllreduce | None:
-    """Return the measurement of this kind alone with the most ranks, at least two."""
-    alone = [e for e in measured if e.ranks_per_kind.keys() == {kind} and e.ranks > 1]
-    return max(alone, key=lambda entry: entry.ranks, default=None)
-
-
-def _guessed(what: str, known: Sequence[MeasuredAllreduce]) -> str:
-    if not known:
-        raise UserError(
-            f"no allreduce was measured from which that {what} can be estimated; run kaitian-plan "
-            "--save again with two ranks of each kind"
-        )
-    return f"allreduce {what} was not measured: guessed from the slowest one that was"
-
-
-def _ring_scaled(cost: AllreduceCost, ranks_then: int, ranks: int) -> AllreduceCost:
-    """Scale the latency by log2, and the time per byte as a ring moves 2(n-1)/n of the bytes."""
-    calls = math.log2(ranks) / math.log2(ranks_then)
-    moved = (1 - 1 / ranks) / (1 - 1 / ranks_then)
-    return AllreduceCost(cost.latency_sec * calls, cost.sec_per_byte * moved)
-
-
-def _slowest(costs: Sequence[AllreduceCost]) -> AllreduceCost:
+def _largest(costs: Iterable[AllreduceCost]) -> AllreduceCost:
     """Return the largest latency and time per byte of some costs; 0 of none."""
-    return AllreduceCost(
-        max((cost.latency_sec for cost in costs), default=0.0),
-        max((cost.sec_per_byte for cost in costs), default=0.0),
+    parts = [(cost.latency_sec, cost.sec_per_byte) for cost in costs]
+    return AllreduceCost(*map(max, zip((0.0, 0.0), *parts, strict=True)))
+
+
+def _not_measured(what: str) -> UserError:
+    return UserError(
+        f"no allreduce {what} was measured; run kaitian-plan --save again with two ranks of each "
+        "kind"
     )

@@ -19,7 +19,6 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.fastest_split import CostTable, split_cohorts
 from kaitian_mpi.errors import UserError
 
-_MIN_LOSS = 0.05  # a smaller loss is not a bottleneck
 _MAX_KINDS_FOR_ALL_SUBSETS = 8
 
 
@@ -89,35 +88,6 @@ class Forecast:
         )
         return min(1.0, self.samples_per_sec / alone)  # rounding may exceed 1 slightly
 
-    @property
-    def losses(self) -> dict[str, float]:
-        """The causes of lost throughput, as parts of a step.
-
-        Each rank's step consists of work (beta*b), fixed cost (alpha*k), waiting for the slowest
-        rank and exposed communication. Each part is a mean over the ranks weighted by 1/beta_i,
-        their peak rates, so that a slow rank that waits matters little. Together with the work they
-        sum to 1.
-        """
-        fixed = waiting = peak = 0.0
-        compute_sec, step_sec = self.compute_sec, self.step_sec
-        for share in self.shares:
-            cost = share.cohort.cost
-            rate = share.ranks / cost.beta_sec
-            peak += rate
-            fixed += rate * cost.alpha_sec * cost.micro_batches(share.samples)
-            waiting += rate * (compute_sec - share.seconds)
-        return {
-            "communication": self.exposed_sec / step_sec,
-            "waiting for the slowest rank": waiting / peak / step_sec,
-            "the fixed cost of a step": fixed / peak / step_sec,
-        }
-
-    @property
-    def bottleneck(self) -> str:
-        """The largest loss, in a few words."""
-        name, part = max(self.losses.items(), key=lambda loss: loss[1])
-        return f"{name} ({part:.0%})" if part >= _MIN_LOSS else "compute: every rank is busy"
-
 
 @dataclass(frozen=True)
 class SubsetForecasts:
@@ -127,8 +97,6 @@ class SubsetForecasts:
     """The kinds of the whole world."""
     forecasts: Mapping[tuple[str, ...], Forecast]
     """By the kinds that take part, in the order of `kinds`."""
-    notes: tuple[str, ...]
-    """Costs that were estimated because they had not been measured."""
 
     @property
     def whole(self) -> Forecast:
@@ -195,16 +163,15 @@ def forecast_subsets(
         measured: allreduces; see `scale_allreduce`.
 
     Raises:
-        UserError: the cost of an allreduce cannot be estimated from `measured`.
+        UserError: an allreduce was not measured.
     """
     kinds = tuple(ranks_per_kind(cohorts))
-    forecasts, notes = {}, []
+    forecasts = {}
     for subset in subsets(kinds):
         part = [cohort for cohort in cohorts if cohort.kind in subset]
-        cost, guesses = scale_allreduce(measured, ranks_per_kind(part))
+        cost = scale_allreduce(measured, ranks_per_kind(part))
         forecasts[subset] = forecast(part, global_batch_size, buckets, cost)
-        notes += guesses
-    return SubsetForecasts(kinds, forecasts, tuple(dict.fromkeys(notes)))
+    return SubsetForecasts(kinds, forecasts)
 
 
 def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:

@@ -180,10 +180,9 @@ def planned_to_json(job: PlannedJob) -> dict[str, Any]:
             for kinds, forecast in subsets.forecasts.items()
         ],
         "best": list(subsets.best),
-        "notes": list(subsets.notes),
     }
 
 
 def _forecast_to_json(forecast: Forecast) -> dict[str, Any]:
-    names = "samples_per_sec step_sec compute_sec exposed_sec efficiency bottleneck losses"
+    names = "samples_per_sec step_sec compute_sec exposed_sec efficiency"
     return {name: getattr(forecast, name) for name in names.split()}

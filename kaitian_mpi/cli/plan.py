@@ -189,7 +189,6 @@ def show(job: PlannedJob) -> None:
         f"step: {_ms(whole.step_sec)} ms = {_ms(whole.compute_sec)} ms of computing + "
         f"{_ms(whole.exposed_sec)} ms of communication not hidden behind it"
     )
-    print(f"bottleneck: {whole.bottleneck}")
     for kind in subsets.kinds:
         gain = subsets.gain(kind)
         if gain is not None:
@@ -200,8 +199,6 @@ def show(job: PlannedJob) -> None:
             )
     best = subsets.forecasts[subsets.best].samples_per_sec
     print(f"best: {' + '.join(subsets.best)}, {_rate(best)} samples/s")
-    for note in subsets.notes:
-        print(f"note: {note}")
 
 
 def _show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
@@ -237,7 +234,6 @@ def _subset_rows(job: PlannedJob) -> list[dict[str, str]]:
             "samples/s": _rate(cast.samples_per_sec),
             "step ms": _ms(cast.step_sec),
             "efficiency": f"{cast.efficiency:.0%}",
-            "bottleneck": cast.bottleneck,
         }
         for kinds, cast in job.subsets.forecasts.items()
     ]

@@ -22,6 +22,7 @@ from kaitian_mpi.balance.forecast import (
     forecast,
     forecast_subsets,
     scale_cohorts,
+    subsets,
 )
 from kaitian_mpi.errors import UserError
 
@@ -114,15 +115,6 @@ def test_a_forecast_computed_by_hand():
     assert found.step_sec == 10
     assert found.samples_per_sec == 1
     assert found.efficiency == pytest.approx(1 / (6 / 8 + 4 / 8))
-    # They could do 1 and 0.5 samples/s: 15 in the 10 s, of which 3 go to each kind of loss.
-    assert found.losses == pytest.approx(
-        {
-            "communication": 0.2,
-            "waiting for the slowest rank": 0.0,
-            "the fixed cost of a step": 0.2 * 2 / 3,
-        }
-    )
-    assert found.bottleneck == "communication (20%)"
 
 
 def test_a_rank_without_samples_counts_with_its_rate_at_one_sample():
@@ -141,18 +133,6 @@ def test_the_split_equals_fastest_split(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_losses_and_throughput_add_up_to_the_peak(seed):
-    chance = random.Random(seed)
-    cohorts = random_cohorts(chance, chance.randint(1, 6), most_ranks=4)
-    cost = AllreduceCost(chance.random(), 0.0)
-    found = forecast(cohorts, chance.randint(1, 300), ddp_buckets(40 * MIB), cost)
-    assert 0 < found.efficiency <= 1
-    could = sum(c.ranks / c.cost.beta_sec for c in cohorts)
-    assert all(part >= 0 for part in found.losses.values())
-    assert sum(found.losses.values()) + found.samples_per_sec / could == pytest.approx(1)
-
-
-@pytest.mark.parametrize("seed", range(40))
 def test_adding_a_rank_never_slows_computing(seed):
     chance = random.Random(seed)
     cohorts = random_cohorts(chance, chance.randint(1, 6))
@@ -167,22 +147,6 @@ def test_each_micro_batch_pays_its_fixed_cost_and_hides_less():
     assert found.compute_sec == 12
     # The last of two takes 6 s; half of the gradients are ready 2 s before its end.
     assert found.exposed_sec == pytest.approx(4.0)
-    assert found.losses["the fixed cost of a step"] == pytest.approx(2 / 16)
-
-
-@pytest.mark.parametrize(
-    ("cohorts", "total", "latency", "expected"),
-    [
-        ([cohort("gpu", 0.0, 1.0, 2)], 100, 0.0, "compute: every rank is busy"),
-        ([cohort("mlu", 1.0, 1.0, 2)], 8, 0.0, "the fixed cost of a step (20%)"),
-        ([cohort("gpu", 0.0, 1.0, 4)], 1, 0.0, "waiting for the slowest rank (75%)"),
-        ([cohort("gpu", 0.0, 1.0, 4)], 5, 0.0, "waiting for the slowest rank (38%)"),
-        ([cohort("gpu", 0.0, 1.0, 2)], 6, 1.0, "communication (25%)"),
-    ],
-)
-def test_the_description_of_the_bottleneck(cohorts, total, latency, expected):
-    found = forecast(cohorts, total, [MIB], AllreduceCost(latency, 0.0))
-    assert found.bottleneck == expected
 
 
 @pytest.mark.parametrize("value", [1e-12, 1e9])
@@ -192,7 +156,6 @@ def test_extreme_costs_give_finite_results(value):
     assert sum(found.batch_sizes) == 10**9
     assert math.isfinite(found.samples_per_sec)
     assert 0 < found.efficiency <= 1
-    assert all(math.isfinite(part) for part in found.losses.values())
 
 
 # Subsets of kinds.
@@ -218,7 +181,6 @@ def test_every_choice_of_kinds_is_forecast_and_judged():
     assert found.gain("cpu") == pytest.approx(10 / 12 - 1)
     # Without gpu mlu does 18 and cpu 1 in 18 s, and 3 s more.
     assert found.gain("gpu") == pytest.approx(21 / 12 - 1)
-    assert found.notes == ()
 
 
 def test_ties_prefer_the_fewest_kinds():
@@ -232,7 +194,7 @@ def test_ties_prefer_the_fewest_kinds():
 
 def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
     kinds = [f"k{index}" for index in range(9)]
-    entries = [MeasuredAllreduce(dict.fromkeys(kinds, 1), FREE)]
+    entries = [MeasuredAllreduce(dict.fromkeys(kept, 1), FREE) for kept in subsets(tuple(kinds))]
     found = forecast_subsets([cohort(k, 0.0, 1.0) for k in kinds], 72, [MIB], entries)
     assert sorted({len(subset) for subset in found.forecasts}) == [1, 8, 9]
     assert len(found.forecasts) == 9 + 9 + 1
@@ -250,31 +212,29 @@ ENTRIES = [
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_scaling_to_the_measured_world_changes_nothing(entry):
-    assert scale_allreduce(ENTRIES, entry.ranks_per_kind) == (entry.cost, [])
+    assert scale_allreduce(ENTRIES, entry.ranks_per_kind) == entry.cost
 
 
 def test_a_group_scales_like_a_ring_allreduce():
-    cost, notes = scale_allreduce(ENTRIES, {"gpu": 8})
+    cost = scale_allreduce(ENTRIES, {"gpu": 8})
     assert cost.latency_sec == pytest.approx(2e-4 * 3)
     assert cost.sec_per_byte == pytest.approx(2e-10 * (7 / 8) / (1 / 2))
-    assert notes == []
 
 
 def test_a_single_rank_has_no_allreduce():
-    assert scale_allreduce(ENTRIES, {"mlu": 1}) == (FREE, [])
+    assert scale_allreduce(ENTRIES, {"mlu": 1}) == FREE
 
 
 def test_the_slowest_group_and_the_crossing_add_up():
-    cost, notes = scale_allreduce(ENTRIES, {"gpu": 8, "mlu": 8})
+    cost = scale_allreduce(ENTRIES, {"gpu": 8, "mlu": 8})
     # Crossing had added 9e-4 - 4e-4 and 8e-10 - 3e-10 to the slower group, mlu.
     assert cost.latency_sec == pytest.approx(5e-4 + max(2e-4 * 3, 4e-4 * 3 / 2))
     assert cost.sec_per_byte == pytest.approx(5e-10 + max(2e-10 * 7 / 4, 3e-10 * 7 / 6))
-    assert notes == []
 
 
 def test_a_crossing_faster_than_its_groups_adds_no_cost():
     entries = [*ENTRIES[:2], measured(1e-4, 1e-10, gpu=2, mlu=4)]
-    cost, _ = scale_allreduce(entries, {"gpu": 2, "mlu": 8})
+    cost = scale_allreduce(entries, {"gpu": 2, "mlu": 8})
     assert cost.latency_sec == pytest.approx(6e-4)
 
 
@@ -283,25 +243,10 @@ def test_more_ranks_never_cost_less(seed):
     chance = random.Random(seed)
     world = {"gpu": chance.randint(2, 50), "mlu": chance.randint(4, 50)}
     more = {kind: ranks + chance.randint(0, 20) for kind, ranks in world.items()}
-    cost, _ = scale_allreduce(ENTRIES, world)
-    larger, _ = scale_allreduce(ENTRIES, more)
+    cost = scale_allreduce(ENTRIES, world)
+    larger = scale_allreduce(ENTRIES, more)
     assert larger.latency_sec >= cost.latency_sec - 1e-15
     assert larger.sec_per_byte >= cost.sec_per_byte - 1e-20
-
-
-@pytest.mark.parametrize(
-    ("entries", "world", "expected", "what"),
-    [
-        # Crossing added 5e-4 and 5e-10 between two leaders: what two ranks would have.
-        (ENTRIES, {"cpu": 4}, (5e-4 * 2, 5e-10 * (3 / 4) / (1 / 2)), "inside cpu"),
-        (ENTRIES[:2], {"cpu": 4}, (4e-4, 3e-10), "inside cpu"),
-        (ENTRIES, {"gpu": 2, "cpu": 1}, (2e-4 + 5e-4, 2e-10 + 5e-10), "between gpu, cpu"),
-    ],
-)
-def test_what_was_not_measured_is_guessed_from_the_slowest(entries, world, expected, what):
-    cost, notes = scale_allreduce(entries, world)
-    assert (cost.latency_sec, cost.sec_per_byte) == pytest.approx(expected)
-    assert notes == [f"allreduce {what} was not measured: guessed from the slowest one that was"]
 
 
 @pytest.mark.parametrize(
@@ -309,11 +254,11 @@ def test_what_was_not_measured_is_guessed_from_the_slowest(entries, world, expec
     [
         ([measured(0.0, 0.0, cpu=1)], {"cpu": 4}, "inside cpu"),
         (ENTRIES[:2], {"gpu": 2, "mlu": 2}, "between gpu, mlu"),
-        ([], {"cpu": 2}, "inside cpu"),
+        (ENTRIES, {"gpu": 2, "cpu": 1}, "between gpu, cpu"),
     ],
 )
-def test_an_error_where_nothing_can_be_estimated(entries, world, what):
-    with pytest.raises(UserError, match=f"that {what} can be estimated; run kaitian-plan"):
+def test_what_was_not_measured_is_an_error(entries, world, what):
+    with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
         scale_allreduce(entries, world)
 
 
@@ -337,12 +282,11 @@ def test_a_hundred_thousand_ranks_of_eight_kinds_take_less_than_three_seconds():
     chance = random.Random(1)
     kinds = [f"k{index}" for index in range(8)]
     ranks = [cohort(kind, chance.random(), 0.1 + chance.random()) for kind in kinds * 8]
-    entries = [MeasuredAllreduce({kind: 8}, AllreduceCost(1e-3, 1e-9)) for kind in kinds]
-    entries.append(MeasuredAllreduce(dict.fromkeys(kinds, 8), AllreduceCost(2e-3, 2e-9)))
+    cost = AllreduceCost(1e-3, 1e-9)
+    entries = [MeasuredAllreduce(dict.fromkeys(kept, 8), cost) for kept in subsets(tuple(kinds))]
     began = time.process_time()
     cohorts = scale_cohorts(ranks, dict.fromkeys(kinds, 12_500))
     found = forecast_subsets(cohorts, 6_400_000, ddp_buckets(10**9), entries)
     assert len(found.forecasts) == 255
     assert sum(found.whole.batch_sizes) == 6_400_000
-    assert found.whole.bottleneck
     assert time.process_time() - began < 3
