@@ -52,14 +52,7 @@ def check_parity(
 
     One rank of each kind, and of each torch version, precision and memory format of it, computes
     the same few samples with the initial weights and without dropout. The reference is the same in
-    float64 on a host, or else one kind's own result.
-
-    Args:
-        config: the seed.
-        setup: the task, which is not changed.
-        profiles: how each rank computes.
-        excluded: world ranks that do not train.
-        world: all ranks.
+    float64 on a host, or else one kind's own result. The excluded ranks are not compared.
 
     Returns:
         True, as they agree; None if nothing is compared: with a task without a loss to compare, or
@@ -85,31 +78,37 @@ def check_parity(
     on_host = gather_values(world.comm, world.device_kind.is_host)
     source = next((rank for rank in range(world.size) if on_host[rank]), chosen[0])
     batch = _shared_batch(setup, profiles, world, source)
-    unit = rounding_unit(task.model, computation) if world.rank in chosen else 0.0
-    units = {unit for unit in gather_values(world.comm, unit) if unit}
-    own: Outcome | None = None
-    made = b""
+    is_chosen = world.rank in chosen
+    units = gather_values(world.comm, is_chosen and rounding_unit(task.model, computation))
+    own, made = None, None
     with agree_on_errors(world.comm):
         try:
-            if world.rank in chosen:
+            if is_chosen:
                 own = compute_outcome(task, batch, computation, config.seed)
             if world.rank == source:
-                made = _make_reference(task, batch, computation, config.seed, units)
+                made = _make_reference(task, batch, computation, config.seed, max(units))
         finally:
             enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
             sleeping_barrier(world.comm)
-    content = io.BytesIO(broadcast_bytes(world.comm, made or None, source))
-    shared = torch.load(content, weights_only=True)
+    shared = _from_source(world, made, source)
     if shared is None:
         print_rank_0(world, f"{_NOT}the loss draws random numbers")
         return None
     if not math.isfinite(shared["reference"]["loss"]):
         print_rank_0(world, f"{_NOT}the loss of the first samples is {shared['reference']['loss']}")
         return None
-    text = f"{world.infos[source]} in {shared['precision']}"
-    report = None if own is None else _report(world, profile.precision, own, shared, unit)
+    report = None if own is None else _report(world, profile.precision, own, shared, max(units))
     reports = [each for each in gather_values(world.comm, report) if each is not None]
+    text = f"{world.infos[source]} in {shared['precision']}"
     return _conclude(setup, world, reports, text, time.perf_counter() - began)
+
+
+def _from_source(world: World, value: Any, source: int) -> Any:
+    """Return a rank's tensors, or what holds them, on every rank. Collective."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    own = content.getvalue() if world.rank == source else None
+    return torch.load(io.BytesIO(broadcast_bytes(world.comm, own, source)), weights_only=True)
 
 
 def _representatives(world: World, profiles: Profiles, excluded: Collection[int]) -> list[int]:
@@ -144,10 +143,7 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 
     with agree_on_errors(world.comm):
         batch = map_tensors(setup.train[[index * total // count for index in range(count)]], keep)
-    content = io.BytesIO()
-    torch.save(tensors, content)
-    sent = broadcast_bytes(world.comm, content.getvalue() if world.rank == source else None, source)
-    received = torch.load(io.BytesIO(sent), weights_only=True)
+    received = _from_source(world, tensors, source)
     with agree_on_errors(world.comm):
         own, others = ([list(each.shape) for each in some] for some in (tensors, received))
         if own != others:
@@ -160,9 +156,9 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 
 
 def _make_reference(
-    task: Task, batch: Any, computation: Computation, seed: int, units: Collection[float]
-) -> bytes:
-    """Return the reference, and by how much a result may differ from it by unit roundoff.
+    task: Task, batch: Any, computation: Computation, seed: int, unit: float
+) -> dict[str, Any] | None:
+    """Return the reference, and by how much a result may differ from it; None of random numbers.
 
     It is computed on the host in float64, or else as this rank trains: a large model takes too long
     there, and a model's code may be for one device or dtype only.
@@ -174,36 +170,22 @@ def _make_reference(
     ways: list[tuple[Computation, torch.dtype | None]] = [(computation, None)]
     if is_small and not any(parameter.is_complex() for parameter in parameters):
         ways.insert(0, (host, torch.float64))
-    content = io.BytesIO()
     for way, dtype in ways:
         try:
-            shared = _with_tolerances(task, batch, way, seed, dtype, units)
+            reference = compute_outcome(task, batch, way, seed, dtype)
+            changed = compute_outcome(task, batch, way, seed, dtype, change=unit)
         except Exception:  # of user code that is for one device or dtype
             if way is computation:
                 raise
             continue
-        break
-    torch.save(shared, content)
-    return content.getvalue()
-
-
-def _with_tolerances(
-    task: Task,
-    batch: Any,
-    way: Computation,
-    seed: int,
-    dtype: torch.dtype | None,
-    units: Collection[float],
-) -> dict[str, Any] | None:
-    reference, allowed = compute_outcome(task, batch, way, seed, dtype), {}
-    if reference is None:
-        return None
-    for unit in units:
-        changed = compute_outcome(task, batch, way, seed, dtype, change=unit)
-        assert changed is not None  # like the reference
-        allowed[unit] = tolerances(distances(changed, reference, unit), unit)
-    precision = "float64" if dtype else way.precision
-    return {"reference": vars(reference), "allowed": allowed, "precision": precision}
+        if reference is None or changed is None:
+            return None
+        return {
+            "reference": vars(reference),
+            "allowed": tolerances(distances(changed, reference, unit), unit),
+            "precision": "float64" if dtype else way.precision,
+        }
+    raise AssertionError("the last way returns or raises")
 
 
 def _report(
@@ -211,20 +193,16 @@ def _report(
 ) -> dict[str, Any]:
     """Return what was found on this rank, as in parity.json."""
     info, reference = world.info, Outcome(**shared["reference"])
+    allowed, found = shared["allowed"], distances(own, reference, unit)
     far = {name: float((own.gradients[name] - g).norm()) for name, g in reference.gradients.items()}
-    most_in = sorted(far, key=lambda name: far[name] if far[name] >= 0 else math.inf)  # NaN last
-    found = distances(own, reference, unit).items()
-    allowed = shared["allowed"][unit]
+    nearest = sorted(far, key=lambda name: far[name] if far[name] >= 0 else math.inf)  # NaN last
     return {
         "rank": info.world_rank,
         "kind": info.kind,
-        "place": str(info),
-        "torch_version": info.torch_version,
-        "precision": precision,
-        "relative": {name: each for name, each in found if math.isfinite(each)},
-        "allowed": allowed,
-        "most_in": most_in[: -_SHOWN - 1 : -1],
-        "wrong": [name for name, each in found if not each <= allowed[name]],  # NaN is wrong
+        "place": f"{info}, torch {info.torch_version}, {precision}",
+        "differences": {n: f"{each:.1e} (allowed {allowed[n]:.1e})" for n, each in found.items()},
+        "most_in": nearest[: -_SHOWN - 1 : -1],
+        "wrong": [name for name, each in found.items() if not each <= allowed[name]],  # also NaN
     }
 
 
@@ -236,27 +214,21 @@ def _conclude(
     Raises:
         AgreedError: a kind does not agree.
     """
-    wrong = [each for each in reports if each["wrong"]]
+    wrong = [
+        f"{each['kind']} ({each['place']}): "
+        + ", ".join(f"{name} {each['differences'][name]}" for name in each["wrong"])
+        + f", gradients most in {', '.join(each['most_in'])}"
+        for each in reports
+        if each["wrong"]
+    ]
     content = {"agrees": not wrong, "reference": text, "seconds": round(seconds, 3)}
     setup.folder.write(FILE, {**content, "kinds": list(reports)})
     if wrong:
         raise AgreedError(
             f"parity: forward and backward differ from those of {text} by more than rounding on "
-            f"{'; '.join(map(_describe, wrong))}; update that device's driver or torch plug-in, "
-            "start without it, or skip this with --no-parity"
+            f"{'; '.join(wrong)}; update that device's driver or torch plug-in, start without it, "
+            "or skip this with --no-parity"
         )
     kinds = ", ".join(dict.fromkeys(report["kind"] for report in reports))
     print_rank_0(world, f"parity: {kinds} compute like {text} ({seconds:.1f} s)")
     return True
-
-
-def _describe(report: Mapping[str, Any]) -> str:
-    found = ", ".join(
-        f"{name} {report['relative'].get(name, math.nan):.1e} (allowed "
-        f"{report['allowed'][name]:.1e})"
-        for name in report["wrong"]
-    )
-    return (
-        f"{report['kind']} ({report['place']}, torch {report['torch_version']}, "
-        f"{report['precision']}): {found}, gradients most in {', '.join(report['most_in'])}"
-    )
