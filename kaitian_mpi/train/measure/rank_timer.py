@@ -36,10 +36,7 @@ _LONG_STEP_SEC = 0.5  # larger batches cost too much time if the cost is known w
 _CANDIDATE_ROUNDS = 4
 _CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
 _MAX_ROUNDS = 4
-# Parts of the benchmark's seconds: to compare settings, to find batch sizes or for one step, and to
-# load samples before the same ones are used again.
-_PART, _LOADING_PART = 0.25, 0.1
-_MAX_ORDER = 1 << 16  # samples whose order is known; then they come again
+_PART = 0.25  # of the benchmark's seconds: to compare settings, to find batch sizes, for one step
 
 
 @dataclass(frozen=True)
@@ -93,15 +90,14 @@ class RankTimer:
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of unlike sizes come as they do there.
         sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
-        self._order = sampler.indices(0, min(len(setup.train), _MAX_ORDER))
         self._max_share = max_share(config)
+        self._order = sampler.indices(0, min(len(setup.train), self._max_share))
         self._equal_share = equal_share(config, workload.world.size)
         self._min_batch = min_batch
         self._max_batch = max(min_batch, config.micro_batch_size or self._max_share)
         first = _FIRST_ON_HOST if self._device.is_host else _FIRST_ON_ACCELERATOR
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
-        self._draw, self._loading_sec = 0, 0.0
         self._smallest = min_batch
         self._began = time.perf_counter()
 
@@ -143,7 +139,6 @@ class RankTimer:
             if is_settled(ends, share) or self._elapsed() + round_sec > limit_sec:
                 return
             before = self._elapsed()
-            self._draw_again()
             for batch, seconds in ends.items():
                 seconds.append(self._mean_step(batch))
             round_sec = self._elapsed() - before
@@ -275,20 +270,11 @@ class RankTimer:
         return total / steps
 
     def _samples(self, batch: int) -> Any:
-        """Return some samples of the dataset; cached, because loading is not timed."""
+        """Return the first samples of the training; cached, because loading is not timed."""
         if batch not in self._batches:
-            began = time.perf_counter()
-            length, first = len(self._order), self._draw * batch
-            chosen = [self._order[(first + offset) % length] for offset in range(batch)]
-            self._batches[batch] = self._data[chosen]
-            self._loading_sec += time.perf_counter() - began
+            length = len(self._order)
+            self._batches[batch] = self._data[[self._order[i % length] for i in range(batch)]]
         return self._batches[batch]
-
-    def _draw_again(self) -> None:
-        """Take other samples from now on, where that costs little: they may be of unlike sizes."""
-        if self._loading_sec < _LOADING_PART * self._config.benchmark_seconds:
-            self._draw += 1
-            self._batches.clear()
 
     def _time_step(self, batch: int) -> float:
         enter_phase("the benchmark")
