@@ -193,32 +193,6 @@ def test_times_that_come_late_belong_to_the_steps_they_were_measured_in(seed):
             assert cost.seconds(samples) == pytest.approx(model.seconds(samples), rel=0.06)
 
 
-def test_a_device_that_always_reports_three_steps_late():
-    learner, sizes, done = CostLearner([32, 32]), [32, 32], deque()
-    for _ in range(40):
-        done.append(sizes)
-        late = done.popleft() if len(done) > 3 else None
-        steps = [
-            (1 if late else 0, b, 0.01 * times * late[i] if late else 0.0, 0.0)
-            for i, (b, times) in enumerate(zip(sizes, (1, 3), strict=True))
-        ]
-        sizes = learner.observe(rank_steps(*steps)) or sizes
-    assert [cost.seconds(100) for cost in learner.costs] == [
-        pytest.approx(1.0, rel=0.02),
-        pytest.approx(3.0, rel=0.02),
-    ]
-
-
-def test_more_steps_timed_than_reported_are_ignored():
-    learner = CostLearner([32, 32])
-    for step in range(30):
-        steps = [(1, b, 0.01 * b, 0.0) for b in learner.batch_sizes]
-        if step == 2:
-            steps[0] = (9, 32, 9.0, 0.0)
-        learner.observe(rank_steps(*steps))
-    assert learner.costs[0].seconds(32) == pytest.approx(0.32, rel=0.02)
-
-
 @pytest.mark.parametrize("slowness", [[1, *[20] * 15], [1] + [5] * 63, [1, 50]])
 def test_a_batch_at_most_doubles_until_the_fastest_split_is_reached(slowness):
     job = Job(models(slowness)).run(45)
@@ -262,13 +236,6 @@ def test_partial_steps_at_the_end_of_short_epochs_are_no_trial():
     assert job.learner.costs is not None
     full = [s for s in range(25, 45) if s % 4]
     assert min(job.efficiency(s) for s in full) > 0.95
-
-
-def test_a_slow_step_of_an_unusual_size_does_no_harm():
-    job = Job(models([1, 3]), uniform(0.02), epoch=8, first_of_size=20.0).run(44)
-    for cost, model in zip(job.learner.costs, job.models, strict=True):
-        assert cost.seconds(32) == pytest.approx(model.seconds(32), rel=0.03)
-        assert cost.seconds(64) == pytest.approx(model.seconds(64), rel=0.06)
 
 
 def test_learning_ends_where_no_step_has_the_planned_sizes():

@@ -57,6 +57,10 @@ class Uncopied(nn.Module):
         raise RuntimeError("cannot be copied")
 
 
+DATA = batches_of_pairs(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64)))
+HOST = Computation(torch.device("cpu"), "fp32", "contiguous")
+
+
 def task_of(model):
     return SimpleNamespace(
         model=model,
@@ -88,32 +92,20 @@ def flat(*layers):
     ],
 )
 def test_min_batch_is_found_by_trial(model, expected):
-    data = batches_of_pairs(
-        TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
-    )
-    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
-    assert min_batch_of(task_of(model), data, computation) == expected
+    assert min_batch_of(task_of(model), DATA, HOST) == expected
 
 
 def test_the_mean_of_nothing_does_not_raise_the_batch():
     task = task_of(flat(nn.Linear(48, 3)))
     task.loss = lambda model, batch: model(batch[0]).sum() / 0 * 0
     task.weigh = lambda batch, samples: 0
-    data = batches_of_pairs(
-        TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
-    )
-    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
-    assert min_batch_of(task, data, computation) == 1
+    assert min_batch_of(task, DATA, HOST) == 1
 
 
 def test_the_model_and_the_generators_are_restored():
-    data = batches_of_pairs(
-        TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64))
-    )
     model = Dropping().eval()
     before = torch.get_rng_state()
-    computation = Computation(torch.device("cpu"), "bf16", "contiguous")
-    assert min_batch_of(task_of(model), data, computation) == 2
+    assert min_batch_of(task_of(model), DATA, HOST) == 2
     assert torch.equal(torch.get_rng_state(), before)
     assert (model.calls, model.seen.item(), model.training) == (0, 0, False)
     assert model.norm.num_batches_tracked.item() == 0

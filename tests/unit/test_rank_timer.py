@@ -276,12 +276,6 @@ def test_no_batch_exceeds_the_users_micro_batch():
     assert measured.batches == [2, 4, 8, 16, 20]
 
 
-def test_the_choice_of_layout_and_precision():
-    measured = measure(Device(limit=1 << 40), most=10**9, precision="auto", memory_format="auto")
-    assert measured.precision in ("fp32", "bf16")
-    assert measured.memory_format in ("contiguous", "channels_last")
-
-
 def test_the_real_cpu_has_free_memory():
     gauge = MemoryGauge(make_world(CpuDevice()))
     for batch in (8, 16):
@@ -347,7 +341,6 @@ def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
     [
         lambda content: "",
         lambda content: "[]",
-        lambda content: content[:40],
         lambda content: content.replace("0.1", "-0.1"),
         lambda content: content.replace('"seconds"', '"secs"'),
         lambda content: content.replace("0.1,", ""),

@@ -40,13 +40,6 @@ def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota() -> None:
             assert weight > 0 or share == 0
 
 
-def test_integer_shares_stay_unchanged() -> None:
-    draw = random.Random(1)
-    for _ in range(200):
-        plan = [draw.randrange(1000) for _ in range(6)] + [1]
-        assert apportion(sum(plan), plan) == plan
-
-
 def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed():
     assert split_micro_batches(10, None) == [10]
     assert split_micro_batches(0, 4) == [0]
