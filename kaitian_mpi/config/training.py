@@ -201,7 +201,7 @@ class TrainingConfig:
     profile: str = setting(
         "",
         "run torch's profiler on these ranks in these steps, such as 0,3@50-60 or all@50, and "
-        "write profile/rank-3-steps-50-60.json in the run folder",
+        "write profile/rank-3-steps-50-60.json.gz in the run folder",
         metavar="RANKS@STEPS",
     )
     tensorboard: bool = setting(

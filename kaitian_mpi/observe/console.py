@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
@@ -41,12 +41,10 @@ def show_topology(world: World, survives: bool = False) -> None:
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
     if world.group.node is not None:
         title += " by kind and host"
-    table = Table(title + (" (device kinds emulated)" if emulated else ""))
-    for column in ("rank", "host", "group", "role", "device", "memory"):
-        table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
     leaders = {group.leader for group in world.groups}
-    for info in world.infos:
-        table.add_row(
+    rows = [("rank", "host", "group", "role", "device", "memory")]
+    rows += [
+        (
             str(info.world_rank),
             info.host,
             info.kind + (" (emulated)" if info.emulated else ""),
@@ -54,7 +52,10 @@ def show_topology(world: World, survives: bool = False) -> None:
             f"{info.device}  {info.device_name}",
             f"{info.memory_bytes / 2**30:.1f} GiB",
         )
-    show_table(world, table)
+        for info in world.infos
+    ]
+    title += " (device kinds emulated)" if emulated else ""
+    show_table(world, title, rows, left=("host", "group", "role", "device"))
     for line in differing_software(world.infos):
         print_rank_0(world, line)
     for sharing in shared_devices(world.infos):
@@ -109,47 +110,30 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-class Table:
-    """A table as plain text: under mpirun, the terminal and its width are not known.
+def show_table(
+    world: World, title: str, rows: Sequence[Sequence[str]], left: Collection[str] = ()
+) -> None:
+    """Print a table from world rank 0, unless the run is quiet.
 
     Args:
+        world: the ranks.
         title: the line above it.
+        rows: the cells; the first row names the columns.
+        left: the columns that are aligned left.
     """
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._rows: list[list[str]] = [[]]
-        self._is_right: list[bool] = []
-
-    def add_column(self, name: str, justify: str = "left") -> None:
-        """Add a column.
-
-        Args:
-            name: its head.
-            justify: `left` or `right`.
-        """
-        self._rows[0].append(name)
-        self._is_right.append(justify == "right")
-
-    def add_row(self, *cells: str) -> None:
-        """Add a row with a cell for each column."""
-        self._rows.append(list(cells))
-
-    def lines(self) -> list[str]:
-        """Return the table's lines."""
-        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
-        rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
-        head, *rows = [
-            "| " + " | ".join(map(_align, row, widths, self._is_right)) + " |" for row in self._rows
-        ]
-        return [self._title, rule, head, rule, *rows, rule]
-
-
-def _align(cell: str, width: int, is_right: bool) -> str:
-    return cell.rjust(width) if is_right else cell.ljust(width)
-
-
-def show_table(world: World, table: Table) -> None:
-    """Print a table from world rank 0, unless the run is quiet."""
     if world.rank == 0 and not _quiet:
-        print("\n".join(table.lines()), flush=True)
+        print("\n".join([title, *table_lines(rows, left)]), flush=True)
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Collection[str]) -> list[str]:
+    """Return a table as plain text: under mpirun, the terminal and its width are not known."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
+    lines = []
+    for row in rows:
+        cells = zip(row, rows[0], widths, strict=True)
+        aligned = [
+            cell.ljust(width) if name in left else cell.rjust(width) for cell, name, width in cells
+        ]
+        lines.append("| " + " | ".join(aligned) + " |")
+    return [rule, lines[0], rule, *lines[1:], rule]

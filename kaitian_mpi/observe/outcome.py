@@ -11,7 +11,6 @@ should be; the slow ranks are named.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
@@ -29,61 +28,6 @@ _ADVICE = {
 }
 
 
-@dataclass
-class DeviceUse:
-    """What the ranks' time went to, weighted by their speeds; see the module's docstring."""
-
-    capacity: float = 0.0
-    """Samples that the ranks could have computed in all their time."""
-    computing: float = 0.0
-    """Samples' worth of the time in which they computed."""
-    spent: dict[str, float] = field(default_factory=dict)
-    """Samples' worth of the other time, by what it went to."""
-    samples: float = 0.0
-    """Samples that were trained."""
-    seconds: float = 0.0
-    """Duration of the steps."""
-
-    def add(self, reading: Reading) -> None:
-        """Add what was measured since the last reading."""
-        steps, step_sec = reading.steps, reading.step_time_sec
-        computes = [
-            (batch / compute, compute, wait, data)
-            for batch, compute, wait, data in zip(
-                *(reading.batch_sizes, reading.compute_time_sec, reading.wait_time_sec),
-                reading.data_time_sec,
-                strict=True,
-            )
-            if batch > 0 and compute > 0
-        ]
-        if not computes:
-            return
-        # The rank that arrives last waits for the exchange alone.
-        exchange = min(wait for _, _, wait, _ in computes)
-        self.samples += reading.samples_per_sec * step_sec * steps
-        self.seconds += step_sec * steps
-        for speed, compute, wait, data in computes:
-            weight = speed * steps
-            other = max(0.0, step_sec - compute - wait - data)
-            self.capacity += weight * (compute + wait + data + other)
-            self.computing += weight * compute
-            for name, seconds in (
-                *((SLOWER_RANKS, wait - exchange), (COMMUNICATION, exchange)),
-                *((DATA, data), (OTHER, other)),
-            ):
-                self.spent[name] = self.spent.get(name, 0.0) + weight * seconds
-
-    @property
-    def share(self) -> float:
-        """The share of the sum of the ranks' speeds that was reached; 0 if unknown."""
-        return self.computing / self.capacity if self.capacity else 0.0
-
-    def losses(self) -> dict[str, float]:
-        """Return the lost shares by cause, largest first; with `share` they add up to 1."""
-        shares = {name: seconds / self.capacity for name, seconds in self.spent.items()}
-        return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
 class Outcome(MetricsSink):
     """Prints three lines when the run finishes.
 
@@ -94,7 +38,11 @@ class Outcome(MetricsSink):
 
     def __init__(self, folder: str, emulated: bool) -> None:
         self._folder, self._emulated = folder, emulated
-        self._use = DeviceUse()
+        self._computing = 0.0
+        """Samples' worth of the time in which the ranks computed."""
+        self._spent = dict.fromkeys((SLOWER_RANKS, COMMUNICATION, DATA, OTHER), 0.0)
+        """Samples' worth of the other time, by what it went to."""
+        self._samples = self._seconds = 0.0
         self._first: Event | None = None
         self._reading: Reading | None = None
         self._held_out: Mapping[str, float] = {}
@@ -103,8 +51,25 @@ class Outcome(MetricsSink):
 
     def on_reading(self, reading: Reading) -> None:
         """Add up what the ranks' time goes to."""
-        self._use.add(reading)
         self._reading = reading
+        steps, step_sec = reading.steps, reading.step_time_sec
+        self._samples += reading.samples_per_sec * step_sec * steps
+        self._seconds += step_sec * steps
+        waits, data = reading.wait_time_sec, reading.data_time_sec
+        # The rank that arrives last waits for the exchange alone.
+        exchange = min(waits)
+        for rank, (batch, compute) in enumerate(
+            zip(reading.batch_sizes, reading.compute_time_sec, strict=True)
+        ):
+            if batch <= 0 or compute <= 0:
+                continue
+            weight = batch / compute * steps
+            self._computing += weight * compute
+            self._spent[SLOWER_RANKS] += weight * (waits[rank] - exchange)
+            self._spent[COMMUNICATION] += weight * exchange
+            self._spent[DATA] += weight * data[rank]
+            rest = step_sec - compute - waits[rank] - data[rank]
+            self._spent[OTHER] += weight * max(0.0, rest)
 
     def on_evaluation(self, evaluated: Figures) -> None:
         """Keep the last results."""
@@ -141,25 +106,31 @@ class Outcome(MetricsSink):
         figures += [f"held-out {name} {value:.4f}" for name, value in self._held_out.items()]
         return " | ".join(figures)
 
+    def _losses(self) -> list[tuple[str, float]]:
+        """Return the lost shares by cause, largest first; with the used share they add up to 1."""
+        capacity = self._computing + sum(self._spent.values())
+        shares = {name: samples / capacity for name, samples in self._spent.items()}
+        return sorted(shares.items(), key=lambda item: -item[1])
+
     def _used(self) -> str:
-        use = self._use
-        if not (use.share and use.seconds):
+        if not (self._computing and self._seconds):
             return "devices: nothing was measured, as no step was trained"
-        rate = use.samples / use.seconds
+        losses = self._losses()
+        share = 1 - sum(lost for _, lost in losses)
+        rate = self._samples / self._seconds
         emulated = " (emulated)" if self._emulated else ""
         text = (
-            f"devices{emulated}: {use.share:.0%} of the sum of their speeds "
-            f"({rate:,.1f} of {rate / use.share:,.1f} samples/s)"
+            f"devices{emulated}: {share:.0%} of the sum of their speeds "
+            f"({rate:,.1f} of {rate / share:,.1f} samples/s)"
         )
-        losses = list(use.losses().items())
-        shown = [*losses[:2], ("other", sum(share for _, share in losses[2:]))]
-        named = [f"{name} {share:.0%}" for name, share in shown if share >= _MIN_SHOWN]
+        shown = [*losses[:2], ("other", sum(lost for _, lost in losses[2:]))]
+        named = [f"{name} {lost:.0%}" for name, lost in shown if lost >= _MIN_SHOWN]
         return f"{text}; lost to {', '.join(named)}" if named else text
 
     def _next(self, needs_advice: bool) -> str:
         advice = []
-        if needs_advice and (largest := next(iter(self._use.losses().items()), None)):
-            name, share = largest
+        if needs_advice and self._computing:
+            name, share = self._losses()[0]
             advice += [_ADVICE[name]] if share >= _MIN_ADVISED else []
         if self._folder:
             advice.append(f"kaitian-report {self._folder} shows the run")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
-import shutil
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import profiler
@@ -24,12 +22,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 FOLDER = "profile"
-_CHUNK_BYTES = 4 << 20
-_PREFIX = "kaitian-profile-"
 _log = logging.getLogger(__name__)
 
 
@@ -89,57 +82,55 @@ class ProfiledSteps(StepObserver):
             return
         self._window = None
         enter_phase("writing the profile", limited=False)
-        with ExitStack() as stack:
-            self._gather(self._export(stack), f"steps-{first}-{self._state.progress.step}")
+        last = self._state.progress.step
+        count = self._gather(self._export(), f"steps-{first}-{last}")
+        if count and self._folder is not None:
+            which = f"steps {first}-{last} is in {self._folder / FOLDER}"
+            print_rank_0(self._world, f"the profile of {which}")
 
-    def _export(self, stack: ExitStack) -> Path | None:
-        """Stop the profiler; return its trace, in a folder that `stack` removes, or None."""
+    def _export(self) -> bytes:
+        """Stop the profiler; return its compressed trace, empty if there is none."""
         profile, self._profile = self._profile, None
         if profile is None:
-            return None
+            return b""
         try:
             profile.stop()
-            folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
-            path = Path(stack.enter_context(folder)) / "trace.json.gz"
-            profile.export_chrome_trace(str(path))
+            with tempfile.TemporaryDirectory(prefix="kaitian-profile-") as folder:
+                path = Path(folder) / "trace.json.gz"
+                profile.export_chrome_trace(str(path))
+                return path.read_bytes()
         except Exception as error:  # the trace is not worth the training
             _log.warning("no profile of this rank: %s: %s", type(error).__name__, error)
-            return None
-        return path
+            return b""
 
-    def _gather(self, own: Path | None, steps: str) -> None:
-        """Send the traces to rank 0, one after the other, which writes them. Collective."""
+    def _gather(self, own: bytes, steps: str) -> int:
+        """Send the traces to rank 0, one after the other, which writes them. Collective.
+
+        Returns:
+            How many there are.
+        """
         world = self._world
-        sizes = gather_values(world.comm, own.stat().st_size if own is not None else 0)
+        sizes = gather_values(world.comm, len(own))
         for rank, size in enumerate(sizes):
-            if not size:
-                continue
-            name = f"rank-{world.infos[rank].world_rank}-{steps}.json"
-            if world.rank == 0:
-                parts = _read(own) if rank == 0 else _receive(world.comm, rank, size)
-                self._write(name, parts)
-            elif world.rank == rank:
-                for part in _read(own):
-                    wait_request(world.comm.Isend(part, 0, tags.PROFILE))
-        if any(sizes) and self._folder is not None:
-            where, which = self._folder / FOLDER, steps.replace("-", " ", 1)
-            print_rank_0(world, f"the profile of {which} is in {where}")
+            content = np.frombuffer(own, dtype=np.uint8)
+            if size and rank and world.rank == rank:
+                wait_request(world.comm.Isend(content, 0, tags.PROFILE))
+            elif size and world.rank == 0:
+                if rank:
+                    content = np.empty(size, dtype=np.uint8)
+                    wait_request(world.comm.Irecv(content, rank, tags.PROFILE))
+                name = f"rank-{world.infos[rank].world_rank}-{steps}.json.gz"
+                self._write(name, content.tobytes())
+        return sum(size > 0 for size in sizes)
 
-    def _write(self, name: str, parts: Any) -> None:
-        """Write a trace; if the disk is full, receive the rest and drop it."""
+    def _write(self, name: str, content: bytes) -> None:
         assert self._folder is not None
         path = self._folder / FOLDER / name
         try:
-            with tempfile.TemporaryFile(prefix=_PREFIX) as compressed:
-                for part in parts:
-                    compressed.write(part)
-                compressed.seek(0)
-                path.parent.mkdir(exist_ok=True)
-                with replacing(path) as file, gzip.open(compressed) as content:
-                    shutil.copyfileobj(content, file)
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path) as file:
+                file.write(content)
         except OSError as error:
-            for _ in parts:
-                pass
             reason = error.strerror or error
             _log.warning("%s could not be written: %s; training continues", path, reason)
 
@@ -155,19 +146,3 @@ def _start(world: World) -> Any:
         _log.warning("this rank is not profiled: %s: %s", type(error).__name__, error)
         return None
     return profile
-
-
-def _read(path: Path | None) -> Any:
-    assert path is not None
-    with path.open("rb") as file:
-        while part := file.read(_CHUNK_BYTES):
-            yield np.frombuffer(part, dtype=np.uint8)
-
-
-def _receive(comm: MPI.Comm, rank: int, size: int) -> Any:
-    """Return the parts of a file of so many bytes, as they arrive."""
-    while size:
-        part = np.empty(min(size, _CHUNK_BYTES), dtype=np.uint8)
-        wait_request(comm.Irecv(part, rank, tags.PROFILE))
-        size -= part.size
-        yield part

@@ -1,5 +1,6 @@
 """`kaitian-train` from the command line to the files it writes."""
 
+import gzip
 import io
 import json
 import math
@@ -253,9 +254,10 @@ def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path)
     assert "benchmark:" not in ended.out
     assert not (tmp_path / "run" / "timeline.json").exists()
     assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == (
-        ["rank-1-steps-2-3.json"]
+        ["rank-1-steps-2-3.json.gz"]
     )
-    profile = json.loads((tmp_path / "run" / "profile" / "rank-1-steps-2-3.json").read_text())
+    traced = (tmp_path / "run" / "profile" / "rank-1-steps-2-3.json.gz").read_bytes()
+    profile = json.loads(gzip.decompress(traced))
     names = [event["name"] for event in profile["traceEvents"]]
     assert names.count("Optimizer.step#SGD.step") == 2
     assert "kaitian:all_reduce" in names

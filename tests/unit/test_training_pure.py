@@ -11,7 +11,7 @@ from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.console import Table
+from kaitian_mpi.observe.console import table_lines
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, open_run_folder
 from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
 from kaitian_mpi.recipes.models import build_model
@@ -131,13 +131,8 @@ def test_a_step_without_a_bucket_only_waits(monkeypatch):
 
 
 def test_a_table_is_aligned_text():
-    table = Table("two ranks")
-    table.add_column("rank", justify="right")
-    table.add_column("host")
-    table.add_row("0", "a")
-    table.add_row("1", "longer")
-    assert table.lines() == [
-        "two ranks",
+    rows = [("rank", "host"), ("0", "a"), ("1", "longer")]
+    assert table_lines(rows, left=("host",)) == [
         "+------+--------+",
         "| rank | host   |",
         "+------+--------+",

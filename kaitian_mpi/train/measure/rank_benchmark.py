@@ -11,7 +11,6 @@ import torch
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import Table, show_table
 from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier, wait_until
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.cache import BenchmarkCache
