@@ -11,6 +11,7 @@ import torch
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import show_table
 from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier, wait_until
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.cache import BenchmarkCache
@@ -82,12 +83,9 @@ def show_benchmark(
 ) -> None:
     """Print each rank's cost and batch size, on world rank 0."""
     source = " (from --benchmark-cache)" if results[0].from_cache else ""
-    table = Table(f"benchmark{source}: samples per step sum to {sum(batch_sizes)}")
-    texts = ("group", "computes in", "")
     columns = ["rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score"]
     is_slowed = any(info.slowdown for info in world.infos)
-    for column in (*columns, "samples/step", *([""] if is_slowed else [])):
-        table.add_column(column, justify="left" if column in texts else "right")
+    rows = [[*columns, "samples/step", *([""] if is_slowed else [])]]
     for info, result, score, share in zip(world.infos, results, scores, batch_sizes, strict=True):
         cost = result.cost
         row = [
@@ -102,8 +100,9 @@ def show_benchmark(
         ]
         if is_slowed:
             row.append(f"slowed {info.slowdown} (emulated)" if info.slowdown else "")
-        table.add_row(*row)
-    show_table(world, table)
+        rows.append(row)
+    title = f"benchmark{source}: samples per step sum to {sum(batch_sizes)}"
+    show_table(world, title, rows, left=("group", "computes in", ""))
 
 
 def write_benchmark(world: World, setup: Setup, results: Sequence[RankMeasurement]) -> None:
