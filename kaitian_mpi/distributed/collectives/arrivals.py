@@ -54,7 +54,7 @@ class ArrivalTracker(_Limits):
         self._comm, self._store = comm, store
         self.set_timeout(timeout)
         self._calls = 0
-        self._arrived_at = self._done_at = time.monotonic()
+        self._arrived_at = time.monotonic()
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
@@ -69,28 +69,29 @@ class ArrivalTracker(_Limits):
         Raises a `CollectiveError` if a rank did not arrive within the group's timeout, or has left
         the group, or this rank arrives after the others' timeout.
         """
-        arrived_at = time.monotonic()
-        self._calls += 1
-        request = self._comm.Ibarrier()
         with part("wait for all ranks"):
-            if not wait_request(request, self._record_after_sec):
-                self._wait_long(request, ())
-        # Other ranks cannot have waited for this one since before its previous arrival. A blocking
-        # call follows, for which no rank may have given up.
-        self._done_at = time.monotonic()
-        if self._done_at - self._arrived_at > self._late_sec:
-            self._confirm()
-        self._arrived_at = arrived_at
+            self.complete(self._comm.Ibarrier())
 
     def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
         """Wait likewise until a nonblocking collective on tensors is done. Collective."""
+        arrived_at = time.monotonic()
         self._calls += 1
         if not wait_request(request, self._record_after_sec):
-            self._wait_long(request, tensors)
-        now = time.monotonic()
-        if now - self._done_at > self._late_sec:
-            self._confirm()
-        self._done_at = now
+            try:
+                self._wait_recorded(request)
+            except Exception:
+                keep_alive(request, tensors)
+                raise
+        # Other ranks cannot have waited for this one since before its previous arrival. A blocking
+        # call may follow, for which no rank may have given up.
+        if time.monotonic() - self._arrived_at > self._late_sec and (
+            self._settle(_PASSED) == _FAILED
+        ):
+            raise CollectiveError(
+                f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
+                f"{OPERATION_PLACEHOLDER} #{self._calls}: the others {self._failure()}"
+            )
+        self._arrived_at = arrived_at
 
     def close(self) -> None:
         """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
@@ -105,13 +106,6 @@ class ArrivalTracker(_Limits):
         """Return the ranks that have ended the group; none if `until` comes before the answer."""
         ended = self._store.items(_ENDED, until)
         return [rank for rank in range(self._comm.size) if str(rank) in ended]
-
-    def _wait_long(self, request: MPI.Request, tensors: tuple[torch.Tensor, ...]) -> None:
-        try:
-            self._wait_recorded(request)
-        except Exception:
-            keep_alive(request, tensors)
-            raise
 
     def _wait_recorded(self, request: MPI.Request) -> None:
         self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
@@ -130,8 +124,10 @@ class ArrivalTracker(_Limits):
         # A late rank may have arrived at this moment: either all continue, or all fail.
         if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
             return
-        name, missing = OPERATION_PLACEHOLDER, self._missing()
-        text = _timed_out(self._timeout_sec, name, self._calls, missing, self._comm.size)
+        arrived = self._store.items("arrived/")
+        size = self._comm.size
+        missing = [rank for rank in range(size) if int(arrived.get(str(rank), -1)) < self._calls]
+        text = _timed_out(self._timeout_sec, OPERATION_PLACEHOLDER, self._calls, missing, size)
         self._store.set(f"{_ENDED}{_FAILURE}", text)
         raise CollectiveError(text)
 
@@ -148,14 +144,6 @@ class ArrivalTracker(_Limits):
                 f"#{self._calls}, by destroy_process_group or the end of its script"
             )
 
-    def _confirm(self) -> None:
-        """Raise an error if a rank has given up waiting for this one."""
-        if self._settle(_PASSED) == _FAILED:
-            raise CollectiveError(
-                f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
-                f"{OPERATION_PLACEHOLDER} #{self._calls}: the others {self._failure()}"
-            )
-
     def _settle(self, outcome: bytes) -> bytes:
         """Return the outcome of this collective: that of the first rank to set it."""
         try:
@@ -166,11 +154,6 @@ class ArrivalTracker(_Limits):
     def _failure(self) -> str:
         text = self._store.get(f"{_ENDED}{_FAILURE}").decode()
         return text.replace(f"{OPERATION_PLACEHOLDER} ", "collective ")
-
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not recorded their arrival at this collective."""
-        arrived = self._store.items("arrived/")
-        return [r for r in range(self._comm.size) if int(arrived.get(str(r), -1)) < self._calls]
 
 
 class LibraryWatch(_Limits):
