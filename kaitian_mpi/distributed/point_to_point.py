@@ -127,7 +127,7 @@ class Mailbox:
         buffer = to_host(tensor)
         transfer = start_send(self._comm, buffer, target, tag)
         work = Message([tensor])
-        return self._follow(_Pending(transfer, work, _nothing, target, nullcontext()))
+        return self._follow(_Pending(transfer, work, lambda: None, target, nullcontext()))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
@@ -200,48 +200,50 @@ class Mailbox:
                 for item in waiting:
                     if item.transfer.is_receive:
                         item.transfer.cancel()
-            if self._finish_done(waiting):
+            done = [item for item in waiting if item.transfer.done()]
+            self._finish(done)
+            if done:
                 progress_at = now
                 continue
             if not is_closing:
                 self._fail_overdue(waiting, now)
             nap(now - progress_at)
 
-    def _finish_done(self, waiting: list[_Pending]) -> bool:
-        done = [item for item in waiting if item.transfer.done()]
-        if done:
-            self._forget(done)
+    def _finish(self, done: list[_Pending]) -> None:
+        with self._changed:
+            self._pending = [item for item in self._pending if item not in done]
         for item in done:
             if item.transfer.is_receive and item.transfer.is_cancelled:
                 self._fail_at_end(item)
-                continue
-            item.finish()
-        return bool(done)
-
-    def _forget(self, items: list[_Pending]) -> None:
-        with self._changed:
-            self._pending = [item for item in self._pending if item not in items]
+            else:
+                item.finish()
 
     def _fail_at_end(self, item: _Pending) -> None:
         awaited = item.describe(self._comm.size)
         item.work.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
 
     def _fail_overdue(self, waiting: list[_Pending], now: float) -> None:
-        """Fail messages that have timed out, or whose other rank has left the group."""
+        """Fail a message that has timed out, or whose other rank has left the group."""
         for item in waiting:
             if now - item.work.awaited_since > self._timeout_sec:
                 operation = "recv" if item.transfer.is_receive else "send"
-                self._fail(
-                    item,
-                    f"timed out after {self._timeout_sec:g} s in {operation}: "
-                    f"waiting for {item.describe(self._comm.size)}",
-                )
+                text = f"timed out after {self._timeout_sec:g} s in {operation}: waiting for "
+                self._fail(item, text + item.describe(self._comm.size))
                 return
         awaited = [item for item in waiting if now - item.work.awaited_since > _LEFT_INTERVAL_SEC]
         if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
             return
         self._left_checked_at = now
-        left = self._ranks_left(waiting)
+
+        def is_needed() -> bool:
+            # Whether this thread has something else to do than to wait for the store.
+            is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
+            return is_changed or any(item.transfer.done() for item in waiting)
+
+        try:
+            left = self._arrivals.ranks_left(until=is_needed)
+        except RankLostError:  # a thread that waits in MPI gets the error there
+            return
         for item in awaited:
             all_left = len(left) >= self._comm.size - 1
             has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
@@ -251,34 +253,19 @@ class Mailbox:
                 return
             item.peer_left = has_left
 
-    def _ranks_left(self, waiting: list[_Pending]) -> list[int]:
-        def is_needed() -> bool:
-            # Whether this thread has something else to do than to wait for the store.
-            is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
-            return is_changed or any(item.transfer.done() for item in waiting)
-
-        try:
-            return self._arrivals.ranks_left(until=is_needed)
-        except RankLostError:  # a thread that waits in MPI gets the error there
-            return []
-
     def _fail(self, item: _Pending, text: str) -> None:
         if item.transfer.is_receive:
             item.transfer.cancel()
             if not item.transfer.done():
                 return  # it is arriving at this moment
             if not item.transfer.is_cancelled:
-                self._forget([item])
-                item.finish()
+                self._finish([item])
                 return
         else:
             keep_alive(item)
-        self._forget([item])
+        with self._changed:
+            self._pending.remove(item)
         self._closed_reason = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)
         item.work.fail(error)
-
-
-def _nothing() -> None:
-    pass

@@ -1,7 +1,5 @@
 """How the relay's chunks are cut."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -36,7 +34,7 @@ def pipeline_sec(lengths, latency_sec, bytes_per_sec):
 @pytest.mark.parametrize("latency_sec", [5e-6, 5e-5, 1e-3])
 @pytest.mark.parametrize("bytes_per_sec", [1e8, 2e9, 2e10])
 @pytest.mark.parametrize("total", [1 * MB, 25 * MB, 64 * MB, 1 << 30])
-def test_equal_chunks_are_hardly_faster_whatever_their_length(latency_sec, bytes_per_sec, total):
+def test_no_other_length_is_clearly_faster(latency_sec, bytes_per_sec, total):
     pace = Pace(half_performance_bytes(stage(latency_sec, bytes_per_sec)), 8 * MB)
     ours = pipeline_sec(pace.lengths(total), latency_sec, bytes_per_sec)
     sizes = [min(64 << 10 << power, total) for power in range(8)]
@@ -67,29 +65,11 @@ def test_buffers_grow_from_those_of_an_empty_chunk():
 
 @pytest.mark.parametrize("half", [1, 70_000, 500_000, 3 * MB, 10**9])
 @pytest.mark.parametrize("memory_mb", [1, 32])
-def test_chunks_grow_and_shrink_by_what_a_copy_gains(half, memory_mb):
+def test_chunks_add_up_and_fit(half, memory_mb):
     pace = Pace(half, longest_chunk(memory_mb))
     for total in [0, 2, 99_998, 65_536, MB, 25 * MB + 6, 64 * MB, (1 << 30) + 8]:
         lengths = pace.lengths(total)
         assert sum(lengths) == total
         assert max(lengths) <= pace.limit_bytes
-        assert sum(length % 64 != 0 for length in lengths) <= 1
+        assert not any(length % 64 for length in lengths[:-1])
         assert min(lengths) > 0 or lengths == [0]
-        steps = [later - earlier for earlier, later in itertools.pairwise(lengths)]
-        assert max(map(abs, steps), default=0) <= half + (64 << 10)
-        signs = [step > 0 for step in steps if step]
-        assert signs == sorted(signs, reverse=True)
-
-
-@pytest.mark.parametrize("latency_sec", [5e-5, 2e-4])
-@pytest.mark.parametrize("total", [25 * MB, 64 * MB, 256 * MB])
-def test_growing_chunks_are_faster_than_equal_ones(latency_sec, total):
-    rate = 2.8e9
-    pace = Pace(int(latency_sec * rate), 8 * MB)
-    ours = pipeline_sec(pace.lengths(total), latency_sec, rate)
-    equal = min(
-        pipeline_sec([size] * (total // size), latency_sec, rate)
-        for size in (MB >> 1, MB, 2 * MB, 4 * MB, 8 * MB)
-    )
-    assert ours < equal
-    assert total < 64 * MB or ours <= 1.25 * total / rate

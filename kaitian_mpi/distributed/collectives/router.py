@@ -17,7 +17,7 @@ from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
-from kaitian_mpi.distributed.collectives.work import Finished, Queued
+from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import RankLostError, UnsupportedError
 from kaitian_mpi.observe.timeline import recorder
@@ -77,11 +77,8 @@ class Router:
         number = next(self._numbers)
         if not _profiler_enabled():
             return self._start(collective, result, number)
-        with profile_record(collective.name) as record:
-            work = self._start(collective, result, number)
-            if isinstance(work, Queued):
-                work.end_with(record)
-        return work
+        with profile_record(collective.name):
+            return self._start(collective, result, number)
 
     def _start(self, collective: Collective, result: Tensors, number: int) -> Work:
         if self._library is not None and collective.on_library is not None:

@@ -215,21 +215,13 @@ class VendorGroup:
 
     def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
-        if self.size == 1:
-            return
-        for root, piece in enumerate(tensor.split(list(shares))):
-            options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = dist.ReduceOp(op.kind), root
-            self._call_for_piece(self._backend.reduce, piece, options)
+        options = dist.ReduceOptions()
+        options.reduceOp = dist.ReduceOp(op.kind)
+        self._call_for_pieces("reduce", tensor, shares, options)
 
     def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
-        if self.size == 1:
-            return
-        for root, piece in enumerate(tensor.split(list(shares))):
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            self._call_for_piece(self._backend.broadcast, piece, options)
+        self._call_for_pieces("broadcast", tensor, shares, dist.BroadcastOptions())
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_sec = timeout.total_seconds()
@@ -258,11 +250,18 @@ class VendorGroup:
         # The library's threads end, which use the store, by MPI: before MPI does.
         self._backend = self._last = None
 
-    def _call_for_piece(self, call: Callable[..., Work], piece: torch.Tensor, options: Any) -> None:
-        """Call the library for a part of an all_reduce; the current stream waits for it."""
-        with self._calling("all_reduce"), _asking_for_a_work(options):
-            self._last = call([piece], options)
-            self._last.wait()
+    def _call_for_pieces(
+        self, name: str, tensor: torch.Tensor, shares: Sequence[int], options: Any
+    ) -> None:
+        """Call the library for the parts of an all_reduce; the current stream waits for them."""
+        if self.size == 1:
+            return
+        options.asyncOp = True  # see `_asking_for_a_work`
+        for root, piece in enumerate(tensor.split(list(shares))):
+            options.rootRank = root
+            with self._calling("all_reduce"):
+                self._last = getattr(self._backend, name)([piece], options)
+                self._last.wait()
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:

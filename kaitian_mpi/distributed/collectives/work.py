@@ -158,7 +158,7 @@ class Queued(Work):
     """
 
     __slots__ = (
-        *("_ends", "_error", "_future", "_has_future_reader", "_records", "_result"),
+        *("_ends", "_error", "_future", "_has_future_reader", "_result"),
         "is_error_seen",
     )
 
@@ -170,17 +170,8 @@ class Queued(Work):
         self._error: Exception | None = None
         self._ends: list[StreamEnd] = []
         self._has_future_reader = False
-        self._records: list[torch.futures.Future] = []
         self.is_error_seen = False
         """Whether anyone has asked for the outcome."""
-
-    def end_with(self, record: torch.autograd.profiler.record_function) -> None:
-        """End a profiler's record when the collective is done."""
-        end: torch.futures.Future = torch.futures.Future()
-        record._call_end_callbacks_on_future(end)
-        self._records.append(end)
-        if self._future.done():
-            self._end_records()
 
     def finish(self) -> None:
         """Mark it done, but for what this thread's streams of an accelerator have still to do.
@@ -251,20 +242,10 @@ class Queued(Work):
                 end.synchronize()
 
     def _complete(self, error: Exception | None) -> None:
-        # Before any waiter continues, so that a profile that ends now includes it.
-        self._end_records()
         if error is None:
             self._future.set_result(self._result)
         else:
             self._future.fail(error)
-        self._end_records()  # of one that was added meanwhile
-
-    def _end_records(self) -> None:
-        while self._records:
-            try:
-                self._records.pop().set_result(None)
-            except IndexError:  # another thread has just ended the last one
-                return
 
     def _wait_at_most(self, limit_sec: float) -> None:
         if not wait_until(self._future.done, limit_sec):

@@ -17,9 +17,8 @@ from itertools import islice
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network import encoded
 from kaitian_mpi.distributed.network.choice import Hosts, Route
-from kaitian_mpi.distributed.network.exchanges import EXCHANGES, Crossing, Exchange, Round
+from kaitian_mpi.distributed.network.exchanges import EXCHANGES, Crossing, Exchange, Round, encoded
 from kaitian_mpi.distributed.network.formats import BLOCK
 from kaitian_mpi.distributed.network.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer
@@ -82,7 +81,7 @@ class HostAllreduce:
         rounds = (
             self._round(
                 *(number, chunk, SUM, 0),
-                partial(encoded.allreduce, residual=residual, start=start + number * length),
+                partial(encoded, residual=residual, start=start + number * length),
                 unit=BLOCK,
             )
             for number, chunk in enumerate(wide.split(length))

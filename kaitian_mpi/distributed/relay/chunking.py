@@ -1,11 +1,9 @@
 """How long the relay's chunks are: measured once per communicator, the same on all its ranks.
 
 The exchange of n bytes, with what the host does to start the copies, takes a + n / B seconds: short
-chunks pay a often, with long ones the pipeline is filled and drained for long. Copies have no such
-a, so a copy out gains a on the exchange with every chunk, and each chunk may be a B longer than the
-one before it without being late; likewise at the end. So the lengths grow by a B, and shrink again:
-N bytes take about N / B + 2 sqrt(N a / B), while equal chunks take N / B + 2.8 sqrt(N a / B). The
-product a B is Hockney's half-performance length: the n at which a stage reaches half of B.
+chunks pay a often, with long ones the pipeline is filled and drained for long. N bytes in chunks of
+sqrt(N a B) bytes take the least. The product a B is Hockney's half-performance length: the n at
+which a stage reaches half of B.
 """
 
 from __future__ import annotations
@@ -41,22 +39,12 @@ class Pace(NamedTuple):
     def lengths(self, total_bytes: int) -> list[int]:
         """Return the lengths of the chunks of a tensor of so many bytes, which they add up to.
 
-        From 64 KB or more they grow by at most `half_bytes`, rounded up, and shrink so again; all
-        but one are multiples of 64 bytes.
+        All are equal, and multiples of 64 bytes, but for the last one.
         """
-        longest = max(self.limit_bytes, _MIN_CHUNK_BYTES)
-        growth = min(-(-self.half_bytes // _ALIGNMENT) * _ALIGNMENT, longest)
-        first = max(growth, _MIN_CHUNK_BYTES)
-        # Two slopes of k chunks are k (2 first + (k - 1) growth) bytes.
-        linear = 2 * first - growth
-        fitting = (math.isqrt(linear**2 + 4 * growth * total_bytes) - linear) // (2 * growth)
-        slope = [*range(first, longest + 1, growth)][:fitting]
-        left = total_bytes - 2 * sum(slope)
-        count = -(-left // min(first + len(slope) * growth, longest))
-        each = -(-left // max(count, 1) // _ALIGNMENT) * _ALIGNMENT
-        rest = [min(each, left - start) for start in range(0, left, each or 1)]
-        half = len(rest) // 2
-        return [*sorted(slope + rest[half:]), *sorted(slope + rest[:half], reverse=True)] or [0]
+        best = max(math.isqrt(total_bytes * self.half_bytes), _MIN_CHUNK_BYTES)
+        count = -(-total_bytes // min(best, max(self.limit_bytes, _MIN_CHUNK_BYTES)))
+        each = -(-total_bytes // max(count, 1) // _ALIGNMENT) * _ALIGNMENT
+        return [min(each, total_bytes - at) for at in range(0, total_bytes, each or 1)] or [0]
 
 
 def half_performance_bytes(seconds: tuple[float, float]) -> int:
