@@ -9,15 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kaitian_mpi.distributed.collectives.staging import SideStreams, Streams, from_host, to_host
+from kaitian_mpi.distributed.collectives.staging import (
+    NO_STREAMS,
+    SideStreams,
+    Streams,
+    from_host,
+    to_host,
+)
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
@@ -45,15 +49,38 @@ class Message(Queued):
     Its timeout starts with the first wait, as with gloo: a receive may be posted long before.
     """
 
-    source = -1
-    """The sender's rank, once the message has been received."""
-    awaited_since = float("inf")
-    """When the first wait for it started, by `time.perf_counter`."""
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        transfer: Transfer,
+        peer: int,
+        deliver: Callable[[], Any] = lambda: None,
+        streams: Streams = NO_STREAMS,
+    ) -> None:
+        """Create a work that is not done; `deliver` ends it, on `streams`."""
+        super().__init__([tensor])
+        self.transfer, self.peer = transfer, peer
+        self._deliver, self._streams = deliver, streams
+        self.source = -1
+        """The sender's rank, once the message has been received."""
+        self.awaited_since = float("inf")
+        """When the first wait for it started, by `time.perf_counter`."""
+        self.peer_left = False
 
     def _source_rank(self) -> int:
         return self.source
 
     source_rank = _source_rank
+
+    def finish(self) -> None:
+        self.source = self.transfer.source
+        with self._streams:
+            self._deliver()
+            super().finish()
+
+    def describe(self, size: int) -> str:
+        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
+        return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._start_timeout()
@@ -69,27 +96,6 @@ class Message(Queued):
 
     def _start_timeout(self) -> None:
         self.awaited_since = min(self.awaited_since, time.perf_counter())
-
-
-@dataclass(eq=False)
-class _Pending:
-    transfer: Transfer
-    work: Message
-    deliver: Callable[[], Any]
-    peer: int
-    streams: Streams
-    """The stream on which it is delivered, after work that the caller had queued before."""
-    peer_left: bool = False
-
-    def finish(self) -> None:
-        self.work.source = self.transfer.source
-        with self.streams:
-            self.deliver()
-            self.work.finish()
-
-    def describe(self, size: int) -> str:
-        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
-        return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
 
 
 class Mailbox:
@@ -111,7 +117,7 @@ class Mailbox:
         self._timeout_sec = timeout.total_seconds()
         self._on_failure = on_failure
         self._closed_reason = ""
-        self._pending: list[_Pending] = []
+        self._pending: list[Message] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed_at = float("inf")
@@ -125,9 +131,7 @@ class Mailbox:
         """Start sending a tensor on any device, which must not change until the work is done."""
         self._check("send", target)
         buffer = to_host(tensor)
-        transfer = start_send(self._comm, buffer, target, tag)
-        work = Message([tensor])
-        return self._follow(_Pending(transfer, work, lambda: None, target, nullcontext()))
+        return self._follow(Message(tensor, start_send(self._comm, buffer, target, tag), target))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
@@ -136,7 +140,7 @@ class Mailbox:
         transfer = start_receive(self._comm, buffer, source, tag)
         deliver = partial(from_host, buffer, tensor, non_blocking=True)
         streams = self._streams.after_caller(tensor)
-        return self._follow(_Pending(transfer, Message([tensor]), deliver, source, streams))
+        return self._follow(Message(tensor, transfer, source, deliver, streams))
 
     def close(self) -> bool:
         """End the thread; messages without a counterpart fail.
@@ -165,7 +169,7 @@ class Mailbox:
                 f"{name}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
             )
 
-    def _follow(self, item: _Pending) -> Message:
+    def _follow(self, item: Message) -> Message:
         with self._changed:
             self._pending.append(item)
             if self._thread is None:
@@ -174,7 +178,7 @@ class Mailbox:
                 )
                 self._thread.start()
             self._changed.notify()
-        return item.work
+        return item
 
     def _poll_or_abort(self) -> None:
         try:
@@ -209,7 +213,7 @@ class Mailbox:
                 self._fail_overdue(waiting, now)
             nap(now - progress_at)
 
-    def _finish(self, done: list[_Pending]) -> None:
+    def _finish(self, done: list[Message]) -> None:
         with self._changed:
             self._pending = [item for item in self._pending if item not in done]
         for item in done:
@@ -218,19 +222,19 @@ class Mailbox:
             else:
                 item.finish()
 
-    def _fail_at_end(self, item: _Pending) -> None:
+    def _fail_at_end(self, item: Message) -> None:
         awaited = item.describe(self._comm.size)
-        item.work.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
+        item.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
 
-    def _fail_overdue(self, waiting: list[_Pending], now: float) -> None:
+    def _fail_overdue(self, waiting: list[Message], now: float) -> None:
         """Fail a message that has timed out, or whose other rank has left the group."""
         for item in waiting:
-            if now - item.work.awaited_since > self._timeout_sec:
+            if now - item.awaited_since > self._timeout_sec:
                 operation = "recv" if item.transfer.is_receive else "send"
                 text = f"timed out after {self._timeout_sec:g} s in {operation}: waiting for "
                 self._fail(item, text + item.describe(self._comm.size))
                 return
-        awaited = [item for item in waiting if now - item.work.awaited_since > _LEFT_INTERVAL_SEC]
+        awaited = [item for item in waiting if now - item.awaited_since > _LEFT_INTERVAL_SEC]
         if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
             return
         self._left_checked_at = now
@@ -253,7 +257,7 @@ class Mailbox:
                 return
             item.peer_left = has_left
 
-    def _fail(self, item: _Pending, text: str) -> None:
+    def _fail(self, item: Message, text: str) -> None:
         if item.transfer.is_receive:
             item.transfer.cancel()
             if not item.transfer.done():
@@ -268,4 +272,4 @@ class Mailbox:
         self._closed_reason = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)
-        item.work.fail(error)
+        item.fail(error)

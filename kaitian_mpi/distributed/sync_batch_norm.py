@@ -92,7 +92,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize `input`, [samples, channels, ...]. Collective while it trains."""
-        if not self._is_synchronized():
+        is_alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
+        if is_alone or is_local() or not self.training:
             return super().forward(input)
         self._check_input_dim(input)
         output: torch.Tensor = _Synchronized.apply(  # type: ignore[no-untyped-call]
@@ -100,11 +101,6 @@ class SyncBatchNorm(_BatchNorm):
         )
         self.participation.computed(output)
         return output
-
-    def _is_synchronized(self) -> bool:
-        if not self.training or is_local() or not dist.is_initialized():
-            return False
-        return dist.get_world_size(self.process_group) > 1
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -188,7 +184,7 @@ class _Synchronized(torch.autograd.Function):
     ) -> torch.Tensor:
         group, takes_part = norm.process_group, norm.participation
         counts = takes_part.counts
-        own = moments(input) if counts else _no_moments(input)
+        own = moments(input if counts else input[:0])
         gathered = own.new_empty(dist.get_world_size(group), own.numel())
         with takes_part.waits():
             dist.all_gather(list(gathered.unbind()), own, group=group)
@@ -240,7 +236,7 @@ def moments(input: torch.Tensor) -> torch.Tensor:
     channels = input.size(1)
     count = input.numel() // max(channels, 1)
     if count == 0:
-        return _no_moments(input)
+        return input.new_zeros(2 * channels + 1, dtype=_dtype_of(input))
     dims = [dim for dim in range(input.dim()) if dim != 1]
     variance, mean = torch.var_mean(input.to(_dtype_of(input)), dims, correction=0)
     return torch.cat([mean, variance * count, mean.new_full((1,), count)])
@@ -291,10 +287,6 @@ def _through_statistics(
     of_input -= functional.batch_norm(
         input, mean, variance, factor * of_variance, factor * of_mean, False, 0.0, ctx.eps
     )
-
-
-def _no_moments(input: torch.Tensor) -> torch.Tensor:
-    return input.new_zeros(2 * input.size(1) + 1, dtype=_dtype_of(input))
 
 
 def _dtype_of(input: torch.Tensor) -> torch.dtype:

@@ -76,15 +76,6 @@ def test_collectives_with_gradients(world):
     assert sent.grad.tolist() == [float(rank + 1) for rank in range(world.size)]
 
 
-def test_sparse_all_reduce(world):
-    indices = torch.tensor([[world.rank, world.size]])
-    tensor = torch.sparse_coo_tensor(indices, torch.tensor([[1.0, 2.0]] * 2), (world.size + 1, 2))
-    dist.all_reduce(tensor)
-    dense = tensor.to_dense()
-    assert dense[: world.size].tolist() == [[1.0, 2.0]] * world.size
-    assert dense[world.size].tolist() == [float(world.size), 2.0 * world.size]
-
-
 class OneBranch(nn.Module):
     """Uses a different half of its parameters on each rank."""
 

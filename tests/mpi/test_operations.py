@@ -105,15 +105,6 @@ def test_all_to_all_of_uneven_pieces(world, place):
         assert values(piece).tolist() == [10.0 * source + world.rank] * (world.rank + 1)
 
 
-def test_all_to_all_single(world, place):
-    tensor = place(torch.arange(world.size * 2).reshape(world.size, 2) + 100 * world.rank)
-    output = place(torch.zeros(world.size, 2, dtype=torch.int64))
-    dist.all_to_all_single(output, tensor)
-    for source in range(world.size):
-        first = 2 * world.rank + 100 * source
-        assert values(output)[source].tolist() == [first, first + 1]
-
-
 def test_all_to_all_single_with_splits(world, place):
     given = [rank + 1 for rank in range(world.size)]
     taken = [world.rank + 1] * world.size
@@ -141,13 +132,6 @@ def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch)
             start = 5 * sum((source + target) % 3 for target in range(world.rank))
             expected = torch.arange(start, start + piece.numel(), dtype=torch.uint8) + 50 * source
             assert torch.equal(piece.reshape(-1), expected)
-
-
-def test_coalesced_operations(world):
-    tensors = [torch.full((3,), float(world.rank + 1)), torch.ones(2)]
-    dist.group.WORLD.allreduce_coalesced(tensors).wait()
-    assert tensors[0].tolist() == [float(ranks_sum(world))] * 3
-    assert tensors[1].tolist() == [float(world.size)] * 2
 
 
 @pytest.mark.ranks(2)

@@ -33,7 +33,7 @@ class Library:
 
     def __init__(self, carried, in_place):
         self.carried, self.in_place = carried, in_place
-        self.work = Finished([])
+        self.works = [Finished([])]
 
     def group_for(self, _, dtypes, op):
         return self if set(dtypes) == {torch.float32} else None

@@ -45,12 +45,6 @@ def test_all_ranks_get_the_same_name_and_a_new_one_each_time():
     assert len(names) == 3
 
 
-def test_missing_ranks_are_named_also_for_a_rank_that_arrives_late():
-    outcomes = arrive(dist.HashStore(), 4, {0: 0.0, 1: 1.2, 3: 0.1}, limit=0.5)
-    message = "timed out after 0.5 s in new_group: waiting for ranks 1, 2 of 4"
-    assert outcomes == {0: message, 1: message, 3: message}
-
-
 def test_a_rank_that_has_left_the_job_is_not_waited_for():
     outcomes = arrive(
         dist.HashStore(), 3, {0: 0.0, 2: 0.0}, departed=lambda missing: [r for r in missing if r]

@@ -43,25 +43,6 @@ def queue():
     made.let_go()
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_callback_runs_in_submission_order(queue, in_background):
-    queue.give("before")
-    asked = queue.held.get_future().then(
-        lambda _: queue.give("asked", in_background=in_background).wait()
-    )
-    queue.give("after")
-    assert queue.let_go() == ["held", "before", "asked", "after"]
-    assert asked.wait() is True
-
-
-def test_nested_callbacks_run_after_their_callback(queue):
-    chained = queue.held.get_future().then(lambda _: queue.give("first"))
-    chained.then(lambda _: queue.give("second"))
-    queue.give("after")
-    queue.held.get_future().add_done_callback(lambda _: queue.give("last"))
-    assert queue.let_go() == ["held", "first", "second", "after", "last"]
-
-
 @pytest.mark.parametrize("how", ["wait", "future"])
 def test_a_callback_may_wait_for_work_queued_after_it(queue, how):
     late = []

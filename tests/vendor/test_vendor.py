@@ -342,14 +342,6 @@ def test_a_work_of_several_calls_of_the_library_knows_its_success(world, device_
     assert work.exception() is None
 
 
-def test_objects_and_barriers(world):
-    gathered = [None] * world.size
-    dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * world.rank * 1_000})
-    assert [item["rank"] for item in gathered] == list(range(world.size))
-    dist.barrier()
-    dist.monitored_barrier()
-
-
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn], ids=str)
 def test_unsupported_reductions_are_rejected_before_anything_is_sent(world, device_of, dtype):
     tensor = device_of(torch.ones(world.size).to(dtype))

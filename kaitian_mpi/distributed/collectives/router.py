@@ -105,9 +105,12 @@ class Router:
             if recorder.current is not None:
                 start = self._recorded(start, collective, number, algorithm="vendor")
             if group.can_use_in_place(collective):
-                return start().work
-            with self._streams.after_caller(collective):
                 call = start()
+                if len(call.works) == 1:
+                    return call.works[0]
+            else:
+                with self._streams.after_caller(collective):
+                    call = start()
             return self._worker.run(collective.name, call.finish, result, is_async)
         except RankLostError:
             if not (self._worker.records_losses and is_async):

@@ -316,7 +316,7 @@ def _asking_for_a_work(options: Any) -> Iterator[None]:
         options.asyncOp = asked
 
 
-class VendorCall(Work):
+class VendorCall:
     """A collective that has been started on a vendor's library."""
 
     def __init__(
@@ -326,46 +326,16 @@ class VendorCall(Work):
         used: list[torch.Tensor],
     ) -> None:
         """Store the library's works, the tensors written (its own, the caller's) and its copies."""
-        super().__init__()
-        self._works, self._written, self._used = works, written, used
-
-    @property
-    def work(self) -> Work:
-        """The library's own work if there is only one, else this."""
-        return self._works[0] if len(self._works) == 1 else self
+        self.works = works
+        self._written, self._used = written, used
 
     def finish(self) -> None:
         """Copy the results to the caller's tensors, on the current stream."""
-        self.wait()
+        for work in self.works:
+            work.wait()
         # Only the current stream has waited, which may not be the one that they were made on.
         for tensor in self._used:
             keep_for_current_stream(tensor)
         self._used = []
         for result, tensor in self._written:
             from_host(result, tensor)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait until it is done."""
-        for work in self._works:
-            work.wait(*([timeout] if timeout else []))
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        # Not the works' own `is_success`, which raises an error for NCCL's.
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Any:
-        return next(filter(None, (work.exception() for work in self._works)), None)
-
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in self._written]
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future:
-        together = torch.futures.collect_all([work.get_future() for work in self._works])
-        return together.then(lambda _: self.result())

@@ -8,7 +8,6 @@ NaN or an infinity arrives as NaN throughout, so that the ranks see that the ste
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -19,45 +18,30 @@ BLOCK = 256
 """Values that share a scale. A tensor is cut for the ranks at multiples of it."""
 
 
-class WireFormat(Protocol):
-    """A way to write float32 values as bytes."""
-
-    def size(self, count: int) -> int:
-        """Return the bytes of so many values."""
-
-    def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-        """Encode values, and replace them by what `decode` will return.
-
-        Args:
-            values: flat, in float32.
-            lost: becomes what the format rounds off; as long, in float32.
-
-        Returns:
-            `size` bytes, a flat uint8 tensor.
-        """
-
-    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what was encoded to a flat float32 tensor."""
-
-
 class BFloat16:
     """Half the bytes: 8 bits of precision, the range of float32."""
 
     def size(self, count: int) -> int:
+        """Return the bytes of so many values."""
         return 2 * count
 
     def encode(self, values: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+        """Return flat float32 values as bytes, and replace them by what `decode` will return.
+
+        `lost`, as long, becomes what the format rounds off.
+        """
         encoded = values.to(torch.bfloat16)
         torch.sub(values, encoded, out=lost)
         values.copy_(encoded)
         return encoded.view(torch.uint8)
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what was encoded to a flat float32 tensor."""
         values.copy_(encoded.view(torch.bfloat16))
 
 
 class Blocks:
-    """Whole numbers of 8 or 4 bits, with a float32 scale for each block."""
+    """Whole numbers of 8 or 4 bits, with a float32 scale for each block; called likewise."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
@@ -123,6 +107,8 @@ class Blocks:
         else:
             torch.mul(numbers, scales, out=blocks)
 
+
+WireFormat = BFloat16 | Blocks
 
 FORMATS: dict[str, WireFormat] = {"bf16": BFloat16(), "int8": Blocks(8), "int4": Blocks(4)}
 """The formats by name, besides fp32, which sends the values as they are."""
