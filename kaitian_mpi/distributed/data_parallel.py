@@ -68,19 +68,15 @@ def data_parallel(
     check_wire(wire)
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
     _check_same_buckets(wrapped)
-    weights = _Weights(group, samples_of or count_rows, wire)
-    wrapped.residuals = weights.gradients.residuals  # type: ignore[assignment]
-    weights.gradients.attach(wrapped)
+    weights = _CountedSum(group, samples_of or count_rows, wire)
+    wrapped.residuals = weights.residuals  # type: ignore[assignment]
+    weights.attach(wrapped)
     for norm in sync_batch_norms(model):
         norm.process_group = norm.process_group or group
     participate(model, Participation(lambda: weights.samples_of_forward))
     wrapped.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
     wrapped.register_forward_hook(weights.after_forward)
     return wrapped
-
-
-def _nothing(is_last: bool) -> None:
-    pass
 
 
 @not_compiled
@@ -92,18 +88,11 @@ class WeightedSum:
     published implementations, is biased when the groups' batches differ.)
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        on_bucket: Callable[[bool], None] = _nothing,
-        wire: str = "fp32",
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, wire: str = "fp32") -> None:
         """Create the hook's state.
 
         Args:
             group: the process group to sum over; None for the default one.
-            on_bucket: called when a bucket's gradients are ready, before they are sent, with
-                whether it is the last of a backward.
             wire: the format in which gradients cross between hosts.
         """
         self.weight = 1.0
@@ -112,7 +101,7 @@ class WeightedSum:
         self._names: dict[int, str] = {}
         self._buckets: dict[int, tuple[list[int], Residual | None]] = {}
         self._sums: list[torch.Tensor] = []
-        self._group, self._on_bucket = group, on_bucket
+        self._group = group
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Make `model` reduce its gradients by this hook.
@@ -125,7 +114,6 @@ class WeightedSum:
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Start the weighted sum of one bucket; return a future of it."""
-        self._on_bucket(bucket.is_last())
         gradient, residual = bucket.buffer(), self._residual_of(bucket)
         if self.weight == 0:
             gradient.zero_()  # not multiplied by 0, which would keep a NaN
@@ -234,8 +222,8 @@ def _first_length(values: Iterable[Any]) -> int | None:
 
 
 @not_compiled
-class _Weights:
-    """Sets the hook's weight to this rank's fraction of the samples of a backward.
+class _CountedSum(WeightedSum):
+    """Weights the ranks by their samples of a backward.
 
     The all-reduce of the samples starts after the forward and is awaited at the backward's first
     bucket, so that no rank waits for a slower one's forward. It does not start before the forward:
@@ -244,13 +232,17 @@ class _Weights:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf, wire: str) -> None:
-        self.gradients = WeightedSum(group, on_bucket=self._bucket_ready, wire=wire)
-        self._group, self._samples_of = group, samples_of
+        super().__init__(group, wire)
+        self._samples_of = samples_of
         self._samples = 0
         self.samples_of_forward = 0
         """The samples of the last forward, by which its batch norms' sums are weighted."""
         self._samples_in_eval: int | None = None
         self._sum: Fraction | None = None
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        self._weigh()
+        return super().reduce(bucket)
 
     def before_forward(
         self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,7 +272,7 @@ class _Weights:
         if torch.is_grad_enabled() and model.training and model.require_backward_grad_sync:
             self._start_sum()
 
-    def _bucket_ready(self, is_last: bool) -> None:
+    def _weigh(self) -> None:
         """Set the weight at a backward's first bucket; do nothing at the others."""
         if self._sum is None:
             if self._samples_in_eval is None:
@@ -288,7 +280,7 @@ class _Weights:
             self._samples += self._samples_in_eval
             self._start_sum()
         assert self._sum is not None
-        self.gradients.weight = self._sum.value()
+        self.weight = self._sum.value()
         self._samples, self._samples_in_eval, self._sum = 0, None, None
 
     def _start_sum(self) -> None:

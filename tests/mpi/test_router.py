@@ -35,8 +35,8 @@ class Library:
         self.carried, self.in_place = carried, in_place
         self.works = [Finished([])]
 
-    def group_for(self, _, dtypes, op):
-        return self if set(dtypes) == {torch.float32} else None
+    def serves(self, _, dtypes, op):
+        return set(dtypes) == {torch.float32}
 
     def can_use_in_place(self, _):
         return self.in_place

@@ -79,7 +79,6 @@ def test_operations_other_than_all_reduce(world, put):
         test_vendor.check_moves(world, put, torch.float32, length, range(world.size))
         test_vendor.check_reductions(world, put, torch.float32, length)
     test_vendor.test_uneven_parts_of_one_tensor(world, put)
-    test_vendor.test_objects_and_barriers(world)
 
 
 def test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm):

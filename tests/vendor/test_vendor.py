@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.distributed.collectives import vendor
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.distributed.data_parallel import _Weights, count_rows
+from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
 from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -626,15 +626,15 @@ def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
         raise AssertionError(f"the library takes {tensor.dtype} to the device")
 
     monkeypatch.setattr(dist, "all_reduce", refuse)
-    weights = _Weights(None, count_rows, "fp32")
+    weights = _CountedSum(None, count_rows, "fp32")
     weights._samples = world.rank + 1
     weights._start_sum()
     step = StepInProgress()
     step.own_samples, step.own_weight = 1, world.rank + 1.0
     step.sum_weights()
-    weights._bucket_ready(is_last=True)
+    weights._weigh()
     share = (world.rank + 1) / total.item()
-    assert [weights.gradients.weight, step.weight_of_share()] == [share, share]
+    assert [weights.weight, step.weight_of_share()] == [share, share]
 
 
 @pytest.mark.sizes(2)

@@ -26,7 +26,7 @@ import torch
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
-from kaitian_mpi.distributed.collectives.vendor import VendorGroup, VendorLibrary
+from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
 from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
@@ -71,11 +71,10 @@ class Grouping:
 
     def usable(
         self, tensor: torch.Tensor, op: Reduction
-    ) -> tuple[VendorGroup | HostGroup, torch.Tensor]:
+    ) -> tuple[VendorLibrary | HostGroup, torch.Tensor]:
         """Return what reduces a tensor in the group, and the tensor as that takes it."""
-        vendor = self._vendor.group_for("reduce", [tensor.dtype], op.without_division.kind)
-        if vendor is not None:
-            return vendor, vendor.usable(tensor.detach())
+        if self._vendor.serves("reduce", [tensor.dtype], op.without_division.kind):
+            return self._vendor, self._vendor.usable(tensor.detach())
         # Without a vendor's library a group works in host memory; a single rank need not.
         return self._host, contiguous(tensor) if self._host.size == 1 else to_host(tensor)
 
@@ -117,7 +116,7 @@ class HybridOperations(HostOperations):
 
     def _allreduce(
         self,
-        group: VendorGroup | HostGroup,
+        group: VendorLibrary | HostGroup,
         tensor: torch.Tensor,
         op: Reduction,
         precision: Precision,

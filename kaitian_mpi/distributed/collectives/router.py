@@ -16,7 +16,7 @@ from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
 from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 from kaitian_mpi.distributed.collectives.staging import SideStreams
-from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorGroup, VendorLibrary
+from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorLibrary
 from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import RankLostError, UnsupportedError
@@ -83,9 +83,8 @@ class Router:
     def _start(self, collective: Collective, result: Tensors, number: int) -> Work:
         if self._library is not None and collective.on_library is not None:
             dtypes = [tensor.dtype for tensor in result]
-            group = self._library.group_for(collective.name, dtypes, collective.op)
-            if group is not None:
-                return self._start_on_library(collective, result, number, group)
+            if self._library.serves(collective.name, dtypes, collective.op):
+                return self._start_on_library(self._library, collective, result, number)
         call = collective.on_host(self._host)
         if recorder.current is not None:
             call = self._recorded(call, collective, number)
@@ -93,7 +92,7 @@ class Router:
         return self._worker.run(collective.name, call, result, is_async, collective)
 
     def _start_on_library(
-        self, collective: Collective, result: Tensors, number: int, group: VendorGroup
+        self, library: VendorLibrary, collective: Collective, result: Tensors, number: int
     ) -> Work:
         is_async = collective.options.asyncOp
         try:
@@ -101,10 +100,10 @@ class Router:
             self._worker.drain(collective.name)
             # In the caller's thread, because a vendor's library must be called for all groups in
             # the same order on every rank.
-            start: Callable[[], VendorCall] = partial(group.start, collective)
+            start: Callable[[], VendorCall] = partial(library.start, collective)
             if recorder.current is not None:
                 start = self._recorded(start, collective, number, algorithm="vendor")
-            if group.can_use_in_place(collective):
+            if library.can_use_in_place(collective):
                 call = start()
                 if len(call.works) == 1:
                     return call.works[0]

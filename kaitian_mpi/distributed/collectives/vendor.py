@@ -52,7 +52,13 @@ class OwnDevice:
 
 
 class VendorLibrary:
-    """The library of this rank's group; it is initialized when it is first needed."""
+    """The ranks of this rank's group, connected by their vendor's library.
+
+    Tensors on the host, or not contiguous, are copied to this rank's device and back, so that no
+    rank depends on where another's tensors are. Operations are only started here: they run on the
+    device after the work already queued on the calling thread's current stream. The library is
+    initialized when it is first needed. A group of one rank needs none: no threads, no store.
+    """
 
     def __init__(
         self,
@@ -70,71 +76,86 @@ class VendorLibrary:
         """
         self.is_present = own.has_vendor
         """Whether there is such a library."""
-        self._own, self._comms = own, comms
+        self.rank, self.size = comms.group.rank, comms.group.size
+        self._kind, self._device, self._comms = own.kind, own.device, comms
         self._store, self._group_store = store, group_store
         self._timeout = timeout
         self._on_failure = on_failure
         self._failure: CollectiveError | None = None
         self._watch: LibraryWatch | None = None
         self._lock = threading.Lock()
-        self._group: VendorGroup | None = None
+        self._is_joined = self._is_aborted = False
+        self._backend: Any = None
+        self._last: Work | None = None
 
-    def group_for(
-        self, name: str, dtypes: Iterable[torch.dtype], op: Any = None
-    ) -> VendorGroup | None:
-        """Return the library's group of the group's ranks; None for an unsupported operation.
+    def serves(self, name: str, dtypes: Iterable[torch.dtype], op: Any = None) -> bool:
+        """Return whether the library has an operation.
 
         The same on all ranks of the group; collective over them the first time. `op` is torch's
         reduce operation, None if nothing is reduced.
         """
-        if not self.is_present or name in self._own.kind.vendor_lacks:
-            return None
+        if not self.is_present or name in self._kind.vendor_lacks:
+            return False
         named = None if op is None else getattr(op, "op", op).name
-        if not all(self._own.kind.vendor_supports(dtype, named) for dtype in dtypes):
-            return None
-        if self._group is None:
-            self._group = self._join()
-        return self._group
+        if not all(self._kind.vendor_supports(dtype, named) for dtype in dtypes):
+            return False
+        if not self._is_joined:
+            self._join()
+        return True
 
-    def _join(self) -> VendorGroup:
-        own, comms, group = self._own, self._comms, self._comms.own
+    def _join(self) -> None:
+        comms, group = self._comms, self._comms.own
         # No other group of the same store has this prefix.
         prefix = f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
         if ulfm.is_enabled():
-            faults = own.kind.leave_losses_to_caller()
+            faults = self._kind.leave_losses_to_caller()
             if faults and comms.world.rank == 0:
                 _log.warning("%s", "; ".join(faults))
-        watch = self._watch = LibraryWatch(
-            comms.world, group.ranks, self._group_store.view(prefix), self._timeout, self._fail
-        )
-        store = dist.PrefixStore(prefix, self._store)
-        limit = self._timeout + _LIBRARY_MARGIN
-        rank, size = comms.group.rank, comms.group.size
-        made = VendorGroup(own.kind, own.device, store, rank, size, limit, watch.called)
+        view = self._group_store.view(prefix)
+        self._watch = LibraryWatch(comms.world, group.ranks, view, self._timeout, self._fail)
+        backend = None
+        if self.size > 1:
+            store, limit = dist.PrefixStore(prefix, self._store), self._timeout + _LIBRARY_MARGIN
+            backend = self._kind.create_vendor_group(store, self.rank, self.size, limit)
         with self._lock:
-            if self._failure is None:
-                return made
-        made.abort()
-        raise self._failure
+            self._backend, self._is_joined = backend, True
+        if self._failure is not None:
+            self._abort()
+            raise self._failure
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         if self._watch is not None:
             self._watch.set_timeout(timeout)
-        if self._group is not None:
-            self._group.set_timeout(timeout + _LIBRARY_MARGIN)
+        if hasattr(self._backend, "_set_default_timeout"):
+            self._backend._set_default_timeout(timeout + _LIBRARY_MARGIN)
 
     def abort(self, failure: CollectiveError) -> None:
         """End what waits in the library, and make later calls fail. May be called by any thread."""
         with self._lock:
-            self._failure, group = self._failure or failure, self._group
-        if group is not None:
-            group.abort()
+            self._failure = self._failure or failure
+        self._abort()
+
+    def _abort(self) -> None:
+        with self._lock:
+            backend = None if self._is_aborted else self._backend
+            self._is_aborted = self._is_joined
+        if backend is not None:
+            self._kind.abort_vendor_group(backend)
 
     def close(self) -> None:
-        """Release the library's resources. Collective over the ranks of the group."""
-        if self._group is not None:
-            self._group.close()
+        """Wait for what this rank has started, up to the timeout, and end the library's group.
+
+        Not collective. A library's own `shutdown` waits without a limit, and NCCL's from 2.31.2 on
+        for the other ranks of the host as well (pytorch#194775), so that ranks which destroy their
+        groups in different orders would wait forever.
+        """
+        if (last := self._last) is not None:
+            limit_sec = (self._timeout + _LIBRARY_MARGIN).total_seconds()
+            wait_until(lambda: self._is_aborted or last.is_completed(), limit_sec)
+        self._abort()
+        # The library's threads end, which use the store, by MPI: before MPI does.
+        self._backend = self._last = None
         if self._watch is not None:  # to the end: the group may still wait for others
             self._watch.close()
 
@@ -146,38 +167,6 @@ class VendorLibrary:
             abort_job(1)
         self._on_failure(failure)
         self.abort(failure)
-
-
-class VendorGroup:
-    """The ranks of one group, connected by their vendor's library.
-
-    Tensors on the host, or not contiguous, are copied to this rank's device and back, so that no
-    rank depends on where another's tensors are. Operations are only started here: they run on the
-    device after the work already queued on the calling thread's current stream. A group of one
-    rank needs no library: no threads, no store.
-    """
-
-    def __init__(
-        self,
-        kind: Device,
-        device: torch.device,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        on_call: Callable[[str], None],
-    ) -> None:
-        """Join the group. Collective over its ranks; `on_call` is given the name of each call."""
-        self._on_call = on_call
-        self.rank, self.size = rank, size
-        self._kind, self._device = kind, device
-        self._timeout_sec = timeout.total_seconds()
-        self._last: Work | None = None
-        self._is_aborted = False
-        self._lock = threading.Lock()
-        self._backend: Any = None
-        if size > 1:
-            self._backend = kind.create_vendor_group(store, rank, size, timeout)
 
     def can_use_in_place(self, collective: Collective) -> bool:
         return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
@@ -223,33 +212,6 @@ class VendorGroup:
         """Copy piece r of a flat tensor, `shares[r]` long, from rank r to every rank."""
         self._call_for_pieces("broadcast", tensor, shares, dist.BroadcastOptions())
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_sec = timeout.total_seconds()
-        if hasattr(self._backend, "_set_default_timeout"):
-            self._backend._set_default_timeout(timeout)
-
-    def abort(self) -> None:
-        """End what waits in the library and release its resources. May be called by any thread."""
-        with self._lock:
-            if self._is_aborted:
-                return
-            self._is_aborted = True
-        if self.size > 1:
-            self._kind.abort_vendor_group(self._backend)
-
-    def close(self) -> None:
-        """Wait for what this rank has started, up to the timeout, and end the library's group.
-
-        Not collective. A library's own `shutdown` waits without a limit, and NCCL's from 2.31.2 on
-        for the other ranks of the host as well (pytorch#194775), so that ranks which destroy their
-        groups in different orders would wait forever.
-        """
-        if (last := self._last) is not None:
-            wait_until(lambda: self._is_aborted or last.is_completed(), self._timeout_sec)
-        self.abort()
-        # The library's threads end, which use the store, by MPI: before MPI does.
-        self._backend = self._last = None
-
     def _call_for_pieces(
         self, name: str, tensor: torch.Tensor, shares: Sequence[int], options: Any
     ) -> None:
@@ -268,7 +230,8 @@ class VendorGroup:
         """Raise an error of the library's as a lost rank if this is the cause."""
         if self._is_aborted:
             raise RankLostError("a rank is lost")
-        self._on_call(name)
+        assert self._watch is not None
+        self._watch.called(name)
         try:
             yield
         except Exception as error:
