@@ -30,7 +30,7 @@ from kaitian_mpi.distributed.collectives.collective import (
     check_whole,
     element_counts,
 )
-from kaitian_mpi.distributed.collectives.torch_releases import not_compiled, with_names_before_2_13
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import reduction
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 
 @not_compiled
-@with_names_before_2_13
 class CollectiveCalls(dist.ProcessGroup):
     """The methods by which torch starts a collective, with torch's signatures. All are collective.
 
@@ -325,6 +324,13 @@ class CollectiveCalls(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or BarrierOptions()
         return self._run(Collective("barrier", [], [], opts, lambda host: host.barrier))
+
+    # The names that torch before 2.13 calls.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
 def _all_reduce_on_library(opts: AllreduceOptions) -> Callable[[Any, Any, Any], list[Work]]:

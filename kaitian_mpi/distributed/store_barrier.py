@@ -1,9 +1,7 @@
 """Barriers in a store, after which every rank knows which ranks are missing.
 
-Creating a communicator is a blocking MPI call without a timeout. So the ranks of a new group first
-meet in the group's own torch store: either every rank learns that all have arrived, or every rank
-that has gets an error that names the missing ones. `monitored_barrier` is the same in the store of
-a group.
+Creating a communicator is a blocking MPI call without a timeout, so the ranks of a new group first
+meet in the group's torch store. `monitored_barrier` is the same in a group's own store.
 """
 
 from __future__ import annotations

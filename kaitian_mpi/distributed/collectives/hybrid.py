@@ -1,19 +1,8 @@
 """Collectives between several groups of ranks, with an allreduce that uses vendor libraries.
 
-Inside a group (the ranks of one kind, or those of one host) data moves by the vendor's library or,
-without one, by MPI in host memory. Between groups it moves by the relay: device, host, MPI, host,
-device.
-
-`flat`
-    One MPI allreduce over all ranks, each through its own host memory.
-`leader`
-    Reduce to the leader of each group, allreduce among the leaders, broadcast in the group.
-`striped`
-    Like `leader`, with as many leaders per group (lanes) as the smallest group has ranks, each
-    for an equal part. `leader` is the case of one lane.
-`leader-by-host`, `striped-by-host`
-    The same in groups by kind and host, where the others' are by kind and both are there to choose
-    from. No library then connects hosts, and the lanes cross each host's link once for all kinds.
+`flat` is one MPI allreduce over all ranks. `striped` reduces inside each group, then among lanes of
+one rank per group, each for an equal part, and gathers inside the group; `leader` has one lane.
+`leader-by-host` and `striped-by-host` do so in groups by kind and host.
 """
 
 from __future__ import annotations

@@ -12,23 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import Work
 
-_NAMES_BEFORE_2_13 = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-
-GroupType = TypeVar("GroupType", bound=type)
-
-
-def with_names_before_2_13(group: GroupType) -> GroupType:
-    """Add the method names that torch before 2.13 calls: a class decorator for process groups."""
-    for name, earlier in _NAMES_BEFORE_2_13.items():
-        setattr(group, earlier, getattr(group, name))
-    return group
-
 
 def all_gather_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
     """Start gathering each rank's `inputs[i]` into `outputs[i]` on a vendor's process group."""

@@ -1,10 +1,7 @@
-"""An allreduce in host memory among ranks on several hosts.
+"""An allreduce in host memory among ranks on several hosts, in rounds of which several are open.
 
-The tensor is cut into rounds. In each, the ranks of a host are reduced to one of them, which
-exchanges the round with one rank of each other host and returns the result to its own host. So each
-byte crosses a host's link only as often as the exchange needs. With several lanes, the ranks of a
-host take turns, round by round, in doing that. Several rounds are in progress at once: while one
-waits for the network, others are reduced inside the host.
+The ranks of a host are reduced to one of them, which exchanges the round with one rank of each
+other host and returns the result. With several lanes, the ranks of a host take turns.
 """
 
 from __future__ import annotations
@@ -66,7 +63,9 @@ class HostAllreduce:
             return
         length = round_elements(tensor, self._hosts.size, route.lanes)
         chunks = enumerate(tensor.split(length))
-        exchange = EXCHANGES[_exchange_for(tensor.dtype, route)]
+        # A ring would round 16-bit floats on each host.
+        is_rounded = tensor.is_floating_point() and tensor.dtype in ACCUMULATION_DTYPES
+        exchange = EXCHANGES["pairwise" if is_rounded else route.algorithm]
         rounds = (self._round(n, chunk, op, n % route.lanes, exchange) for n, chunk in chunks)
         run_rounds(rounds, _ROUNDS_AT_ONCE * route.lanes)
 
@@ -153,36 +152,6 @@ def round_elements(tensor: torch.Tensor, hosts: int, lanes: int = 1) -> int:
     return part // tensor.element_size() * hosts
 
 
-def _exchange_for(dtype: torch.dtype, route: Route) -> str:
-    """Return the exchange for a dtype: a ring would round 16-bit floats on each host."""
-    is_rounded = dtype.is_floating_point and dtype in ACCUMULATION_DTYPES
-    return "pairwise" if is_rounded else route.algorithm
-
-
-class _Started:
-    """A round in progress."""
-
-    def __init__(self, steps: Round) -> None:
-        self._steps = steps
-        self._requests: Sequence[MPI.Request] | None = ()
-
-    @property
-    def is_done(self) -> bool:
-        return self._requests is None
-
-    def advance(self) -> bool:
-        """Continue if MPI is done with all requests; return whether it was."""
-        if self._requests is None or not MPI.Request.Testall(list(self._requests)):
-            return False
-        self._requests = next(self._steps, None)
-        return True
-
-
-def _advance(started: Sequence[_Started]) -> bool:
-    """Continue all rounds that can; return whether any could."""
-    return any([each.advance() for each in started])  # noqa: C419 - not only the first
-
-
 def run_rounds(rounds: Iterable[Round], at_once: int) -> None:
     """Run rounds, of which at most `at_once` are in progress, and sleep while all of them wait.
 
@@ -190,12 +159,25 @@ def run_rounds(rounds: Iterable[Round], at_once: int) -> None:
     circle.
     """
     waiting = iter(rounds)
-    started = [_Started(steps) for steps in islice(waiting, at_once)]
+    started: dict[Round, Sequence[MPI.Request]] = {}
+
+    def advance() -> bool:
+        """Continue all rounds that can; return whether any could."""
+        ready = [each for each, requests in started.items() if MPI.Request.Testall([*requests])]
+        for each in ready:
+            requests = next(each, None)
+            if requests is None:
+                del started[each]
+            else:
+                started[each] = requests
+        return bool(ready)
+
     try:
-        while started:
-            wait_until(partial(_advance, started), yield_sec=_YIELD_SEC, min_nap_sec=_NAP_SEC)
-            started = [each for each in started if not each.is_done]
-            started += [_Started(steps) for steps in islice(waiting, at_once - len(started))]
+        while True:
+            started.update((each, ()) for each in islice(waiting, at_once - len(started)))
+            if not started:
+                return
+            wait_until(advance, yield_sec=_YIELD_SEC, min_nap_sec=_NAP_SEC)
     except BaseException:
         keep_alive(started)  # MPI may still write to their buffers
         raise

@@ -1,15 +1,4 @@
-"""The exchanges of one round between hosts: over which messages they reduce its parts.
-
-`pairwise`
-    Each host sums up one part, which the others send to it. Two messages' latency for any number of
-    hosts, and each part is rounded once. Each host sends to all others at once, so that the
-    switches between them have to carry all pairs.
-`ring`
-    Each host receives from the one before it alone, and sends to the one after it, which suits
-    switches that cannot carry all pairs at full speed. Every part passes through all hosts twice:
-    once to be summed up, once to be distributed (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009).
-"""
+"""The exchanges of one round between hosts: over which messages they reduce its parts."""
 
 from __future__ import annotations
 
@@ -85,7 +74,11 @@ class Crossing:
 
 
 def pairwise(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
-    """Reduce the parts over all hosts, in place; part h is summed on host h."""
+    """Reduce the parts over all hosts, in place; part h is summed on host h.
+
+    Two messages' latency for any number of hosts, and each part is rounded once. Each host sends to
+    all others at once, so that the switches between them have to carry all pairs.
+    """
     own = parts[crossing.host]
     arrived = [crossing.room_for(own, number) for number in range(crossing.size - 1)]
     received = [
@@ -102,7 +95,12 @@ def pairwise(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
 
 
 def ring(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
-    """Reduce the parts over all hosts, in place; the sum of part h is complete on host h - 1."""
+    """Reduce the parts over all hosts, in place; the sum of part h is complete on host h - 1.
+
+    Each host receives from the one before it and sends to the one after it, which suits switches
+    that cannot carry all pairs at full speed (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009).
+    """
     host, size = crossing.host, crossing.size
     before, after = (host - 1) % size, (host + 1) % size
     sent = []

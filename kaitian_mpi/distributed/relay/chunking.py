@@ -1,9 +1,7 @@
 """How long the relay's chunks are: measured once per communicator, the same on all its ranks.
 
-The exchange of n bytes, with what the host does to start the copies, takes a + n / B seconds: short
-chunks pay a often, with long ones the pipeline is filled and drained for long. N bytes in chunks of
-sqrt(N a B) bytes take the least. The product a B is Hockney's half-performance length: the n at
-which a stage reaches half of B.
+The exchange of n bytes takes a + n / B seconds, so N bytes in chunks of sqrt(N a B) bytes take the
+least. The product a B is Hockney's half-performance length: at that n a stage reaches half of B.
 """
 
 from __future__ import annotations
