@@ -1,12 +1,11 @@
 """PyTorch's own tests of a process group, between the ranks of one mpirun.
 
-    mpirun -np 3 python tests/mpi/torch_suite.py --backend kaitian --json results.jsonl
+    mpirun -np 3 python tests/mpi/torch_suite.py --backend kaitian
 
 They come with torch, which spawns processes for each test and knows its own backends by name. Here
 the ranks of mpirun run one after the other, and what a test asks of gloo the chosen backend does.
 
-A test that hangs, or that ends its rank, ends the run. Given again with the same `--json` file, the
-command goes on behind it.
+A test that hangs, or that ends its rank, ends the run.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
-import json
 import os
 import re
 import shutil
@@ -51,22 +49,16 @@ def main() -> None:
     warnings.simplefilter("ignore")  # torch's own notes about its older parts
     comm = initialize_mpi().Dup()
     die_with_launcher()
-    known = gather_values(comm, {} if comm.rank else _known(options.json))[0]
-    suite = Suite(comm, options.backend, options.decorators, options.json, options.quiet)
-    names = [name for name in suite.names() if re.search(options.k, name)]
-    names = [name for name in names if name not in (*options.skip, *known)]
-    if options.list:
-        _print_once(comm, "\n".join(names))
-        return
-    began = time.monotonic()
-    for name in names:
-        if max(gather_values(comm, time.monotonic() - began)) > options.budget:
-            break
+    suite = Suite(comm, options.backend, options.quiet)
+    results = []
+    for name in suite.names():
+        if not re.search(options.k, name):
+            continue
         last = 0 if comm.rank else _GRACE_SEC
         faulthandler.dump_traceback_later(options.limit + last, exit=not comm.rank)
-        known[name] = suite.run(name)
+        results.append(suite.run(name))
         faulthandler.cancel_dump_traceback_later()
-    count = {result: list(known.values()).count(result) for result in sorted({*known.values()})}
+    count = {result: results.count(result) for result in sorted({*results})}
     _print_once(comm, f"{options.backend}, {comm.size} ranks: {count}")
     sys.exit(1 if count.get("fail") else 0)
 
@@ -74,22 +66,11 @@ def main() -> None:
 class Suite:
     """The test bodies, bound to the ranks of `comm`."""
 
-    def __init__(
-        self, comm: Any, backend: str, decorators: str, path: Path | None, quiet: bool
-    ) -> None:
-        """Load the test bodies. Collective.
-
-        Args:
-            comm: the ranks.
-            backend: what makes the groups.
-            decorators: the backend that the tests' decorators see, and so what is skipped.
-            path: where results are appended.
-            quiet: whether to print only the tests that fail.
-        """
-        self._comm, self._backend, self._decorators, self._path = comm, backend, decorators, path
-        self._quiet = quiet
+    def __init__(self, comm: Any, backend: str, quiet: bool) -> None:
+        """Load the test bodies, for groups of `backend`. Collective."""
+        self._comm, self._backend, self._quiet = comm, backend, quiet
         # The bodies' decorators read these at import.
-        os.environ.update(BACKEND=decorators, WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1")
+        os.environ.update(BACKEND="gloo", WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1")
         os.environ.update(INIT_METHOD="file://", PYTORCH_PRINT_REPRO_ON_FAILURE="0")
         _stand_in_for_expecttest()
         import torch
@@ -101,7 +82,7 @@ class Suite:
         if backend == "kaitian":
             from kaitian_mpi.distributed.startup import use_backend_for
 
-            use_backend_for([decorators, "gloo"])
+            use_backend_for(["gloo"])
         self._bodies = importlib.import_module(_BODIES)
         self._bodies.Barrier.sync = self._sync
         base, tests = self._bodies.TestDistBackend, self._bodies.DistributedTest._DistTestBase
@@ -116,7 +97,6 @@ class Suite:
         """Run one test on all ranks; print and return the result: pass, fail or skip."""
         began = time.monotonic()
         folder = self._fresh_folder()
-        self._record({"test": name, "result": "unfinished"}, by=0)
         result = self._agree(name, began, self._attempt(name, lambda: self._body(name, folder)))
         # Only after the result is known: after a failure this may hang.
         end = self._agree(name, began, self._attempt(name, self._tear_down), only_failure=True)
@@ -136,7 +116,6 @@ class Suite:
                 line.update(result="fail", why=f"{type(error).__name__}: {error}")
                 line.update(rank=self._comm.rank, trace=traceback.format_exc())
                 write_labelled(line["trace"])  # now, and here: the other ranks may hang
-                self._record(line, by=self._comm.rank)
         line["seconds"] = time.monotonic()
         return line
 
@@ -150,7 +129,6 @@ class Suite:
         )
         if line["result"] == "fail" or not only_failure:
             line["seconds"] = round(line["seconds"] - began, 1)
-            self._record(line, by=0)
             who = f"rank {line['rank']}: " if "rank" in line else ""
             why = who + line["why"].partition("\n")[0]
             took = f"{line['seconds']:5.1f} s"
@@ -166,7 +144,7 @@ class Suite:
         from torch.testing._internal.common_utils import set_rng_seed
 
         bodies = self._bodies
-        bodies.BACKEND = self._backend if name in _OF_THE_NAME else self._decorators
+        bodies.BACKEND = self._backend if name in _OF_THE_NAME else "gloo"
         bodies.INIT_METHOD = f"file://{folder}/init_dir/shared_init_file"
         os.environ.update(TEMP_DIR=folder, INIT_METHOD=bodies.INIT_METHOD)
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # some tests leave another level
@@ -203,11 +181,6 @@ class Suite:
             Path(folder, name).mkdir()
         return gather_values(self._comm, folder)[0]
 
-    def _record(self, line: Line, *, by: int) -> None:
-        if self._path and self._comm.rank == by:
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
 
 def _stand_in_for_expecttest() -> None:
     """Let torch's test cases load without `expecttest`, which these tests do not use."""
@@ -224,21 +197,10 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--backend", choices=("kaitian", "gloo"), default="kaitian")
-    add("--decorators", choices=("gloo", "mpi"), default="gloo", help="run what this backend runs")
     add("-k", default="", metavar="REGEX", help="only tests whose name has it")
-    add("--skip", action="append", default=[], metavar="NAME", help="not this test")
     add("--quiet", action="store_true", help="print only the tests that fail, and the counts")
-    add("--list", action="store_true", help="print the names, run nothing")
-    add("--json", type=Path, metavar="FILE", help="append a line a result; see above")
     add("--limit", type=float, default=60, metavar="SEC", help="for one test (60)")
-    add("--budget", type=float, default=float("inf"), metavar="SEC", help="start none later")
     return parser
-
-
-def _known(path: Path | None) -> dict[str, str]:
-    """Return each test's last result in the file, by name."""
-    lines = path.read_text().splitlines() if path and path.exists() else []
-    return {line["test"]: line["result"] for line in map(json.loads, lines)}
 
 
 def _print_once(comm: Any, text: str) -> None:

@@ -49,25 +49,6 @@ class HostGroup:
         host_collectives.gather_pieces(self._comm, tensor, shares)
 
 
-class Grouping:
-    """One way to group the ranks, with what connects a group."""
-
-    def __init__(self, comms: GroupComms, vendor: VendorLibrary) -> None:
-        """Store the groups' communicators, and the vendor library of this rank's group."""
-        self.comms = comms
-        self._vendor = vendor
-        self._host = HostGroup(comms)
-
-    def usable(
-        self, tensor: torch.Tensor, op: Reduction
-    ) -> tuple[VendorLibrary | HostGroup, torch.Tensor]:
-        """Return what reduces a tensor in the group, and the tensor as that takes it."""
-        if self._vendor.serves("reduce", [tensor.dtype], op.without_division.kind):
-            return self._vendor, self._vendor.usable(tensor.detach())
-        # Without a vendor's library a group works in host memory; a single rank need not.
-        return self._host, contiguous(tensor) if self._host.size == 1 else to_host(tensor)
-
-
 class HybridOperations(HostOperations):
     """The collectives of ranks of several groups: in host memory, except for the allreduce."""
 
@@ -85,10 +66,10 @@ class HybridOperations(HostOperations):
         self.algorithms: tuple[str, ...] = ALGORITHMS
         """Those that there are for these ranks."""
         self.comms = comms
-        self._by_kind = self._by_host = Grouping(comms, libraries[0])
+        self._by_kind = self._by_host = comms, libraries[0]
         if comms.by_host is not None:
             self.algorithms += BY_HOST
-            self._by_host = Grouping(comms.by_host, libraries[1])
+            self._by_host = comms.by_host, libraries[1]
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         if recorder.current is not None:
@@ -96,11 +77,17 @@ class HybridOperations(HostOperations):
         if self.algorithm == "flat":
             self.allreduce_flat(tensor, op, precision)
             return
-        grouping = self._by_host if self.algorithm in BY_HOST else self._by_kind
-        lanes = 1 if self.algorithm.startswith("leader") else grouping.comms.lanes
+        comms, library = self._by_host if self.algorithm in BY_HOST else self._by_kind
+        lanes = 1 if self.algorithm.startswith("leader") else comms.lanes
         self._arrive()
-        group, usable = grouping.usable(tensor, op)
-        self._allreduce(group, usable.view(-1), op, precision, grouping.comms.lane, lanes)
+        group: VendorLibrary | HostGroup = library
+        if library.serves("reduce", [tensor.dtype], op.without_division.kind):
+            usable = library.usable(tensor.detach())
+        else:
+            # Without a vendor's library a group works in host memory; a single rank need not.
+            group = HostGroup(comms)
+            usable = contiguous(tensor) if group.size == 1 else to_host(tensor)
+        self._allreduce(group, usable.view(-1), op, precision, comms.lane, lanes)
         from_host(usable, tensor)
 
     def _allreduce(
