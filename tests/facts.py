@@ -52,7 +52,7 @@ DEVICES = Devices(
     packages={},
     drivers={},
 )
-STORAGE = Storage(folder="/runs", free_bytes=100 * GIB, write_mb_per_sec=500.0, error="")
+STORAGE = Storage(folder="/runs", free_bytes=100 * GIB, error="")
 
 
 def rank_facts(rank: int = 0, host: str = "a", **parts: dict[str, Any]) -> RankFacts:

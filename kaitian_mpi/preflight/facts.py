@@ -110,8 +110,6 @@ class Storage:
     folder: str
     """The run folder, or else the nearest folder above it that exists."""
     free_bytes: int
-    write_mb_per_sec: float | None
-    """Speed of writing with the data on disk at the end; None if nothing could be written."""
     error: str
     """Why nothing could be written; empty if it could."""
 

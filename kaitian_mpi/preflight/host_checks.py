@@ -33,7 +33,6 @@ _MORE_SHM = (
 )
 _MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in limits.conf"
 _ROOM = 1 << 30
-_SLOW_MB_PER_SEC = 20.0
 
 
 def judge_cores(job: JobFacts) -> Iterator[Verdict]:
@@ -104,19 +103,15 @@ def judge_storage(job: JobFacts) -> Iterator[Verdict]:
         storage = next((facts.storage for facts in ranks if facts.storage is not None), None)
         if storage is None:
             continue
-        speed = storage.write_mb_per_sec or 0.0
         free = f"{size_text(storage.free_bytes)} free"
         if storage.error:
             advice = "give --run-dir a folder that can be written, or make room"
             found = f"{storage.folder} cannot be written: {storage.error}, {free}"
             yield problem(found, advice, host)
             continue
-        found = f"{storage.folder}: {free}, {speed:,.0f} MB/s"
+        found = f"{storage.folder}: {free}"
         if storage.free_bytes < _ROOM:
             advice = "make room, or give --run-dir another folder: checkpoints need it"
-            yield warning(found, advice, host)
-        elif speed < _SLOW_MB_PER_SEC:
-            advice = "checkpoints take long; a local disk for --run-dir is faster"
             yield warning(found, advice, host)
         else:
             yield ok(found, host)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _PR_SET_PDEATHSIG = 1
-_BYTES, _CHUNK = 16 << 20, 4 << 20
-_MAX_SEC = 2.0
 
 
 def main() -> None:
@@ -86,27 +83,18 @@ def examine_storage(run_dir: str) -> Storage:
     folder = Path(run_dir).expanduser().absolute()
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
-    speed, error, free = None, "", 0
+    error, free = "", 0
     try:
         free = shutil.disk_usage(folder).free
         if not folder.is_dir():
             raise NotADirectoryError(0, "not a directory")
-        speed = _time_writing(folder)
+        # It has no name, or loses it at once: nothing stays if this process is killed.
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"\0")
+            os.fsync(file.fileno())
     except OSError as failure:
         error = failure.strerror or str(failure)
-    return Storage(folder=str(folder), free_bytes=free, write_mb_per_sec=speed, error=error)
-
-
-def _time_writing(folder: Path) -> float:
-    """Return the speed of writing 16 MiB to disk, in 10^6 bytes a second; at most for 2 s."""
-    chunk = os.urandom(_CHUNK)  # a file system may compress
-    written, began = 0, time.perf_counter()
-    # It has no name, or loses it at once: nothing stays if this process is killed.
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < _BYTES and time.perf_counter() - began < _MAX_SEC:
-            written += file.write(chunk)
-            os.fsync(file.fileno())
-    return written / (time.perf_counter() - began) / 1e6
+    return Storage(folder=str(folder), free_bytes=free, error=error)
 
 
 if __name__ == "__main__":

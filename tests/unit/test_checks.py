@@ -181,8 +181,10 @@ WARNINGS = {
         ),
         "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1",
     ),
-    "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "1 MiB free, 500 MB/s"),
-    "a slow disk": (job(rank_facts(storage={"write_mb_per_sec": 3.0})), "checkpoints take long"),
+    "a full disk": (
+        job(rank_facts(storage={"free_bytes": 1 << 20})),
+        "/runs: 1 MiB free; make room",
+    ),
     "a slow link": (
         job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
         "between a (rank 0) and c (rank 2): 90 MB/s, but the median pair has 900",
