@@ -78,10 +78,7 @@ def assign_devices(
 ) -> list[Choice | None]:
     """Give each rank of a host a device of its own, of the first kind that has one left.
 
-    Args:
-        inventories: what each rank sees, by local rank; the ranks may see different devices.
-        host: the host's name, for messages.
-        share: whether ranks without a device of their own take the one with the fewest ranks.
+    If they may share, ranks without one of their own take the one with the fewest ranks.
 
     Returns:
         The device of each rank; None for one that sees no accelerator.

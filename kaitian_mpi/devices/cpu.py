@@ -58,11 +58,7 @@ class CpuDevice(Device):
 
 
 def available_bytes(cgroup: Path) -> int:
-    """Return the memory that is still available on the host or in the container.
-
-    Args:
-        cgroup: the folder of the control group (version 2) whose limit applies, if any.
-    """
+    """Return the available memory: the host's, or less by a control group's limit (version 2)."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = int((cgroup / "memory.max").read_text())

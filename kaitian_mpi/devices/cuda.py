@@ -114,13 +114,7 @@ class RocmDevice(CudaDevice):
 
 
 def is_on_pci(vendor: str, device_class: str, bus: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Return whether the host has a PCI device of a vendor and class; False if that is unknown.
-
-    Args:
-        vendor: the vendor's number, such as `0x10de`.
-        device_class: the first digits of the class, such as `0x03`.
-        bus: the folder in which Linux lists the devices.
-    """
+    """Return whether Linux lists a PCI device of a vendor, such as `0x10de`, and class."""
     for device in bus.glob("*"):
         try:
             found = (device / "vendor").read_text().strip(), (device / "class").read_text()

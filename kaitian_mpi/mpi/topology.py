@@ -226,14 +226,10 @@ def translate_ranks(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
 def split_into_groups(
     world: MPI.Intracomm, kinds: Sequence[str], nodes: Sequence[int], group_by: str
 ) -> GroupComms:
-    """Split `world` into groups, and lanes across them. Collective.
+    """Split `world`, which is theirs alone from then on, into groups and lanes. Collective.
 
-    Args:
-        world: a communicator for the groups' exclusive use; collectives will be called on it.
-        kinds: the device kind of each rank of `world`.
-        nodes: the number of each rank's host.
-        group_by: as `--group-by`, the same on every rank. With `auto`, groups are by kind; those by
-            kind and host are there beside them if they may be faster.
+    With `--group-by auto`, groups are by kind; those by kind and host are there beside them if they
+    may be faster.
     """
     messages = world.Dup()
     for comm in (world, messages):

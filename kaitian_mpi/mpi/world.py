@@ -285,10 +285,6 @@ def _log_emulation(emulation: Emulation, rank: int, level: int) -> None:
 def slowed_as(world: World, slowdown: str) -> World:
     """Return the world with the slowdowns that a `Training` was given. Collective.
 
-    Args:
-        world: all ranks.
-        slowdown: as `--emulate-slowdown`; empty: as the world's own.
-
     Raises:
         AgreedError: it is malformed, or a rank that it slows has no CPU.
     """
@@ -305,10 +301,7 @@ def slowed_as(world: World, slowdown: str) -> World:
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
     """Return the world of some of the ranks, None on the others. Collective over `world`.
 
-    Args:
-        world: the ranks so far.
-        ranks: those to keep, at least one, in ascending order; they are renumbered, and
-            `RankInfo.world_rank` keeps the number in MPI's world.
+    They are renumbered in ascending order; `RankInfo.world_rank` keeps the number in MPI's world.
     """
     reopen_job_store(world.comm)
     kept = world.rank in ranks

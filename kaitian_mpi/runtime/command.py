@@ -115,13 +115,7 @@ class Command:
         return value.strip()
 
     def replaced(self, names: Sequence[str], values: Sequence[str]) -> Command:
-        """Return the command with new values for the options with these names.
-
-        Args:
-            names: the options' names.
-            values: the new values, in the order of the options; an option without a value, or with
-                an empty one, is removed.
-        """
+        """Return the command with new values for these options; one without a value is removed."""
         left = iter(values)
         parts = []
         for part in self.parts:

@@ -82,14 +82,7 @@ def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if the launcher's ranks do not see each other.
-
-    Args:
-        launched: how many ranks the launcher says it has started.
-        size: how many MPI sees.
-        library: the name of the MPI library; its release may follow.
-        by_srun: whether the launcher is srun.
-    """
+    """Return what is wrong, and what to do, if the launcher's ranks do not see each other."""
     if launched <= size:
         return None
     if not by_srun:

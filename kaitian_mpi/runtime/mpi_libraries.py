@@ -191,11 +191,7 @@ def survival_requested(environ: Mapping[str, str]) -> bool:
 
 
 def survival_advice(library: str) -> str:
-    """Return how a job survives the loss of a rank, or what there is instead.
-
-    Args:
-        library: its name and release, such as `MPICH 5.0.2`.
-    """
+    """Return how a job survives the loss of a rank, or what there is instead."""
     name, numbers = _name_and_release(library)
     known = next((each for each in LIBRARIES if each.name == name), None)
     if known and known.survives_since and numbers >= known.survives_since:
@@ -208,9 +204,6 @@ def reduces_in_place(library: str) -> bool:
 
     Releases of MPICH before 4.2.1, among them Debian 12's, read from the address that stands for
     in place if the ranks are on one host, and crash (pmodels/mpich#6540, #6893).
-
-    Args:
-        library: its name and release.
     """
     name, numbers = _name_and_release(library)
     if name == MPICH.name:
@@ -219,7 +212,7 @@ def reduces_in_place(library: str) -> bool:
 
 
 def _name_and_release(library: str) -> tuple[str, tuple[int, ...]]:
-    """Split the likes of `MPICH 5.0.2`."""
+    """Split the name and release of a library, such as `MPICH 5.0.2`."""
     name, _, release = library.rpartition(" ")
     return name, tuple(int(number) for number in re.findall(r"\d+", release))
 

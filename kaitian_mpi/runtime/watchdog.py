@@ -119,12 +119,7 @@ class Watchdog:
             self._report(now)
 
     def renew(self, phase: Phase, allowed_sec: float | None) -> None:
-        """Let a phase begin again now, unless it has ended; from any thread.
-
-        Args:
-            phase: as read from this watchdog.
-            allowed_sec: the longest time it may last from now on, as in `Phase`.
-        """
+        """Let a phase begin again now, unless it has ended; from any thread."""
         now = time.monotonic()
         with self._lock:
             if self.phase is phase:
@@ -236,11 +231,7 @@ _on_phase: Callable[[str, int | None], None] | None = None
 
 
 def start_watchdog(limit_sec: float) -> Watchdog | None:
-    """Start this rank's watchdog; return None if its process cannot be started.
-
-    Args:
-        limit_sec: the longest time a phase may last, in seconds.
-    """
+    """Start this rank's watchdog; return None if its process cannot be started."""
     global _current
     alone = read_launch(os.environ).world_size == 1  # may outlive the shell that started it
     with suppress(OSError):
