@@ -1,12 +1,24 @@
-"""Files of weights to start from: which fit a model, and what is said of the others."""
+"""Weights in files: which a model starts from, what an exported file holds, and what fails."""
+
+import errno
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from kaitian_mpi.errors import RankLostError, UserError
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import RankLostError, StorageError, UserError
 from kaitian_mpi.train import setup
-from kaitian_mpi.train.weight_files import load_weights
+from kaitian_mpi.train.weight_files import (
+    check_export,
+    check_exportable,
+    export_weights,
+    load_weights,
+)
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
 
 
 class Language(nn.Module):
@@ -18,6 +30,15 @@ class Language(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, words, bias=False)
         self.head.weight = self.embedding.weight
+
+
+class Frozen(Language):
+    """Has a frozen layer and a buffer of another type, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("seen", torch.ones(3, 2, dtype=torch.bool))
 
 
 class Counting(Language):
@@ -81,17 +102,6 @@ def test_weights_of_the_same_model_are_loaded(tmp_path, name):
                                           else key].tolist()  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [Language, lambda: torch.compile(Language())])
-def test_safetensors_are_loaded(tmp_path, make):
-    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
-    original = Language()
-    safetensors.save_model(original, str(tmp_path / "start.safetensors"))  # tied ones once
-    model = make()
-    load_weights(model, str(tmp_path / "start.safetensors"))
-    found, expected = model.state_dict().values(), original.state_dict().values()
-    assert all(map(torch.equal, found, expected))
-
-
 def test_extra_state_may_be_missing_and_is_restored_where_it_is_not(tmp_path):
     path = str(tmp_path / "start.pt")
     torch.save(some(), path)  # as in this package's model.pt
@@ -143,36 +153,22 @@ def test_other_content_is_a_one_line_error(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
-@pytest.mark.parametrize("damage", ["empty", "text", "cut", "changed", "of the other kind"])
-def test_a_damaged_file_is_a_one_line_error(tmp_path, name, damage):
-    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "of the other kind"])
+def test_a_damaged_or_missing_file_is_a_one_line_error(tmp_path, name, damage):
     path = tmp_path / name
-    is_torch = path.suffix == ".pt"
-    if is_torch != (damage == "of the other kind"):
+    if (path.suffix == ".pt") != (damage == "of the other kind"):
         torch.save(some(), path)
     else:
         safetensors.save_model(Language(), str(path))
-    content = path.read_bytes()
-    # The first bytes describe what follows, in both formats.
-    changed = content[:60] + b"x" * 60 + content[120:]
-    path.write_bytes({"empty": b"", "text": b"text" * 99, "cut": content[: len(content) // 2],
-                      "changed": changed, "of the other kind": content}[damage])  # fmt: skip
-    with pytest.raises(UserError, match=f"^--init {path}: it has no weights") as caught:
+    content, message = path.read_bytes(), "it has no weights"
+    if damage in ("empty", "cut"):
+        path.write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
+    elif damage == "missing":
+        path.unlink()
+        message = ".*; name a file that can be read"
+    with pytest.raises(UserError, match=f"^--init {path}: {message}") as caught:
         load_weights(Language(), str(path))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
-def test_a_path_without_a_file_is_a_one_line_error(tmp_path, name):
-    pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
-    path = tmp_path / name
-    for _ in range(2):
-        with pytest.raises(
-            UserError, match=f"^--init {path}: .*; name a file that can be"
-        ) as error:
-            load_weights(Language(), str(path))
-        assert "\n" not in str(error.value)
-        path.mkdir(exist_ok=True)
 
 
 def test_a_rank_lost_while_the_first_weights_are_sent_leaves_each_ranks_own(monkeypatch):
@@ -189,3 +185,176 @@ def test_a_rank_lost_while_the_first_weights_are_sent_leaves_each_ranks_own(monk
         setup.broadcast_model(model)
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+# Exported weights
+
+
+def transposed():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5))
+    model[1].weight = nn.Parameter(model[0].weight.detach().T)  # tied, and not contiguous
+    return model
+
+
+def views():
+    """Return a model whose buffers are parts of one tensor, which is no weight itself."""
+    model, memory = nn.Linear(2, 2), torch.arange(12.0)
+    model.register_buffer("first", memory[:6])
+    model.register_buffer("last", memory[6:].view(2, 3).T)
+    return model
+
+
+def window():
+    """Return a model one of whose buffers is a part of another."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("all", torch.arange(12.0))
+    model.register_buffer("some", model.all[2:5])
+    return model
+
+
+MODELS = {
+    "tied": Frozen,
+    "transposed": transposed,
+    "views": views,
+    "window": window,
+    "bf16": lambda: Frozen().bfloat16(),
+    "float64": lambda: Frozen().double(),
+    "complex": lambda: nn.Linear(2, 2, dtype=torch.complex64),
+    "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "compiled": lambda: torch.compile(Frozen()),
+    "one part compiled": lambda: nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2)),
+    "empty": lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(0, 4)),
+}
+
+
+def values(model):
+    tensors = (value for value in model.state_dict().values() if isinstance(value, torch.Tensor))
+    return [(value.dtype, value.tolist()) for value in tensors]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_users_own_model_loads_the_file(tmp_path, name):
+    path = str(tmp_path / "model.safetensors")
+    model = MODELS[name]()
+    before = values(model)
+    own = MODELS[name]()
+    own = getattr(own, "_orig_mod", own)
+    if name == "one part compiled":
+        own[0] = own[0]._orig_mod
+    config = TrainConfig(export=path)
+    check_exportable(config, model)
+    export_weights(path, model)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    with torch.no_grad():
+        for value in (*own.parameters(), *own.buffers()):
+            value.zero_()
+    if name in ("transposed", "views"):  # load_model refuses such models, whatever the file
+        own.load_state_dict(safetensors.load_file(path), strict=False)
+    else:
+        safetensors.load_model(own, path)
+    assert values(own) == values(model) == before
+    again = MODELS[name]()
+    load_weights(again, path)
+    assert values(again) == before
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    path = str(tmp_path / "model.safetensors")
+    export_weights(path, Frozen())
+    names = safetensors.load_file(path).keys()
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+
+
+def complex128():
+    return nn.Linear(2, 2, dtype=torch.complex128)
+
+
+def sparse():
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacent", torch.eye(2).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (complex128, "complex128"),
+        (sparse, "sparse"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_format_is_rejected_before_training(make, message):
+    with pytest.raises(
+        UserError, match=f"--export m.safetensors: a .*cannot hold.*{message}"
+    ) as caught:
+        check_exportable(TrainConfig(export="m.safetensors"), make())
+    assert "\n" not in str(caught.value)
+    check_exportable(TrainConfig(), make())
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A world of one rank, without MPI."""
+    monkeypatch.setattr("kaitian_mpi.mpi.exchange.gather_values", lambda comm, value: [value])
+    return SimpleNamespace(rank=0, comm=None)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("folder.safetensors", "Is a directory; name a file"),
+        ("nowhere/m.safetensors", "No such file or directory; name a file in a folder"),
+        ("file/m.safetensors", "Not a directory; name a file in a folder"),
+        (f"{'m' * 300}.safetensors", "File name too long; name a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_rejected_before_training(tmp_path, alone, path, why):
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=f"^--export .*: .*{why}") as caught:
+        check_export(TrainConfig(export=str(tmp_path / path)), alone)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_in_the_run_folder_may_be_named_before_there_is_one(tmp_path, alone):
+    run = tmp_path / "run"
+    check_export(TrainConfig(run_dir=str(run), export=str(run / "m.safetensors")), alone)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("path", ["model.pt", "model", "safetensors", ".safetensors", "a.bin"])
+def test_other_formats_are_rejected(path):
+    with pytest.raises(UserError, match=rf"--export must be .* \*\.safetensors, not '{path}'"):
+        TrainConfig(export=path)
+
+
+def test_a_missing_package_is_named_with_what_to_install(tmp_path, alone, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    with pytest.raises(UserError, match=r"safetensors is not installed; pip install 'kaitian"):
+        check_export(TrainConfig(export=str(tmp_path / "m.safetensors")), alone)
+
+
+def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_text("earlier")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)  # as some file systems report it
+    with pytest.raises(StorageError, match=r"could not be written: No space left .* needed, "):
+        export_weights(str(path), nn.Linear(2, 2))
+    assert path.read_text() == "earlier"
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_symbolic_link_stays_and_a_missing_folder_is_made(tmp_path):
+    link, target = tmp_path / "link.safetensors", tmp_path / "elsewhere/model.safetensors"
+    link.symlink_to(target)
+    export_weights(str(link), nn.Linear(2, 2))
+    assert link.is_symlink()
+    assert sorted(safetensors.load_file(target)) == ["bias", "weight"]
